@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.model import OrderedMap, plain_tensor
+from ckptool.core.model import OrderedMap, make_plain_tensor
 from ckptool.files import ByteRange, MemorySource
 from ckptool.recipes import Recipe, relayout
 
@@ -101,7 +101,7 @@ axes = "(c + c) i -> c i, c i"
 def plan_seconds(recipe: str, keys: Sequence[str]) -> float:
     """Return the processor seconds that a plan over tensors of 8 x 8 takes."""
     data = ByteRange(MemorySource(bytes(64), "memory"), 0, 64)
-    tensors = OrderedMap((key, plain_tensor(key, "uint8", (8, 8), data)) for key in keys)
+    tensors = OrderedMap((key, make_plain_tensor(key, "uint8", (8, 8), data)) for key in keys)
     checkpoint = Checkpoint(tensors, "safetensors", "many.safetensors")
     began = time.process_time()
     relayout(checkpoint, Recipe.parse(recipe, name="plan"), {"half": 2} if "half" in recipe else {})

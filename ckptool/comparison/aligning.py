@@ -19,13 +19,13 @@ from ckptool.core.names import check_collisions, strip_names
 from ckptool.core.sections import (
     MODEL_KINDS,
     Section,
+    find_sections,
     is_flat,
-    optimizer_names,
-    sections,
-    wrapped_names,
+    list_optimizer_names,
+    list_wrappable_keys,
 )
-from ckptool.core.tree import held_items, is_within, name_of, walk
-from ckptool.core.values import Key, comparable, is_set
+from ckptool.core.tree import is_within, list_items, name_of, walk
+from ckptool.core.values import Key, is_set, to_comparable
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
 from ckptool.inspection.equality import first_difference
 from ckptool.matching.align import align as pair_keys
@@ -89,7 +89,7 @@ class _SideNames:
 
     def optimizer(self, part: Section) -> _Names:
         """Return an optimizer's names as they are compared: as those of its model."""
-        own = optimizer_names(part.node)
+        own = list_optimizer_names(part.node)
         shown = followed(own, [(names, resolved.shown) for names, resolved in self._namings])
         if shown:
             namings = [(names, resolved.compared) for names, resolved in self._namings]
@@ -237,7 +237,7 @@ def _found(checkpoint: Checkpoint, key: Any) -> Scope | NotFound:
 
 def _is_container(node: Any) -> bool:
     if isinstance(node, Opaque):
-        return is_module(node) or bool(held_items(node))
+        return is_module(node) or bool(list_items(node))
     return isinstance(node, (dict, list, tuple))
 
 
@@ -300,7 +300,7 @@ class _Alignment:
             for part in parts:
                 if part.kind in MODEL_KINDS and id(part) not in taken:
                     resolved[id(part)] = side.resolve_names(
-                        part, side.strip(wrapped_names(part.node))
+                        part, side.strip(list_wrappable_keys(part.node))
                     )
             for part in parts:
                 if part.kind == "optimizer":
@@ -312,8 +312,8 @@ class _Alignment:
 
         They do where a layer is called `module` by its author, and one file has nothing else.
         """
-        mine = self.names_a.strip(wrapped_names(one.node))
-        others = self.names_b.strip(wrapped_names(other.node))
+        mine = self.names_a.strip(list_wrappable_keys(one.node))
+        others = self.names_b.strip(list_wrappable_keys(other.node))
         ways = [(mine, others), (mine, {}), ({}, others), ({}, {})]
         if not (mine or others) or _common(one, mine, other, others) == len(one.node):
             return mine, others
@@ -403,7 +403,7 @@ class _Alignment:
 
 
 def _parts(root: Any) -> list[Section]:
-    return [part for part in sections(root) if part.kind != "values"]
+    return [part for part in find_sections(root) if part.kind != "values"]
 
 
 def _coupled(parts_a: list[Section], parts_b: list[Section]) -> list[Couple]:
@@ -574,18 +574,18 @@ class Region:
             if path in skip:
                 return False
             key, _, compared = changed(path, node)
-            self.entered[comparable(before + key)] = name_of(outer + before + compared)
+            self.entered[to_comparable(before + key)] = name_of(outer + before + compared)
             if isinstance(node, Opaque):
                 return not is_set(node)
             shown = before + path
             entry = DiffEntry(name_of(outer + shown), base + path, node)
-            self.containers[comparable(shown)] = entry
+            self.containers[to_comparable(shown)] = entry
             return True
 
         for path, leaf in walk(root, enter=enter):
             key, leaf, shown = changed(path, leaf)
             entry = DiffEntry(name_of(outer + before + shown), base + path, leaf, weights)
-            self._add(comparable(before + key), entry)
+            self._add(to_comparable(before + key), entry)
 
     def _add(self, key: Key, entry: DiffEntry) -> None:
         """Take an entry; one more of the same key (two objects as keys of a dict) is kept apart."""

@@ -15,7 +15,7 @@ from ckptool.core.model import Path, TensorRef
 from ckptool.core.reading import Meter, RepeatedBytes
 from ckptool.errors import TorchMissing, UnsupportedFormat
 from ckptool.limits import Limits
-from ckptool.tensors.bytewise import same_by_checksum, same_content
+from ckptool.tensors.bytewise import compare_checksums, has_same_content
 from ckptool.tensors.casting import FLOATS, Caster, is_exact
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ class Contents:
 
     def _compared(self, path: Path, a: TensorRef, b: TensorRef, exact: bool) -> ValueComparison:
         if self._quick:
-            stated = same_by_checksum(a, b)
+            stated = compare_checksums(a, b)
             if stated is not None:
                 return ValueComparison(stated, by_checksum=True)
         self._repeated.add(path, a)
         self._repeated.add(path, b)
         if self._rounded:
             a, b = _rounded(a, b), _rounded(b, a)
-        same = a.dtype == b.dtype and same_content(a, b, self._meter.advance)
+        same = a.dtype == b.dtype and has_same_content(a, b, self._meter.advance)
         if same or self._quick:
             return ValueComparison(same)
         found = self._figures(a, b, exact)

@@ -15,7 +15,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import DeviceValue, Shape, StorageRef, TensorRef
 from ckptool.core.reading import Meter
 from ckptool.core.tree import name_of
-from ckptool.core.values import documented, is_set, json_value, summarize, value_of
+from ckptool.core.values import is_set, summarize, to_document, to_json_value, to_plain_value
 from ckptool.errors import UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, open_or_reuse
@@ -84,7 +84,7 @@ class Side:
         """Return one side in `ckptool.diff/1`."""
         if self.sort != "tensor":
             return {"name": self.name, "type": self.type, "value": self.value}
-        return documented(self, "sort", "type", "value", "container")
+        return to_document(self, "sort", "type", "value", "container")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Changed:
         """Return the row of `ckptool.diff/1`. Missing statistics are null."""
         found = self.difference
         tensors = self.a.sort == self.b.sort == "tensor"
-        figures = {key: json_value(getattr(found, key, None)) for key in _FIGURES if tensors}
+        figures = {key: to_json_value(getattr(found, key, None)) for key in _FIGURES if tensors}
         return {
             "name": self.name,
             "status": self.status,
@@ -217,7 +217,7 @@ class Diff(Result):
             "only_in_a": [side.name for side in self.only_in_a],
             "only_in_b": [side.name for side in self.only_in_b],
         }
-        return {"schema": "ckptool.diff/1", **documented(self), **only}
+        return {"schema": "ckptool.diff/1", **to_document(self), **only}
 
 
 SORTABLE = ("rel_norm", "max_abs", "mean_abs", "max_rel", "rmse", "cosine", "share")
@@ -581,8 +581,8 @@ def _side(entry: DiffEntry, name: str | None = None) -> Side:
             leaf.nbytes,
             container=entry.container,
         )
-    if plain := value_of(leaf):
-        content = json_value(plain[1])
+    if plain := to_plain_value(leaf):
+        content = to_json_value(plain[1])
         return Side(shown, "value", type_name(leaf), value=content, container=entry.container)
     sort = "container" if isinstance(leaf, (dict, list, tuple)) else "object"
     device = leaf.storage.device if isinstance(leaf, StorageRef) else None

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, Path, TensorRef
-from ckptool.core.names import bare_names
-from ckptool.core.optimizers import fits_shape, groups_of, model_of, names_in
-from ckptool.core.sections import MODEL_KINDS, named_tensors
+from ckptool.core.names import map_to_bare_names
+from ckptool.core.optimizers import find_model, fits_shape, list_groups, list_names
+from ckptool.core.sections import MODEL_KINDS, get_named_tensors
 from ckptool.core.tree import is_within, name_of
-from ckptool.core.values import json_path, summarize
+from ckptool.core.values import summarize, to_json_path
 from ckptool.diagnosis import Diagnosis
 from ckptool.diagnosis.contents import devices_here
 from ckptool.diagnosis.info import Info, overview
@@ -80,20 +80,20 @@ def _parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], str]]
     models = [one for one in checkpoint.sections if one.kind in MODEL_KINDS]
     optimizers = [one for one in checkpoint.sections if one.kind == "optimizer"]
     for section in optimizers:
-        model, states = model_of(section, models, optimizers), section.node["state"]
+        model, states = find_model(section, models, optimizers), section.node["state"]
         if model is None:
-            numbers = [number for group in groups_of(section) for number in group]
-            keys = dict(zip(numbers, names_in(section), strict=False))
+            numbers = [number for group in list_groups(section) for number in group]
+            keys = dict(zip(numbers, list_names(section), strict=False))
         else:
             keys = keys_of_parameters(checkpoint, section, model)
-            tensors = named_tensors(model.node)
+            tensors = get_named_tensors(model.node)
             shapes = {number: tensors[key].shape for number, key in keys.items() if key in tensors}
             if any(not fits_shape(states.get(at, {}), shape) for at, shape in shapes.items()):
                 continue
-        names = bare_names([key for key in keys.values() if key])
+        names = map_to_bare_names([key for key in keys.values() if key])
         for number, key in keys.items():
             if key and number in states:
-                path = json_path((*section.path, "state", number))
+                path = to_json_path((*section.path, "state", number))
                 yield tuple(map(str, path)), names[key]
 
 

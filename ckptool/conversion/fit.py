@@ -9,11 +9,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import Opaque, remade
-from ckptool.core.names import bare_names
+from ckptool.core.model import Opaque, copy_with_items
+from ckptool.core.names import map_to_bare_names
 from ckptool.core.placeholders import refuse_placeholders
-from ckptool.core.sections import MODEL_KINDS, Section, is_flat, model_state_dict, wrapped_names
-from ckptool.core.tree import where
+from ckptool.core.sections import (
+    MODEL_KINDS,
+    Section,
+    find_model_state_dict,
+    is_flat,
+    list_wrappable_keys,
+)
+from ckptool.core.tree import describe_path
 from ckptool.errors import NameCollision, NotRepresentable
 from ckptool.loading.plan import LoadPlan, plan_load, target_like
 from ckptool.loading.source import StateDict
@@ -163,7 +169,7 @@ class _Naming:
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.tied_names):
             raise NotRepresentable(
-                f"the pickled module at {where(part.path)} cannot have other keys: "
+                f"the pickled module at {describe_path(part.path)} cannot have other keys: "
                 "its class defines them",
                 file=plan.file or None,
                 hint="add --model-only to convert it to a state dict",
@@ -197,13 +203,13 @@ class _Naming:
         made: dict[Any, Any] = {}
         for name, value in complete(holder.items()):
             if name in made:
-                text = f"{printable(name)!r} would be twice in {where(self.part.path)}"
+                text = f"{printable(name)!r} would be twice in {describe_path(self.part.path)}"
                 raise NameCollision(text, file=plan.file or None, hint=_HINT)
             made[name] = value
-        return remade(holder, made)
+        return copy_with_items(holder, made)
 
     def _changes(self) -> Iterator[Change]:
-        report, inside = self.fit.report, where(self.part.path)
+        report, inside = self.fit.report, describe_path(self.part.path)
         wrong = [one.name for one in report.mismatched]
         for renaming in report.renamed:
             many = len(renaming.names)
@@ -239,20 +245,20 @@ def _match_sections(
     parts = [part for part in every if part.kind in MODEL_KINDS]
     if not parts and is_flat(checkpoint.root):
         parts = [Section((), "state_dict", checkpoint.root, checkpoint.root)]
-    parts = parts or [model_state_dict(checkpoint)]
+    parts = parts or [find_model_state_dict(checkpoint)]
     made = []
     for part in parts:
         with closing(StateDict(checkpoint, part)) as state:
             fit = plan_load(state, like, choices=choices, as_stored=True)
         if len(parts) > 1:
-            file = f"{checkpoint.path} ({where(part.path)})"
+            file = f"{checkpoint.path} ({describe_path(part.path)})"
             fit = fit.with_changes(file=file)
         made.append(_match_section(part, fit))
     return made
 
 
 def _match_section(part: Section, fit: LoadPlan) -> _Naming:
-    names = {name: name for name in wrapped_names(part.node)}
+    names = {name: name for name in list_wrappable_keys(part.node)}
     names.update((one.own, one.name) for one in fit.report.mismatched)
     names.update((own, name) for name, own in fit.undecided.items())
     by_own: dict[str, list[str]] = {}
@@ -286,9 +292,9 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
 
 def _match_bare_names(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
     """Return new names for an optimizer that has the names without wrapper prefixes."""
-    bare = bare_names(own)
+    bare = map_to_bare_names(own)
     for naming in namings:
-        theirs = bare_names(naming.names)
+        theirs = map_to_bare_names(naming.names)
         new = {theirs[name]: new for name, new in naming.names.items()}
         if not new.keys().isdisjoint(bare.values()):
             return {n: new[b] for n, b in bare.items() if b in new and new[b] != n}

@@ -16,8 +16,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.core.model import Path, TensorRef
-from ckptool.core.names import Renamer, may_be_wrapped, similar, unwrapped, wrapper_remover
-from ckptool.core.tree import MISSING, descend, key_text, name_of, named_nodes
+from ckptool.core.names import (
+    Renamer,
+    find_similar,
+    make_wrapper_remover,
+    may_be_wrapped,
+    strip_wrappers,
+)
+from ckptool.core.tree import MISSING, descend, format_key, name_of, walk_nodes
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.words import counted, listed, printable, shell
 
@@ -65,44 +71,47 @@ class NameIndex:
         with wrapper prefixes that no node has is also searched without them. Only nodes for which
         `accept` is true are considered.
         """
-        found = self._find(name, endings, accept)
-        bare = unwrapped(name)
-        return self._find(bare, endings, accept) if not found and bare != name else found
+        matches = self._find_stage(name, endings, accept)
+        bare = strip_wrappers(name)
+        return self._find_stage(bare, endings, accept) if not matches and bare != name else matches
 
-    def _find(self, name: str, endings: bool, accept: Callable[[Any], bool] | None) -> list[int]:
+    def _find_stage(
+        self, name: str, endings: bool, accept: Callable[[Any], bool] | None
+    ) -> list[int]:
+        """Return the positions of the nodes that match a name as it is, at the first stage."""
         stages: tuple[list[int], ...] = ([], [], [])
-        after = (f"/{name}", f".{name}")
+        endings_of_path = (f"/{name}", f".{name}")
         # The bare name is the end of every match: wrapper prefixes may be inside of a key.
-        last = re.split("[./]" if may_be_wrapped(self._text, inside=True) else "/", name)[-1]
-        for at, key in enumerate(self._keys):
-            if not key.endswith(last):
+        bare_name = re.split("[./]" if may_be_wrapped(self._text, inside=True) else "/", name)[-1]
+        for index, key in enumerate(self._keys):
+            if not key.endswith(bare_name):
                 continue
-            path, node = self.nodes[at]
+            path, node = self.nodes[index]
             if accept is not None and not accept(node):
                 continue
-            best = 3
-            for form in dict.fromkeys((path, self._bare(path))):
+            stage = 3
+            for form in dict.fromkeys((path, self._strip_path(path))):
                 full = name_of(form)
                 if full == name:
-                    best = 0
+                    stage = 0
                 elif form and name_of(form[-1:]) == name:
-                    best = min(best, 1)
-                elif endings and full.endswith(after):
-                    best = min(best, 2)
-            if best < 3:
-                stages[best].append(at)
+                    stage = min(stage, 1)
+                elif endings and full.endswith(endings_of_path):
+                    stage = min(stage, 2)
+            if stage < 3:
+                stages[stage].append(index)
         return next(filter(None, stages), [])
 
-    def only(self, name: str, *, endings: bool = True) -> Node | None:
+    def find_only(self, name: str, *, endings: bool = True) -> Node | None:
         """Return the node that matches a name, or None.
 
         Raises:
             AmbiguousName: if several nodes match at one stage.
         """
-        found = self.find(name, endings=endings)
-        if len(found) > 1:
-            raise _ambiguous(name, [self.nodes[at][0] for at in found], self._file)
-        return self.nodes[found[0]] if found else None
+        matches = self.find(name, endings=endings)
+        if len(matches) > 1:
+            raise _ambiguous_error(name, [self.nodes[at][0] for at in matches], self._file)
+        return self.nodes[matches[0]] if matches else None
 
     def select(self, pattern: str, *, endings: bool = True) -> list[int]:
         """Return the positions of the nodes that match a name or a glob.
@@ -111,38 +120,40 @@ class NameIndex:
             AmbiguousName: if a name matches several nodes.
         """
         if not is_glob(pattern):
-            found = self.find(pattern, endings=endings)
-            if len(found) > 1:
-                raise _ambiguous(pattern, [self.nodes[at][0] for at in found], self._file)
-            return found
+            matches = self.find(pattern, endings=endings)
+            if len(matches) > 1:
+                raise _ambiguous_error(pattern, [self.nodes[at][0] for at in matches], self._file)
+            return matches
         match = re.compile(translate(pattern)).match
-        whole = "/" in pattern
-        names = list(map(name_of, self._paths)) if whole else self._keys
+        has_slash = "/" in pattern
+        names = list(map(name_of, self._paths)) if has_slash else self._keys
         if not self._is_wrapped:
             return [at for at, name in enumerate(names) if match(name)]
-        bare = map(name_of, map(self._bare, self._paths)) if whole else self._bare_keys()
-        both = enumerate(zip(names, bare, strict=True))
-        return [at for at, (name, other) in both if match(name) or match(other)]
+        bare = map(name_of, map(self._strip_path, self._paths)) if has_slash else self._strip_keys()
+        pairs = enumerate(zip(names, bare, strict=True))
+        return [at for at, (name, other) in pairs if match(name) or match(other)]
 
-    def _bare_keys(self) -> Iterator[str]:
+    def _strip_keys(self) -> Iterator[str]:
         """Yield the last key of each path without wrapper prefixes."""
         for path, key in zip(self._paths, self._keys, strict=True):
-            rename = self._renamer(path[:-1])
+            rename = self._renamer_for(path[:-1])
             yield rename(key) if rename else key
 
-    def unmatched(self, pattern: str) -> Unmatched:
+    def describe_unmatched(self, pattern: str) -> Unmatched:
         """Return a pattern that matches nothing, with the nearest names."""
         keys = (path if "/" in pattern else path[-1:] for path, _ in self.nodes)
-        return Unmatched(pattern, tuple(nearest(pattern, map(name_of, keys))))
+        return Unmatched(pattern, tuple(find_nearest(pattern, map(name_of, keys))))
 
     @cached_property
     def _paths(self) -> list[Path]:
+        """The path of each node."""
         return [path for path, _ in self.nodes]
 
     @cached_property
     def _keys(self) -> list[str]:
+        """The last key of each path as text; empty for the root."""
         keys = (path[-1] if path else "" for path in self._paths)
-        return [key if type(key) is str else key_text(key) for key in keys]
+        return [key if type(key) is str else format_key(key) for key in keys]
 
     @cached_property
     def _text(self) -> str:
@@ -152,30 +163,32 @@ class NameIndex:
 
     @cached_property
     def _is_wrapped(self) -> bool:
+        """True if a wrapper prefix may be in one of the keys."""
         return may_be_wrapped(self._text)
 
-    def _bare(self, path: Path) -> Path:
+    def _strip_path(self, path: Path) -> Path:
         """Return a path without wrapper prefixes."""
         if not self._is_wrapped or not path:
             return path
-        above, key = path[:-1], path[-1]
-        rename = self._renamer(above) if type(key) is str else None
-        return (*self._bare_above(above), rename(key) if rename else key)
+        parent, key = path[:-1], path[-1]
+        rename = self._renamer_for(parent) if type(key) is str else None
+        return (*self._strip_parent(parent), rename(key) if rename else key)
 
-    def _bare_above(self, path: Path) -> Path:
+    def _strip_parent(self, path: Path) -> Path:
+        """Return the path of a container without wrapper prefixes, cached."""
         if path not in self._bare_paths:
-            self._bare_paths[path] = self._bare(path)
+            self._bare_paths[path] = self._strip_path(path)
         return self._bare_paths[path]
 
-    def _renamer(self, above: Path) -> Renamer | None:
+    def _renamer_for(self, parent: Path) -> Renamer | None:
         """Return the function that strips wrapper prefixes in a container, or None if it has none.
 
         The keys of its tensors decide, if it has tensors.
         """
-        if above not in self._renamers:
-            tensors, others = self._inside.get(above, ([], []))
-            self._renamers[above] = wrapper_remover(tensors or others)
-        return self._renamers[above]
+        if parent not in self._renamers:
+            tensors, others = self._inside.get(parent, ([], []))
+            self._renamers[parent] = make_wrapper_remover(tensors or others)
+        return self._renamers[parent]
 
     @cached_property
     def _inside(self) -> Mapping[Path, tuple[list[str], list[str]]]:
@@ -183,19 +196,19 @@ class NameIndex:
         inside: dict[Path, tuple[list[str], list[str]]] = {}
         for path, node in self.nodes:
             if path and type(path[-1]) is str:
-                held = inside.setdefault(path[:-1], ([], []))
-                held[type(node) is not TensorRef].append(path[-1])
+                keys = inside.setdefault(path[:-1], ([], []))
+                keys[type(node) is not TensorRef].append(path[-1])
         # An index of leaves has containers only in the paths.
-        above, known = list(inside), set(self._paths)
-        while above:
-            path = above.pop()
+        parents, known = list(inside), set(self._paths)
+        while parents:
+            path = parents.pop()
             if path and path not in known:
                 known.add(path)
                 if path[:-1] not in inside:
-                    above.append(path[:-1])
-                held = inside.setdefault(path[:-1], ([], []))
+                    parents.append(path[:-1])
+                keys = inside.setdefault(path[:-1], ([], []))
                 if type(path[-1]) is str:
-                    held[1].append(path[-1])
+                    keys[1].append(path[-1])
         return inside
 
 
@@ -208,7 +221,7 @@ class Selection:
     unmatched: tuple[Unmatched, ...] = ()
     """The patterns that match nothing."""
 
-    def of(self, index: NameIndex) -> Iterator[Node]:
+    def pick_from(self, index: NameIndex) -> Iterator[Node]:
         """Yield the chosen nodes."""
         return (node for at, node in enumerate(index.nodes) if at in self.positions)
 
@@ -221,16 +234,18 @@ def select(
     Raises:
         AmbiguousName: if a name matches several nodes.
     """
-    found = {
+    matches = {
         pattern: index.select(pattern, endings=endings)
         for pattern in dict.fromkeys((*include, *exclude))
     }
-    chosen = {at for pattern in include for at in found[pattern]}
+    chosen = {at for pattern in include for at in matches[pattern]}
     if not include:
         chosen = set(range(len(index.nodes)))
-    chosen.difference_update(*(found[pattern] for pattern in exclude))
-    idle = (index.unmatched(pattern) for pattern, positions in found.items() if not positions)
-    return Selection(frozenset(chosen), tuple(idle))
+    chosen.difference_update(*(matches[pattern] for pattern in exclude))
+    unmatched = (
+        index.describe_unmatched(pattern) for pattern, positions in matches.items() if not positions
+    )
+    return Selection(frozenset(chosen), tuple(unmatched))
 
 
 def unmatched_error(unmatched: Unmatched, file: str) -> NotFound:
@@ -243,12 +258,12 @@ def unmatched_error(unmatched: Unmatched, file: str) -> NotFound:
     )
 
 
-def nearest(wanted: str, names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
+def find_nearest(wanted: str, names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
     """Return the names that contain `wanted`, else the most similar names, else `others`."""
-    every = list(dict.fromkeys(names))
+    candidates = list(dict.fromkeys(names))
     word = wanted.strip("*./").lower()
-    near = [name for name in every if word and word in name.lower()]
-    return near or similar(wanted, every) or list(dict.fromkeys(others)) or every
+    matches = [name for name in candidates if word and word in name.lower()]
+    return matches or find_similar(wanted, candidates) or list(dict.fromkeys(others)) or candidates
 
 
 def resolve(
@@ -269,28 +284,30 @@ def resolve(
         node = descend(checkpoint.root, tuple(address))
         if node is not MISSING and (accept is None or accept(node)):
             return tuple(address), node
-    every = list(named_nodes(checkpoint.root))
-    index = NameIndex(every, checkpoint.path)
-    found = [index.nodes[at] for at in index.find(wanted, accept=accept)]
-    if not found:
-        raise _missing(checkpoint, wanted, index)
-    if len(found) > 1:
-        raise _ambiguous(wanted, [path for path, _ in found], checkpoint.path)
-    return found[0]
+    nodes = list(walk_nodes(checkpoint.root))
+    index = NameIndex(nodes, checkpoint.path)
+    matches = [index.nodes[at] for at in index.find(wanted, accept=accept)]
+    if not matches:
+        raise _missing_error(checkpoint, wanted, index)
+    if len(matches) > 1:
+        raise _ambiguous_error(wanted, [path for path, _ in matches], checkpoint.path)
+    return matches[0]
 
 
-def _ambiguous(wanted: str, found: Sequence[Path], file: str) -> AmbiguousName:
-    names = dict.fromkeys(map(name_of, found))
-    alike = len(names) == 1
-    which = listed(repr(list(path)) for path in found) if alike else listed(names)
+def _ambiguous_error(wanted: str, paths: Sequence[Path], file: str) -> AmbiguousName:
+    """Return the error for a name that matches several paths."""
+    names = dict.fromkeys(map(name_of, paths))
+    is_same_text = len(names) == 1
+    choices = listed(repr(list(path)) for path in paths) if is_same_text else listed(names)
     return AmbiguousName(
-        f"{printable(wanted)!r} is ambiguous: it could be {which}",
+        f"{printable(wanted)!r} is ambiguous: it could be {choices}",
         file=file or None,
-        hint="in Python, give the path as a tuple" if alike else "give more of the path",
+        hint="in Python, give the path as a tuple" if is_same_text else "give more of the path",
     )
 
 
-def _missing(checkpoint: Checkpoint, wanted: str, index: NameIndex) -> NotFound:
+def _missing_error(checkpoint: Checkpoint, wanted: str, index: NameIndex) -> NotFound:
+    """Return the error for a name that matches no node that was asked for."""
     file = checkpoint.path or None
     if index.find(wanted):
         return NotFound(
@@ -299,11 +316,11 @@ def _missing(checkpoint: Checkpoint, wanted: str, index: NameIndex) -> NotFound:
             hint=f"ckptool info {shell(file)}" if file else None,
         )
     paths = [path for path, _ in index.nodes if path]
-    tops = (name_of(path) for path in paths if len(path) == 1)
-    near = nearest(wanted, map(name_of, paths), tops)
+    top_names = (name_of(path) for path in paths if len(path) == 1)
+    nearest = find_nearest(wanted, map(name_of, paths), top_names)
     globs = f" --include {shell(wanted)}" if is_glob(wanted) else ""
     return NotFound(
-        f"no entry is named {printable(wanted)!r}; the file has {listed(near)}",
+        f"no entry is named {printable(wanted)!r}; the file has {listed(nearest)}",
         file=file,
         hint=f"ckptool list {shell(file)}{globs}" if file else None,
     )
@@ -326,17 +343,23 @@ class TensorMap(Mapping[str, TensorRef]):
 
     @cached_property
     def _index(self) -> NameIndex:
+        """The index of all names of the tensors."""
         return NameIndex(self._nodes, self._file)
 
     @cached_property
     def _by_path(self) -> Mapping[str, TensorRef]:
-        found: dict[str, TensorRef] = {}
+        """The tensors by path as text.
+
+        Raises:
+            AmbiguousName: if two paths have the same text.
+        """
+        tensors: dict[str, TensorRef] = {}
         for path, tensor in self._nodes:
             name = name_of(path)
-            if found.setdefault(name, tensor) is not tensor:
-                alike = [path for path, _ in self._nodes if name_of(path) == name]
-                raise _ambiguous(name, alike, self._file)
-        return found
+            if tensors.setdefault(name, tensor) is not tensor:
+                paths = [path for path, _ in self._nodes if name_of(path) == name]
+                raise _ambiguous_error(name, paths, self._file)
+        return tensors
 
     def __repr__(self) -> str:
         """Return a summary in one line."""
@@ -349,16 +372,16 @@ class TensorMap(Mapping[str, TensorRef]):
             NotFound: if no tensor matches (`AmbiguousName`: if several do).
         """
         if isinstance(name, tuple):
-            found = next((tensor for path, tensor in self._nodes if path == name), None)
-            if found is not None:
-                return found
+            match = next((tensor for path, tensor in self._nodes if path == name), None)
+            if match is not None:
+                return match
             name = name_of(name)
         name = str(name)
         if name in self._by_path:
             return self._by_path[name]
-        node = self._index.only(name)
+        node = self._index.find_only(name)
         if node is None:
-            raise unmatched_error(self._index.unmatched(name), self._file)
+            raise unmatched_error(self._index.describe_unmatched(name), self._file)
         tensor: TensorRef = node[1]
         return tensor
 

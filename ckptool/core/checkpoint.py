@@ -59,8 +59,8 @@ Report = Callable[[Gather], Iterable[Change]]
 """Returns the changes that are known only when every byte was computed, after a write."""
 
 
-def alone(own: Any) -> list[Any]:
-    """Gather from the only process, which has written all of the file."""
+def gather_alone(own: Any) -> list[Any]:
+    """Gather from the only process, which has written the whole file."""
     return [own]
 
 
@@ -209,10 +209,10 @@ class Checkpoint(Result):
         """
         if not self.details.late:
             return self
-        from ckptool.core.sections import with_numbers
+        from ckptool.core.sections import restore_integer_keys
         from ckptool.core.tree import with_late_values
 
-        root = with_numbers(with_late_values(self.root))
+        root = restore_integer_keys(with_late_values(self.root))
         original = root if self.original is self.root else self.original
         details = replace(self.details, late=False)
         return replace(self, root=root, original=original, details=details)
@@ -244,9 +244,9 @@ class Checkpoint(Result):
     @cached_property
     def sections(self) -> tuple[Section, ...]:
         """The sections: state dicts, optimizers, schedulers, modules, values."""
-        from ckptool.core.sections import sections
+        from ckptool.core.sections import find_sections
 
-        return sections(self.root)
+        return find_sections(self.root)
 
     @property
     def devices(self) -> dict[str, int]:

@@ -49,12 +49,12 @@ class OrderedMap(dict[Any, Any]):
 M = TypeVar("M", bound=dict[Any, Any])
 
 
-def remade(mapping: M, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> M:
-    """Return a mapping with the same class and attributes, and other items."""
-    made = type(mapping)(items)
-    if isinstance(made, OrderedMap) and isinstance(mapping, OrderedMap):
-        made.attributes = mapping.attributes
-    return made
+def copy_with_items(mapping: M, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> M:
+    """Return a copy of a mapping with the same class and attributes, but other items."""
+    copy = type(mapping)(items)
+    if isinstance(copy, OrderedMap) and isinstance(mapping, OrderedMap):
+        copy.attributes = mapping.attributes
+    return copy
 
 
 class ByteString(str):
@@ -294,17 +294,19 @@ class TensorRef(Result):
             return
         shape, stride = self.shape, self.stride
         if len(shape) != len(stride):
-            raise self._corrupt(f"has {len(shape)} sizes and {len(stride)} strides")
+            raise self._corrupt_error(f"has {len(shape)} sizes and {len(stride)} strides")
         count = 1
         for size in shape:
             if size is None or size < 0:
-                raise self._corrupt(f"has a size of {size}")
+                raise self._corrupt_error(f"has a size of {size}")
             count *= size
         first, stop = self.span
         if count > MAX_ELEMENTS or first < 0 or self.offset > MAX_ELEMENTS:
-            raise self._corrupt(f"of shape {list(shape)} at offset {self.offset} cannot exist")
+            raise self._corrupt_error(
+                f"of shape {list(shape)} at offset {self.offset} cannot exist"
+            )
         if count and stop * self.itemsize > self.storage.nbytes * self._per_byte:
-            raise self._corrupt(
+            raise self._corrupt_error(
                 f"of shape {list(shape)}, stride {list(stride)} and offset {self.offset} reaches "
                 f"element {stop - 1:,}, outside its storage of {self.storage.nbytes:,} bytes"
             )
@@ -316,6 +318,7 @@ class TensorRef(Result):
 
     @property
     def _per_byte(self) -> int:
+        """The number of elements in a byte; 1 for all but packed dtypes."""
         return PACKED.get(self.dtype, 1)
 
     @property
@@ -442,7 +445,10 @@ class TensorRef(Result):
                 return None
         if not self.is_spread or local.shape != self.shape or not isinstance(placements, tuple):
             return None
-        names = (getattr(one, "class_name", "Partial").rpartition(".")[2] for one in placements)
+        names = (
+            getattr(placement, "class_name", "Partial").rpartition(".")[2]
+            for placement in placements
+        )
         if any(name.endswith("Partial") for name in names):
             return None
         layers = (layer for layer in self.wrapping if layer.kind != "type")
@@ -453,7 +459,7 @@ class TensorRef(Result):
         """The bytes of a contiguous tensor, in the byte order of its storage."""
         if not self.is_contiguous:
             raise UsageError("a tensor that is not contiguous has no single range of bytes")
-        return self._stored().slice(self.offset * self.itemsize, self.nbytes)
+        return self._require_data().slice(self.offset * self.itemsize, self.nbytes)
 
     @property
     def row_major(self) -> ByteRange:
@@ -462,7 +468,7 @@ class TensorRef(Result):
             return self.data
         from ckptool.files.computed import gather_view  # as in `content`
 
-        return gather_view(self._stored(), **self._view)
+        return gather_view(self._require_data(), **self._view)
 
     def content(self) -> Iterator[bytes]:
         """Return the elements in row-major order, little-endian, conjugated and negated, in blocks.
@@ -476,7 +482,7 @@ class TensorRef(Result):
         from ckptool.files.strided import flip_signs, row_major, swap_bytes
 
         dtype = BY_NAME[self.dtype]
-        blocks = row_major(self._stored(), **self._view)
+        blocks = row_major(self._require_data(), **self._view)
         if self.storage is not None and self.storage.byteorder == "big":
             blocks = (swap_bytes(block, dtype.swap_size) for block in blocks)
         if self.flags:
@@ -530,6 +536,7 @@ class TensorRef(Result):
         return replace(self, shape=shape, stride=stride, parts=None, wrapping=())
 
     def _check_view(self, verb: str) -> None:
+        """Raise `UsageError` if a tensor has no strides to change."""
         if self.kind not in STRIDED_KINDS or self.storage is None:
             raise UsageError(f"a {self.kind} tensor cannot be {verb}")
         if self.dtype in PACKED:
@@ -541,34 +548,40 @@ class TensorRef(Result):
         place = {"shape": self.sizes, "stride": self.stride, "offset": self.offset}
         return {"itemsize": self.itemsize, **place}
 
-    def _stored(self) -> ByteRange:
+    def _require_data(self) -> ByteRange:
+        """Return the bytes of the storage.
+
+        Raises:
+            UsageError: if the tensor is not a plain array of elements with bytes.
+        """
         if not self.has_content or self.storage is None or self.storage.data is None:
             raise UsageError(f"a {self.kind} tensor on {self.device} has no plain bytes")
         return self.storage.data
 
-    def _corrupt(self, fact: str) -> CorruptFile:
+    def _corrupt_error(self, fact: str) -> CorruptFile:
+        """Return the error for a tensor that contradicts its storage."""
         storage = self.storage
         where = "" if storage is None else f" over storage {storage.key!r}"
         file = storage.data.source.name if storage is not None and storage.data else None
         return CorruptFile(f"a {self.dtype} tensor{where} {fact}", file=file)
 
 
-def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
+def replace_elements(tensor: TensorRef, **fields: Any) -> TensorRef:
     """Return the tensor with another `dtype`, `shape`, `storage`, `offset`, `stride` or `flags`.
 
     A tensor of a back end without storages (a TPU) is then carried by a CPU tensor. A numpy array
     becomes a tensor, because its pickle has the old elements.
     """
-    if place and "array" in (tensor.parts or {}):
-        place = {"kind": "strided", "parts": None, **place}
-    made = replace(tensor, **place)
+    if fields and "array" in (tensor.parts or {}):
+        fields = {"kind": "strided", "parts": None, **fields}
+    copy = replace(tensor, **fields)
     if "carrier" not in (tensor.parts or {}):
-        return made
-    data = replace(made, device="cpu", requires_grad=False, hooks=None, wrapping=(), parts=None)
-    return replace(made, parts={"carrier": _CARRIER, "data": data})
+        return copy
+    data = replace(copy, device="cpu", requires_grad=False, hooks=None, wrapping=(), parts=None)
+    return replace(copy, parts={"carrier": _CARRIER, "data": data})
 
 
-def children(node: Any) -> Iterable[Any]:
+def get_children(node: Any) -> Iterable[Any]:
     """Return the direct content of a container or object, in the order of the file."""
     if isinstance(node, OrderedMap):
         return (*node.keys(), *node.values(), *node.attributes.values())
@@ -584,19 +597,19 @@ def children(node: Any) -> Iterable[Any]:
 def find_tensors(root: Any) -> Iterator[TensorRef]:
     """Yield every tensor below `root` once, in the order of the file, also inside objects."""
     seen: set[int] = set()
-    todo = [root]
-    while todo:
-        node = todo.pop()
+    pending = [root]
+    while pending:
+        node = pending.pop()
         if isinstance(node, TensorRef):
             if id(node) not in seen:
                 seen.add(id(node))
                 yield node
         elif isinstance(node, (dict, list, tuple, Opaque)) and id(node) not in seen:
             seen.add(id(node))
-            todo.extend(reversed(tuple(children(node))))
+            pending.extend(reversed(tuple(get_children(node))))
 
 
-def plain_tensor(
+def make_plain_tensor(
     key: str,
     dtype: str,
     shape: tuple[int, ...],
@@ -613,8 +626,8 @@ def plain_tensor(
     """
     nbytes = -(-math.prod(shape) * BY_NAME[dtype].itemsize // PACKED.get(dtype, 1))
     if nbytes != data.length:
-        what = f"needs {nbytes:,} bytes, but there are {data.length:,}"
-        raise CorruptFile(f"storage {quoted(key)}: {dtype} and shape {list(shape)} {what}")
+        problem = f"needs {nbytes:,} bytes, but there are {data.length:,}"
+        raise CorruptFile(f"storage {quoted(key)}: {dtype} and shape {list(shape)} {problem}")
     storage = Storage(key, data, nbytes, device, **stated)
     return TensorRef(dtype, shape, row_major_strides(shape), 0, storage, device)
 

@@ -34,13 +34,13 @@ _VERSIONS = {
 
 
 class Visits:
-    """Keeps a traversal linear by limiting repeated visits.
+    """Limits how often a traversal visits the same containers.
 
     A pickle of a few hundred bytes can refer to one list a billion times.
     """
 
     def __init__(self, limits: Limits) -> None:
-        """Start without visits."""
+        """Start with no visits."""
         self._limits = limits
         self._entered: set[int] = set()
         self._first = self._again = 0
@@ -70,13 +70,17 @@ def is_module(node: Any) -> bool:
     if not isinstance(node, Opaque):
         return False
     attributes = node.attributes
-    return all(isinstance(attributes.get(mark), dict) for mark in _MARKS) or _compiled(node) != {}
+    return (
+        all(isinstance(attributes.get(mark), dict) for mark in _MARKS)
+        or _unwrap_compiled(node) != {}
+    )
 
 
-def _compiled(node: Opaque) -> dict[Any, Opaque]:
-    """Return the module in a compiled one, which is pickled as a call without state.
+def _unwrap_compiled(node: Opaque) -> dict[Any, Opaque]:
+    """Return the module in a compiled one as {"_orig_mod": module}; empty for others.
 
-    Source: torch/_dynamo/eval_frame.py `OptimizedModule.__reduce__`.
+    A compiled module is pickled as a call without state. Source: torch/_dynamo/eval_frame.py
+    `OptimizedModule.__reduce__`.
     """
     if isinstance(node.args, tuple) and node.args and node.class_name == _COMPILED:
         inner = node.args[0]
@@ -85,7 +89,7 @@ def _compiled(node: Opaque) -> dict[Any, Opaque]:
     return {}
 
 
-def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
+def to_module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
     """Return the `state_dict()` of a pickled module; None for anything else.
 
     Order and content are as in `torch/nn/modules/module.py` `_save_to_state_dict`: a module's own
@@ -98,121 +102,125 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
     if not is_module(node):
         return None
     names, metadata = OrderedMap(), OrderedMap()
-    for prefix, module in modules_below(node, limits):
-        metadata[prefix[:-1]] = {"version": _version(module)}
-        names.update((f"{prefix}{name}", value) for name, value in own_tensors(module).items())
+    for prefix, module in walk_modules(node, limits):
+        metadata[prefix[:-1]] = {"version": _find_version(module)}
+        names.update((f"{prefix}{name}", value) for name, value in get_own_tensors(module).items())
     names.attributes["_metadata"] = metadata
     return names
 
 
-def model_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
-    """Return the `module_state` of a module with weights; None for anything else.
+def to_model_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
+    """Return the `to_module_state` of a module with weights; None for anything else.
 
     A module without weights (a loss, a vocabulary) is an ordinary object.
     """
-    state = module_state(node, limits)
-    return state if state or (state is not None and held_apart(node)) else None
+    state = to_module_state(node, limits)
+    return state if state or (state is not None and find_opaque_content(node)) else None
 
 
-def held_apart(node: Opaque) -> dict[str, Any]:
+def find_opaque_content(node: Opaque) -> dict[str, Any]:
     """Return the content of modules that only their class can save, by path.
 
     These are submodules whose class pickles no dict of parameters, and objects of a known quantizer
     and attributes of a Parameter that contain tensors (see `_save_to_state_dict`).
     """
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     seen: set[int] = set()
-    for prefix, module in modules_below(node):
+    for prefix, module in walk_modules(node):
         attributes = module.attributes
         children = attributes.get("_modules", {})
-        held = {name: child for name, child in children.items() if isinstance(child, Opaque)}
-        held.update((name, one) for name, one in attributes.items() if class_scheme(one))
-        for name, tensor in own_tensors(module).items():
-            held.update((f"{name}.{key}", one) for key, one in attributes_of(tensor))
-        for name, one in held.items():
-            apart = not is_module(one) and (name in children or holds_tensors(one))
-            if apart and id(one) not in seen:
-                seen.add(id(one))
-                found[f"{prefix}{name}"] = one
-    return found
+        candidates = {name: child for name, child in children.items() if isinstance(child, Opaque)}
+        candidates.update(
+            (name, value) for name, value in attributes.items() if class_scheme(value)
+        )
+        for name, tensor in get_own_tensors(module).items():
+            candidates.update(
+                (f"{name}.{key}", value) for key, value in find_tensor_attributes(tensor)
+            )
+        for name, value in candidates.items():
+            is_opaque = not is_module(value) and (name in children or has_tensors(value))
+            if is_opaque and id(value) not in seen:
+                seen.add(id(value))
+                content[f"{prefix}{name}"] = value
+    return content
 
 
-def attributes_of(tensor: Any) -> Iterator[tuple[Any, Any]]:
+def find_tensor_attributes(tensor: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the attributes of a tensor that contain tensors over other bytes."""
     if not isinstance(tensor, TensorRef) or not tensor.wrapping:
         return
     for layer in tensor.wrapping:
         for name, value in layer.state.items() if isinstance(layer.state, dict) else ():
-            other = not isinstance(value, TensorRef) or value.storage is not tensor.storage
-            if other and not is_module(value) and holds_tensors(value):
+            is_separate = not isinstance(value, TensorRef) or value.storage is not tensor.storage
+            if is_separate and not is_module(value) and has_tensors(value):
                 yield name, value
 
 
-def holds_tensors(node: Any) -> bool:
+def has_tensors(node: Any) -> bool:
     """Return True if it is or contains a tensor."""
     return next(find_tensors(node), None) is not None
 
 
-def modules_below(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> Iterator[tuple[str, Opaque]]:
+def walk_modules(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> Iterator[tuple[str, Opaque]]:
     """Yield a module and its submodules, parents first, with the prefix of their keys."""
     visits = Visits(limits)
     open_ids = {id(node)}
-    visits.enter(node, len(own_tensors(node)), 0)
+    visits.enter(node, len(get_own_tensors(node)), 0)
     yield "", node
-    frames = [(node, "", iter(child_modules(node).items()))]
+    frames = [(node, "", iter(get_child_modules(node).items()))]
     while frames:
-        module, prefix, rest = frames[-1]
-        name, child = next(rest, (None, None))
+        module, prefix, children = frames[-1]
+        name, child = next(children, (None, None))
         if child is None:
             frames.pop()
             open_ids.discard(id(module))
         elif id(child) not in open_ids:
-            visits.enter(child, len(own_tensors(child)), len(frames))
+            visits.enter(child, len(get_own_tensors(child)), len(frames))
             yield f"{prefix}{name}.", child
             open_ids.add(id(child))
-            frames.append((child, f"{prefix}{name}.", iter(child_modules(child).items())))
+            frames.append((child, f"{prefix}{name}.", iter(get_child_modules(child).items())))
 
 
-def _version(module: Opaque) -> int:
-    """Return the `_version` of its class, for other classes than torch's judging by its buffers.
+def _find_version(module: Opaque) -> int:
+    """Return the `_version` of a module's class; guess it by the buffers of unknown classes.
 
     Source: `_version` in torch/nn and torch/ao; 1 unless a class overrides it. Subclasses of batch
     and instance norm are recognized by the counter that was added in version 2.
     """
-    own = module.attributes.get("_version")
-    if type(own) is int:
-        return own
+    stated = module.attributes.get("_version")
+    if type(stated) is int:
+        return stated
     if {"running_mean", "num_batches_tracked"} <= module.attributes.get("_buffers", {}).keys():
         return 2
     return _VERSIONS.get(module.class_name.replace("torch.ao.", "torch.", 1), 1)
 
 
-def own_tensors(module: Opaque) -> dict[Any, Any]:
+def get_own_tensors(module: Opaque) -> dict[Any, Any]:
     """Return the parameters and persistent buffers of a module, without its children."""
     attributes = module.attributes
-    passing = _items_of_set(attributes.get("_non_persistent_buffers_set"))
+    non_persistent = _read_set_items(attributes.get("_non_persistent_buffers_set"))
     buffers = attributes.get("_buffers", {}).items()
-    named = (
+    items = (
         *attributes.get("_parameters", {}).items(),
-        *(pair for pair in buffers if pair[0] not in passing),
+        *(pair for pair in buffers if pair[0] not in non_persistent),
     )
-    return {name: one for name, one in named if one is not None and isinstance(name, str)}
+    return {name: tensor for name, tensor in items if tensor is not None and isinstance(name, str)}
 
 
-def child_modules(module: Opaque) -> dict[Any, Opaque]:
+def get_child_modules(module: Opaque) -> dict[Any, Opaque]:
     """Return the direct children of a module, by name."""
     children = module.attributes.get("_modules", {})
-    named = ((name, child) for name, child in children.items() if isinstance(name, str))
-    found = {name: child for name, child in named if is_module(child)}
-    return found or _compiled(module)
+    items = ((name, child) for name, child in children.items() if isinstance(name, str))
+    modules = {name: child for name, child in items if is_module(child)}
+    return modules or _unwrap_compiled(module)
 
 
-def _items_of_set(node: Any) -> tuple[Any, ...]:
+def _read_set_items(node: Any) -> tuple[Any, ...]:
     """Return the items of a pickled set, in any pickle protocol."""
     if not isinstance(node, Opaque):
         return ()
-    given = node.args[:1] if isinstance(node.args, tuple) else ()
+    initial = node.args[:1] if isinstance(node.args, tuple) else ()
     added = (value for kind, value in node.steps if kind in ("add", "append"))
     return tuple(
-        item for held in (*given, *added) if isinstance(held, (list, tuple)) for item in held
+        item for items in (*initial, *added) if isinstance(items, (list, tuple)) for item in items
     )

@@ -78,8 +78,8 @@ class _Level(NamedTuple):
         return self.pattern.sub(r"\1", name, count=1)
 
 
-def counts(name: Any) -> bool:
-    """Return True if a key shows its wrappers; that of `AveragedModel`'s counter does not."""
+def is_wrappable(name: Any) -> bool:
+    """Return True if wrappers add their prefix to a key: all but `AveragedModel`'s counter."""
     return isinstance(name, str) and name != N_AVERAGED
 
 
@@ -100,32 +100,34 @@ def strip_names(
         NameCollision: if two keys would become the same.
         UsageError: if `only` is not a known wrapper, or `levels` is less than 1.
     """
-    kinds = _checked_kinds(only)
+    kinds = _check_kinds(only)
     if levels is not None and levels < 1:
         raise UsageError(f"levels must be at least 1, not {levels}")
     before = f"{at}." if at else ""
     old = [name for name in names if name.startswith(before)]
     new = [name[len(before) :] for name in old]
-    done: list[_Level] = []
-    while levels is None or len(done) < levels:
-        level = _outermost([name for name in new if counts(name)], kinds)
+    levels_done: list[_Level] = []
+    while levels is None or len(levels_done) < levels:
+        level = _find_outermost([name for name in new if is_wrappable(name)], kinds)
         if level is None:
             break
-        new = [level.apply(name) if counts(name) else name for name in new]
-        done.append(level)
+        new = [level.apply(name) if is_wrappable(name) else name for name in new]
+        levels_done.append(level)
     renamed = {
-        was: before + now for was, now in zip(old, new, strict=True) if was[len(before) :] != now
+        old_key: before + new_key
+        for old_key, new_key in zip(old, new, strict=True)
+        if old_key[len(before) :] != new_key
     }
     check_collisions(names, renamed)
     return StripResult(
         renamed,
-        len(done),
-        tuple(dict.fromkeys(kind for level in done for kind in level.kinds)),
-        lambda path: _below(path, before, done),
+        len(levels_done),
+        tuple(dict.fromkeys(kind for level in levels_done for kind in level.kinds)),
+        lambda path: _strip_module_path(path, before, levels_done),
     )
 
 
-def bare_names(names: Collection[str]) -> dict[str, str]:
+def map_to_bare_names(names: Collection[str]) -> dict[str, str]:
     """Return each key with its form without wrappers; none changes if two would become the same."""
     try:
         renamed = strip_names(names).renamed
@@ -134,10 +136,14 @@ def bare_names(names: Collection[str]) -> dict[str, str]:
     return {name: renamed.get(name, name) for name in names}
 
 
-def common_wrapper(bare: Mapping[str, str]) -> str:
+def find_common_wrapper(bare: Mapping[str, str]) -> str:
     """Return the wrapper prefix that every key of a state dict has, by its `bare_names`."""
-    fronts = {name.removesuffix(short) for name, short in bare.items() if name.endswith(short)}
-    return fronts.pop() if len(fronts) == 1 and all(map(str.endswith, bare, bare.values())) else ""
+    prefixes = {
+        name.removesuffix(bare_name) for name, bare_name in bare.items() if name.endswith(bare_name)
+    }
+    return (
+        prefixes.pop() if len(prefixes) == 1 and all(map(str.endswith, bare, bare.values())) else ""
+    )
 
 
 _WRAPPED = re.compile(
@@ -153,17 +159,17 @@ def may_be_wrapped(text: str, *, inside: bool = False) -> bool:
     return any(f"{word}." in text for word in (WRAPPERS[1:] if inside else WRAPPERS))
 
 
-def wrapper_remover(names: Collection[str]) -> Renamer | None:
+def make_wrapper_remover(names: Collection[str]) -> Renamer | None:
     """Return the function that strips wrappers in one container, or None if it has none.
 
     No key changes if two would become the same, as in `bare_names`.
     """
     own = [name for name in names if name != N_AVERAGED]
     if not own or not may_be_wrapped("\n".join(own), inside=True):  # the fast path for `module`
-        front = ""
-        while own and all(map(str.startswith, own, repeat(f"{front}module."))):
-            front += "module."
-        return (lambda name: name.removeprefix(front)) if front else None
+        prefix = ""
+        while own and all(map(str.startswith, own, repeat(f"{prefix}module."))):
+            prefix += "module."
+        return (lambda name: name.removeprefix(prefix)) if prefix else None
     try:
         stripped = strip_names(names)
     except NameCollision:
@@ -171,12 +177,13 @@ def wrapper_remover(names: Collection[str]) -> Renamer | None:
     return stripped.rename_module if stripped.renamed else None
 
 
-def unwrapped(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Return a key, or a path with `/`, without all possible wrapper prefixes."""
     return _WRAPPED.sub("", name) if may_be_wrapped(name) else name
 
 
-def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
+def _check_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the wrappers in `only`, by default all; refuse unknown ones."""
     kinds = (only,) if isinstance(only, str) else tuple(only or WRAPPERS)
     unknown = [kind for kind in kinds if kind not in WRAPPERS]
     if unknown:
@@ -186,48 +193,50 @@ def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
     return kinds
 
 
-def _outermost(names: Sequence[str], kinds: tuple[str, ...]) -> _Level | None:
+def _find_outermost(names: Sequence[str], kinds: tuple[str, ...]) -> _Level | None:
     """Return the next component to remove, or None."""
     if not names:
         return None
-    kept = _alternatives(kind for kind in WRAPPERS if kind not in kinds and kind != "module")
+    kept = _match_any_of(kind for kind in WRAPPERS if kind not in kinds and kind != "module")
     if "module" in kinds:
-        front = re.compile(rf"^((?:{kept}\.)*)module\.", re.DOTALL)
-        if all(map(front.match, names)):
-            return _Level(front, ("module",))
+        pattern = re.compile(rf"^((?:{kept}\.)*)module\.", re.DOTALL)
+        if all(map(pattern.match, names)):
+            return _Level(pattern, ("module",))
     text = "\n".join(names)  # one fast search finds the wrappers that can occur at all
-    others = _alternatives(kind for kind in kinds if kind != "module" and kind in text)
+    others = _match_any_of(kind for kind in kinds if kind != "module" and kind in text)
     inner = re.compile(rf"(^|\.)({others})\.")
-    if others == _alternatives(()):
+    if others == _match_any_of(()):
         return None
-    found = dict.fromkeys(match[2] for name in names if (match := inner.search(name)))
-    return _Level(inner, tuple(found)) if found else None
+    wrappers = dict.fromkeys(match[2] for name in names if (match := inner.search(name)))
+    return _Level(inner, tuple(wrappers)) if wrappers else None
 
 
-def _alternatives(kinds: Iterable[str]) -> str:
-    return f"(?:{'|'.join(map(re.escape, kinds)) or '(?!)'})"
+def _match_any_of(words: Iterable[str]) -> str:
+    """Return a regular expression that matches any of the words, or nothing."""
+    return f"(?:{'|'.join(map(re.escape, words)) or '(?!)'})"
 
 
-def _below(path: str, before: str, done: list[_Level]) -> str:
-    if not f"{path}.".startswith(before):
+def _strip_module_path(path: str, prefix: str, levels: list[_Level]) -> str:
+    """Return the path of a module without the components of the `levels` levels."""
+    if not f"{path}.".startswith(prefix):
         return path
-    inner = path[len(before) :]
-    for level in done:
+    inner = path[len(prefix) :]
+    for level in levels:
         inner = level.apply(f"{inner}.")[:-1] if inner else inner  # the end of the wrapped module
-    return before + inner if inner else before[:-1]
+    return prefix + inner if inner else prefix[:-1]
 
 
-def wrappers_of(names: Iterable[str]) -> tuple[str, ...]:
+def find_wrappers(names: Iterable[str]) -> tuple[str, ...]:
     """Return the wrappers in the keys, outermost first, each once."""
-    names = list(filter(counts, names))
-    found: dict[str, None] = {}
-    while (level := _outermost(names, WRAPPERS)) is not None:
-        names = list(filter(counts, map(level.apply, names)))
-        found.update(dict.fromkeys(level.kinds))
-    return tuple(found)
+    names = list(filter(is_wrappable, names))
+    wrappers: dict[str, None] = {}
+    while (level := _find_outermost(names, WRAPPERS)) is not None:
+        names = list(filter(is_wrappable, map(level.apply, names)))
+        wrappers.update(dict.fromkeys(level.kinds))
+    return tuple(wrappers)
 
 
-def wrapped_in_part(
+def split_partly_wrapped(
     names: Iterable[str], *, only: str | Sequence[str] | None = None
 ) -> tuple[list[str], list[str]]:
     """Return the keys with `module.` and those without, if most have it; else nothing.
@@ -235,33 +244,34 @@ def wrapped_in_part(
     This `module` may be a layer, and stays: a wrapper would add it to every key. `only` selects
     wrappers, as in `strip_names`.
     """
-    names = list(filter(counts, names))
+    names = list(filter(is_wrappable, names))
     within = [name for name in names if name.startswith("module.")]
     others = [name for name in names if not name.startswith("module.")]
-    is_part = 0 < len(others) < len(within) and "module" in _checked_kinds(only)
+    is_part = 0 < len(others) < len(within) and "module" in _check_kinds(only)
     return (within, others) if is_part else ([], [])
 
 
-def prefixed(wrapper: str, at: str | None = None) -> Renamer:
+def make_prefixer(wrapper: str, at: str | None = None) -> Renamer:
     """Return the rename that adds `wrapper` to the model, or to its submodule `at`.
 
     Raises:
         UsageError: if `wrapper` is not a known wrapper.
     """
-    _checked_kinds(wrapper)
-    before = f"{at}." if at else ""
+    _check_kinds(wrapper)
+    prefix = f"{at}." if at else ""
 
     def rename(name: str) -> str:
-        if not counts(name) or not name.startswith(before):
+        """Return a key with the wrapper inserted, if it is in the submodule."""
+        if not is_wrappable(name) or not name.startswith(prefix):
             return name
-        return f"{before}{wrapper}.{name[len(before) :]}"
+        return f"{prefix}{wrapper}.{name[len(prefix) :]}"
 
     return rename
 
 
-def add_name(wrapper: str, at: str | None = None) -> Renamer:
-    """Return the rename of module paths that corresponds to `prefixed`."""
-    rename = prefixed(wrapper, at)
+def make_module_prefixer(wrapper: str, at: str | None = None) -> Renamer:
+    """Return the rename of module paths that corresponds to `make_prefixer`."""
+    rename = make_prefixer(wrapper, at)
     return lambda path: rename(f"{path}." if path else "").removesuffix(".")
 
 
@@ -292,28 +302,34 @@ def check_collisions(
         origin[new] = name
 
 
-def similar(wanted: str, names: Iterable[str], most: int = 3) -> list[str]:
+def find_similar(wanted: str, names: Iterable[str], max_count: int = 3) -> list[str]:
     """Return the names most similar to `wanted`, else names with a similar component."""
     known = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
     wanted = wanted[:_LONGEST]
-    if found := _closest(wanted, known, most, 0.6):
-        return found
+    if matches := _find_closest(wanted, known, max_count, 0.6):
+        return matches
     words = [word for word in re.findall(r"\w+", wanted) if len(word) > 1 and not word.isdecimal()]
     parts_of = {name: re.split(r"[./]", name) for name in known}
     parts = list(islice(dict.fromkeys(chain.from_iterable(parts_of.values())), _MOST))
-    near = [part for word in words[:_WORDS] for part in _closest(word, parts, most, 0.75)]
-    found = [name for part in near for name in known if part in parts_of[name]]
-    return list(dict.fromkeys(found))[:most]
+    similar_parts = [
+        part for word in words[:_WORDS] for part in _find_closest(word, parts, max_count, 0.75)
+    ]
+    matches = [name for part in similar_parts for name in known if part in parts_of[name]]
+    return list(dict.fromkeys(matches))[:max_count]
 
 
-def _closest(wanted: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
+def _find_closest(wanted: str, names: Iterable[str], max_count: int, cutoff: float) -> list[str]:
+    """Return the names closest to `wanted`; letter counts choose the candidates to compare."""
     matcher = SequenceMatcher(b=wanted)
 
-    def bound(name: str) -> float:
+    def bound_similarity(name: str) -> float:
+        """Return an upper bound of the similarity of a name, from its letter counts."""
         matcher.set_seq1(name)
         return matcher.quick_ratio()
 
-    return get_close_matches(wanted, nlargest(_CANDIDATES, names, key=bound), most, cutoff)
+    return get_close_matches(
+        wanted, nlargest(_CANDIDATES, names, key=bound_similarity), max_count, cutoff
+    )
 
 
 _NUMBER = re.compile(r"(?<![^./])(0|[1-9][0-9]{0,8})(?![^./])")
@@ -338,7 +354,7 @@ class Family(NamedTuple):
     """The position of each among all keys, counted from 0."""
 
 
-def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
+def group_families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
     """Group keys that are equal in signature and differ only in numeric components.
 
     Components end at a `.` or `/`. If keys have several numbers and some combinations are missing,
@@ -347,25 +363,25 @@ def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
     """
     groups: dict[tuple[Hashable, tuple[str, ...]], dict[_Place, list[tuple[int, str]]]] = {}
     for number, (name, signature) in enumerate(names):
-        texts, place = numbered(name)
+        texts, position = split_numbers(name)
         group = groups.setdefault((signature, texts), {})
-        group.setdefault(place, []).append((number, name))
-    found = []
+        group.setdefault(position, []).append((number, name))
+    families = []
     for (_, texts), group in groups.items():
-        for box in _boxes(list(group)):
-            members = sorted(member for place in product(*box) for member in group[place])
+        for box in _divide_into_boxes(list(group)):
+            members = sorted(member for position in product(*box) for member in group[position])
             numbers, folded = zip(*members, strict=True)
-            found.append(Family(_label(texts, box), folded, numbers))
-    return sorted(found, key=lambda family: family.numbers[0])
+            families.append(Family(_format_label(texts, box), folded, numbers))
+    return sorted(families, key=lambda family: family.numbers[0])
 
 
-def numbered(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def split_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the texts around the numbers of a key, and the numbers."""
     parts = _NUMBER.split(name, _MOST_NUMBERS)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Return `{0..3,8}` for 0, 1, 2, 3 and 8."""
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):
@@ -376,34 +392,38 @@ def ranges(numbers: Iterable[int]) -> str:
     return "{" + ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs) + "}"
 
 
-def _boxes(places: Sequence[_Place]) -> Iterator[_Box]:
-    """Divide distinct places into few full boxes (not always the fewest possible).
+def _divide_into_boxes(positions: Sequence[_Place]) -> Iterator[_Box]:
+    """Divide distinct positions into few full boxes (not always the fewest possible).
 
     The values on one line along an axis form one side of a box. Lines with the same values are
     divided in the same way, with one number less.
     """
-    sides = tuple(tuple(dict.fromkeys(axis)) for axis in zip(*places, strict=True))
-    if prod(map(len, sides)) == len(places):
+    sides = tuple(tuple(dict.fromkeys(axis)) for axis in zip(*positions, strict=True))
+    if prod(map(len, sides)) == len(positions):
         yield sides
         return
-    axis = min(range(len(sides)), key=lambda axis: len({_without(p, axis) for p in places}))
+    axis = min(
+        range(len(sides)), key=lambda axis: len({_drop_axis(item, axis) for item in positions})
+    )
     lines: dict[_Place, list[int]] = {}
-    for place in places:
-        lines.setdefault(_without(place, axis), []).append(place[axis])
+    for position in positions:
+        lines.setdefault(_drop_axis(position, axis), []).append(position[axis])
     alike: dict[_Place, list[_Place]] = {}
-    for rest, values in lines.items():
-        alike.setdefault(tuple(sorted(values)), []).append(rest)
-    for side, rests in alike.items():
-        for box in _boxes(rests):
+    for other_numbers, values in lines.items():
+        alike.setdefault(tuple(sorted(values)), []).append(other_numbers)
+    for side, group in alike.items():
+        for box in _divide_into_boxes(group):
             yield (*box[:axis], side, *box[axis:])
 
 
-def _without(place: _Place, axis: int) -> _Place:
-    return place[:axis] + place[axis + 1 :]
+def _drop_axis(position: _Place, axis: int) -> _Place:
+    """Return a position without the number on one axis."""
+    return position[:axis] + position[axis + 1 :]
 
 
-def _label(texts: tuple[str, ...], box: _Box) -> str:
+def _format_label(texts: tuple[str, ...], box: _Box) -> str:
+    """Return the label of a box of keys: the texts with the values of each number between."""
     label = texts[0]
     for side, text in zip(box, texts[1:], strict=True):
-        label += (str(side[0]) if len(side) == 1 else ranges(side)) + text
+        label += (str(side[0]) if len(side) == 1 else format_ranges(side)) + text
     return label

@@ -11,12 +11,12 @@ from ckptool.core.model import Shape, TensorRef
 from ckptool.core.sections import (
     MOMENTS,
     Section,
+    find_loose_optimizers,
     is_flat_optimizer,
     is_optimizer,
-    loose_optimizers,
-    noted_owners,
+    read_noted_owners,
 )
-from ckptool.core.tree import everything, walk
+from ckptool.core.tree import walk, walk_everything
 
 _FACTORS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
 """Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those
@@ -37,15 +37,15 @@ _COMMON_WORDS = re.compile(
 )
 
 
-def groups_of(section: Section) -> list[list[Any]]:
+def list_groups(section: Section) -> list[list[Any]]:
     """Return the numbers or names of the parameters in each group."""
-    held = [group.get("params") for group in section.node["param_groups"]]
-    return [list(map(_key, one)) if isinstance(one, (list, tuple)) else [] for one in held]
+    entries = (group.get("params") for group in section.node["param_groups"])
+    return [list(map(_to_state_key, e)) if isinstance(e, (list, tuple)) else [] for e in entries]
 
 
-def _key(held: Any) -> Any:
+def _to_state_key(entry: Any) -> Any:
     """Return a group's entry for a parameter as a key of `state`; invalid ones match no key."""
-    return held if isinstance(held, (int, str)) else ("?", id(held))
+    return entry if isinstance(entry, (int, str)) else ("?", id(entry))
 
 
 def has_training_weights(section: Section) -> bool:
@@ -56,54 +56,62 @@ def has_training_weights(section: Section) -> bool:
     )
 
 
-def names_in(section: Section) -> list[str]:
+def list_names(section: Section) -> list[str]:
     """Return the parameter names in order; empty if the groups have no names."""
-    names = [name for group in section.node["param_groups"] for name in _texts(group)]
-    keys = [key for group in groups_of(section) for key in group]
+    names = [name for group in section.node["param_groups"] for name in _list_group_names(group)]
+    keys = [key for group in list_groups(section) for key in group]
     if len(names) != len(keys):
         names = [key for key in keys if isinstance(key, str)]
     return names if len(names) == len(keys) else []
 
 
-def _texts(group: dict[Any, Any]) -> list[str]:
-    held = group.get("param_names")
-    return [one for one in held if isinstance(one, str)] if isinstance(held, (list, tuple)) else []
+def _list_group_names(group: dict[Any, Any]) -> list[str]:
+    """Return the `param_names` of a group that are text."""
+    names = group.get("param_names")
+    return (
+        [name for name in names if isinstance(name, str)]
+        if isinstance(names, (list, tuple))
+        else []
+    )
 
 
-def moments_in(root: Any, sections: Iterable[Section]) -> Iterator[tuple[Any, str, TensorRef]]:
+def find_moments(root: Any, sections: Iterable[Section]) -> Iterator[tuple[Any, str, TensorRef]]:
     """Yield the parameter, the key and the tensor for each tensor in optimizer states.
 
     The parameter is a name, or a number if no group has names.
     """
     for section in sections:
-        loose = loose_optimizers(section.holder) if section.kind == "values" else [section]
-        for one in loose:
-            if one.kind == "optimizer" and is_optimizer(one.node):
-                yield from _moments_of(one)
-    for flat in everything(root):
-        if isinstance(flat, dict) and is_flat_optimizer(flat):
-            for key, value in flat.items():
-                found = FLAT_KEY.fullmatch(key) if isinstance(key, str) else None
-                if found and isinstance(value, TensorRef):
-                    yield found[2], found[3], value
+        optimizers = (
+            find_loose_optimizers(section.holder) if section.kind == "values" else [section]
+        )
+        for optimizer in optimizers:
+            if optimizer.kind == "optimizer" and is_optimizer(optimizer.node):
+                yield from _find_section_moments(optimizer)
+    for node in walk_everything(root):
+        if isinstance(node, dict) and is_flat_optimizer(node):
+            for key, value in node.items():
+                match = FLAT_KEY.fullmatch(key) if isinstance(key, str) else None
+                if match and isinstance(value, TensorRef):
+                    yield match[2], match[3], value
 
 
-def _moments_of(section: Section) -> Iterator[tuple[Any, str, TensorRef]]:
-    keys = [key for group in groups_of(section) for key in group]
-    names = dict(zip(keys, names_in(section), strict=False))  # empty if there are no names
+def _find_section_moments(section: Section) -> Iterator[tuple[Any, str, TensorRef]]:
+    """Yield the parameter, the key and the tensor for each tensor in one optimizer state."""
+    keys = [key for group in list_groups(section) for key in group]
+    names = dict(zip(keys, list_names(section), strict=False))  # empty if there are no names
     for key, state in section.node["state"].items():
         for moment, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, TensorRef):
                 yield names.get(key, key), str(moment), value
 
 
-def shapes_in(section: Section) -> dict[Any, Shape]:
+def find_shapes(section: Section) -> dict[Any, Shape]:
     """Return the shape of each parameter by number or name, if the state shows it."""
-    found = {key: shape_of(state) for key, state in section.node["state"].items()}
-    return {key: shape for key, shape in found.items() if shape is not None}
+    shapes = {key: infer_shape(state) for key, state in section.node["state"].items()}
+    return {key: shape for key, shape in shapes.items() if shape is not None}
 
 
-def shape_of(state: Any) -> Shape | None:
+def infer_shape(state: Any) -> Shape | None:
     """Return the shape of the parameter with this state, or None if it is not certain."""
     if not isinstance(state, dict):
         return None
@@ -111,10 +119,10 @@ def shape_of(state: Any) -> Shape | None:
         if isinstance(state.get(name), TensorRef):
             shape: Shape = state[name].shape
             return shape
-    for rows, columns, stop in _FACTORS:
+    for rows, columns, sizes_kept in _FACTORS:
         row, column = state.get(rows), state.get(columns)
         if isinstance(row, TensorRef) and isinstance(column, TensorRef) and column.shape:
-            return (*row.shape[:stop], column.shape[-1])
+            return (*row.shape[:sizes_kept], column.shape[-1])
     return None
 
 
@@ -124,7 +132,7 @@ def fits_shape(state: Any, shape: Shape | None) -> bool:
     For Adafactor, rows and columns must match those of the parameter.
     """
     factors = {key for rows, columns, _ in _FACTORS for key in (rows, columns)}
-    return shape_of(state) in (None, shape) and all(
+    return infer_shape(state) in (None, shape) and all(
         leaf.shape == shape
         or factors.intersection(path)
         or prod(size or 0 for size in leaf.shape) == 1
@@ -133,12 +141,14 @@ def fits_shape(state: Any, shape: Shape | None) -> bool:
     )
 
 
-def options_of(section: Section) -> set[str]:
+def find_options(section: Section) -> set[str]:
     """Return the options of its groups that distinguish optimizers."""
-    return {name for name in OPTIONS if any(name in g for g in section.node["param_groups"])}
+    return {
+        name for name in OPTIONS if any(name in group for group in section.node["param_groups"])
+    }
 
 
-def model_of(
+def find_model(
     section: Section, models: Sequence[Section], optimizers: Sequence[Section]
 ) -> Section | None:
     """Return the model of an optimizer, or None if it is not certain.
@@ -146,27 +156,36 @@ def model_of(
     This is the one noted by `ckptool.save`, else the only one, or the only one with a matching name
     (`G` and `optG`).
     """
-    noted = _model_noted_by_save(section, models)
+    noted = _find_noted_model(section, models)
     if noted is not None:
         return noted
-    whose = owner(section)
-    named = [one for one in models if whose and owner(one) == whose]
-    alike = [one for one in optimizers if owner(one) == whose]
-    if len(named) == len(alike) == 1:
-        return named[0]
-    return models[0] if not whose and len(models) == len(optimizers) == 1 else None
+    name = extract_owner(section)
+    same_name_models = [
+        candidate for candidate in models if name and extract_owner(candidate) == name
+    ]
+    same_name_optimizers = [
+        candidate for candidate in optimizers if extract_owner(candidate) == name
+    ]
+    if len(same_name_models) == len(same_name_optimizers) == 1:
+        return same_name_models[0]
+    return models[0] if not name and len(models) == len(optimizers) == 1 else None
 
 
-def _model_noted_by_save(section: Section, models: Sequence[Section]) -> Section | None:
-    front, depth = section.path[:-1], len(section.path)
-    beside = [one for one in models if one.path[:-1] == front and len(one.path) == depth]
-    noted = [held for one in beside if (held := noted_owners(one))]
-    if len(noted) != 1 or section.path[-1] not in noted[0]:
+def _find_noted_model(section: Section, models: Sequence[Section]) -> Section | None:
+    """Return the model next to an optimizer that `ckptool.save` noted as its model, or None."""
+    parent, depth = section.path[:-1], len(section.path)
+    siblings = [
+        sibling for sibling in models if sibling.path[:-1] == parent and len(sibling.path) == depth
+    ]
+    notes = [owners for sibling in siblings if (owners := read_noted_owners(sibling))]
+    if len(notes) != 1 or section.path[-1] not in notes[0]:
         return None
-    key = noted[0][section.path[-1]]
-    return next((one for one in beside if one.path[-1] == key), None)
+    key = notes[0][section.path[-1]]
+    return next((sibling for sibling in siblings if sibling.path[-1] == key), None)
 
 
-def owner(section: Section) -> str:
-    """Return the rest of a name without the words for model or optimizer: `d` of `optimizer_D`."""
-    return _COMMON_WORDS.sub("", "_".join(p for p in section.path if isinstance(p, str)).lower())
+def extract_owner(section: Section) -> str:
+    """Return the part of a name that is not a word for model or optimizer: `d` of `optimizer_D`."""
+    return _COMMON_WORDS.sub(
+        "", "_".join(part for part in section.path if isinstance(part, str)).lower()
+    )

@@ -22,7 +22,7 @@ PLACEHOLDERS = (
 _LAZY = "torch.nn.parameter.Uninitialized"
 
 
-def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> Finding | None:
+def find_placeholders(checkpoint: Checkpoint, section: Section | None = None) -> Finding | None:
     """Return a finding for tensors without values in a checkpoint or section, or None.
 
     A state dict has placeholders if more than half of its tensors named `weight` have the shape
@@ -36,24 +36,26 @@ def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> F
         count = counted(len(lazy), "lazy parameter")
         text = f"{count} without values: the model never ran"
         return Finding("lazy", text, tuple(lazy), hint="run the model once and save it again")
-    meta = [path for path, one in tensors if "meta" in (one.kind, one.device)]
+    meta = [path for path, tensor in tensors if "meta" in (tensor.kind, tensor.device)]
     if meta:
         text = f"{len(meta):,} of {counted(len(tensors), 'tensor')} without values: "
         text += "meta tensors have only a shape"
         remedy = "save it again from a model with values"
         return Finding("meta", text, tuple(map(name_of, meta)), hint=remedy)
-    if not any(one.shape == (0,) for _, one in tensors):
+    if not any(tensor.shape == (0,) for _, tensor in tensors):
         return None
-    shapes = dict(_stated_shapes(checkpoint.original or checkpoint.root))
-    for one in checkpoint.sections if section is None else (section,):
-        tensors = one.tensors() if one.kind in MODEL_KINDS else []
+    shapes = dict(_read_param_shapes(checkpoint.original or checkpoint.root))
+    for candidate in checkpoint.sections if section is None else (section,):
+        tensors = candidate.tensors() if candidate.kind in MODEL_KINDS else []
         empty = [path for path, tensor in tensors if tensor.shape == (0,)]
         weights = [tensor for path, tensor in tensors if str(path[-1]).endswith("weight")]
         # ZeRO-3 keeps parameters below its threshold complete, mostly vectors
         # (deepspeed/runtime/zero/config.py: param_persistence_threshold), so matrices decide.
-        none = sum(tensor.shape == (0,) for tensor in weights)
-        whole = sum(len(tensor.shape) != 1 for tensor in weights)
-        if none > whole or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):
+        empty_count = sum(tensor.shape == (0,) for tensor in weights)
+        complete_count = sum(len(tensor.shape) != 1 for tensor in weights)
+        if empty_count > complete_count or any(
+            shapes.get(path[-1], (0,)) != (0,) for path in empty
+        ):
             text = f"the file has placeholders instead of weights: {len(empty):,} of "
             text += f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 saves them"
             return Finding("part", text, tuple(map(name_of, empty)), hint=PLACEHOLDERS)
@@ -71,16 +73,17 @@ def refuse_placeholders(
     Raises:
         NotRepresentable: if there are any; for the first kind found.
     """
-    found = placeholders_of(checkpoint, section)
-    if found is not None and found.kind in kinds:
-        raise NotRepresentable(found.text, file=checkpoint.path or None, hint=found.hint)
+    finding = find_placeholders(checkpoint, section)
+    if finding is not None and finding.kind in kinds:
+        raise NotRepresentable(finding.text, file=checkpoint.path or None, hint=finding.hint)
 
 
 def _is_lazy(node: Any) -> bool:
+    """Return True for a lazy parameter that was saved before it got a shape."""
     return isinstance(node, Opaque) and node.class_name.startswith(_LAZY)
 
 
-def _stated_shapes(root: Any) -> Iterator[tuple[Any, Any]]:
+def _read_param_shapes(root: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the names and shapes in DeepSpeed's `param_shapes`, which has a dict per group."""
     groups = root.get("param_shapes") if isinstance(root, dict) else None
     for group in groups if isinstance(groups, list) else [groups]:

@@ -20,7 +20,7 @@ class Meter:
     """Counts the bytes done out of a total, and reports the progress."""
 
     def __init__(self, progress: Progress | None, total: int = 0) -> None:
-        """Start with 0 bytes done."""
+        """Start with no bytes done."""
         self._progress = progress
         self._done = 0
         self.total = total
@@ -37,11 +37,11 @@ class Meter:
 
 
 class RepeatedBytes:
-    """Counts bytes that strides repeat: a few of them can stand for exabytes."""
+    """Counts the bytes that strides repeat: a few stored bytes can expand to exabytes."""
 
     def __init__(self, limits: Limits) -> None:
-        """Start empty."""
-        self._most = limits.max_repeated_bytes
+        """Start with no repeated bytes."""
+        self._max_bytes = limits.max_repeated_bytes
         self._sum = 0
 
     def add(self, path: Path, tensor: TensorRef) -> None:
@@ -53,16 +53,16 @@ class RepeatedBytes:
         storage = tensor.storage
         stored = storage.nbytes if storage is not None else 0
         self._sum += max(0, tensor.nbytes - stored)
-        if self._sum > self._most:
+        if self._sum > self._max_bytes:
             data = storage.data if storage is not None else None
             raise LimitExceeded(
                 f"{name_of(path)!r} spreads {stored:,} stored bytes over {tensor.nbytes:,}: "
-                f"reading it would exceed the limit of {self._most:,} repeated bytes",
+                f"reading it would exceed the limit of {self._max_bytes:,} repeated bytes",
                 file=None if data is None else data.source.name,
             )
 
 
-def content_hashes(
+def hash_contents(
     leaves: Sequence[tuple[Path, TensorRef]], limits: Limits, advance: BytesDone | None = None
 ) -> list[str | None]:
     """Return the SHA-256 of the content of each tensor; ties are read once, in two threads.
@@ -73,33 +73,35 @@ def content_hashes(
         LimitExceeded: if strides repeat more bytes than in a real file.
         CorruptFile: if bytes cannot be read.
     """
-    places = [tensor.place if tensor.has_content else None for _, tensor in leaves]
-    distinct: dict[Any, TensorRef] = {}
+    locations = [tensor.place if tensor.has_content else None for _, tensor in leaves]
+    distinct_tensors: dict[Any, TensorRef] = {}
     repeated = RepeatedBytes(limits)
-    for (path, tensor), place in zip(leaves, places, strict=True):
-        if place is not None and place not in distinct:
+    for (path, tensor), location in zip(leaves, locations, strict=True):
+        if location is not None and location not in distinct_tensors:
             repeated.add(path, tensor)
-            distinct[place] = tensor
-    hashes = dict(zip(distinct, _hashes(list(distinct.values()), advance), strict=True))
-    return [hashes.get(place) for place in places]
+            distinct_tensors[location] = tensor
+    hashes = dict(
+        zip(distinct_tensors, _hash_distinct(list(distinct_tensors.values()), advance), strict=True)
+    )
+    return [hashes.get(location) for location in locations]
 
 
-def _hashes(tensors: Sequence[TensorRef], advance: BytesDone | None) -> Iterator[str]:
+def _hash_distinct(tensors: Sequence[TensorRef], advance: BytesDone | None) -> Iterator[str]:
     """Yield the hash of each tensor, in order, with threads if the sources allow it."""
-    jobs = list(_jobs(tensors))
-    divided = all(map(_is_shared, tensors))
-    for job, hashes in zip(jobs, (in_order if divided else map)(_sha256s, jobs), strict=True):
+    jobs = list(_group_into_jobs(tensors))
+    is_shared = all(map(_is_shared, tensors))
+    for job, hashes in zip(jobs, (in_order if is_shared else map)(_hash_job, jobs), strict=True):
         yield from hashes
         if advance is not None:
             advance(sum(tensor.nbytes for tensor in job))
 
 
-def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
+def _group_into_jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
     """Yield the tensors in order, in groups large enough for a thread."""
     job: list[TensorRef] = []
     for tensor in tensors:
         job.append(tensor)
-        if sum(one.nbytes for one in job) >= _JOB or len(job) >= _MOST:
+        if sum(member.nbytes for member in job) >= _JOB or len(job) >= _MOST:
             yield job
             job = []
     if job:
@@ -107,16 +109,18 @@ def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
 
 
 def _is_shared(tensor: TensorRef) -> bool:
+    """Return True if several threads can read the bytes of a tensor at once."""
     return tensor.storage is not None and (
         tensor.storage.data is not None and tensor.storage.data.source.is_shared
     )
 
 
-def _sha256s(tensors: Iterable[TensorRef]) -> list[str]:
-    return list(map(content_hash, tensors))
+def _hash_job(tensors: Iterable[TensorRef]) -> list[str]:
+    """Return the SHA-256 of the content of each tensor."""
+    return list(map(hash_content, tensors))
 
 
-def content_hash(tensor: TensorRef) -> str:
+def hash_content(tensor: TensorRef) -> str:
     """Return the SHA-256 of the content of a tensor that has content."""
     import hashlib  # loads OpenSSL, which checks of structure do not need
 

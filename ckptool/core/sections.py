@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
 from ckptool.core.addressing import resolve
-from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
-from ckptool.core.modules import held_apart, holds_tensors, is_module, model_state
-from ckptool.core.names import wrappers_of
+from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, copy_with_items, find_tensors
+from ckptool.core.modules import find_opaque_content, has_tensors, is_module, to_model_state
+from ckptool.core.names import find_wrappers
 from ckptool.core.quantizers import class_scheme, find_quantized
-from ckptool.core.tree import everything, held_items, name_of, rebuild, walk
+from ckptool.core.tree import list_items, name_of, rebuild, walk, walk_everything
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.remedies import Remedy
 from ckptool.words import counted, listed, printable, shell
@@ -67,19 +67,19 @@ class Section(Result):
     def wrappers(self) -> tuple[str, ...]:
         """The wrappers in its keys, outermost first."""
         if self.kind in MODEL_KINDS:
-            return wrappers_of(wrapped_names(self.node))
-        return wrappers_of(optimizer_names(self.node)) if self.kind == "optimizer" else ()
+            return find_wrappers(list_wrappable_keys(self.node))
+        return find_wrappers(list_optimizer_names(self.node)) if self.kind == "optimizer" else ()
 
     @cached_property
     def apart(self) -> dict[str, int]:
-        """Content that only the classes of a pickled module save (`modules.held_apart`), in words.
+        """Content that only the classes of a pickled module save, in words, with tensor counts.
 
-        Each with its number of tensors.
+        See `modules.find_opaque_content`.
         """
-        held = held_apart(self.holder) if self.kind == "module" else {}
+        content = find_opaque_content(self.holder) if self.kind == "module" else {}
         return {
-            only_its_class(path, one): sum(1 for _ in find_tensors(one))
-            for path, one in held.items()
+            describe_opaque_content(path, node): sum(1 for _ in find_tensors(node))
+            for path, node in content.items()
         }
 
     @property
@@ -92,9 +92,9 @@ class Section(Result):
         """The number of weights per known quantizer (`quantizers`)."""
         if self.kind not in MODEL_KINDS:
             return Counter()
-        found = Counter(one.scheme for one in find_quantized(self.node).values())
-        held = held_apart(self.holder).values() if self.kind == "module" else ()
-        return found + Counter(scheme for scheme in map(class_scheme, held) if scheme)
+        counts = Counter(weight.scheme for weight in find_quantized(self.node).values())
+        objects = find_opaque_content(self.holder).values() if self.kind == "module" else ()
+        return counts + Counter(scheme for scheme in map(class_scheme, objects) if scheme)
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -110,15 +110,15 @@ class Section(Result):
         return [(path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef)]
 
 
-def only_its_class(path: str, node: Any) -> str:
+def describe_opaque_content(path: str, node: Any) -> str:
     """Describe content of a module that only its class can save."""
     name, scheme = getattr(node, "class_name", "its class"), class_scheme(node)
-    what = "" if scheme or not isinstance(node, Opaque) else "the submodule "
-    more = f"; {scheme}" if scheme else ""
-    return f"{what}{printable(path)} (only {printable(name)} can separate its weights{more})"
+    kind = "" if scheme or not isinstance(node, Opaque) else "the submodule "
+    remark = f"; {scheme}" if scheme else ""
+    return f"{kind}{printable(path)} (only {printable(name)} can separate its weights{remark})"
 
 
-def sections(root: Any) -> tuple[Section, ...]:
+def find_sections(root: Any) -> tuple[Section, ...]:
     """Return the sections of a checkpoint in the order of the file, with `values` last.
 
     A dict is a state dict if its keys are strings, at least half of its entries are tensors, and no
@@ -127,27 +127,28 @@ def sections(root: Any) -> tuple[Section, ...]:
     dotted keys of tensors with dimensions, or `_metadata`. Optimizers and schedulers have no
     sections inside.
     """
-    found: list[Section] = []
+    result: list[Section] = []
     modules: dict[int, OrderedMap | None] = {}
 
     def enter(path: Path, node: Any) -> bool:
+        """Add the section of a node, if it is one; return True to search inside the node."""
         section = _classify(path, node, modules)
         if section is None or _is_mere_data(root, section):
             return True
-        found.append(section)
+        result.append(section)
         return False
 
     values = dict(walk(root, enter=enter))
     if values:
-        found.append(Section((), "values", values, root))
-    return tuple(found)
+        result.append(Section((), "values", values, root))
+    return tuple(result)
 
 
 def _classify(path: Path, node: Any, modules: dict[int, OrderedMap | None]) -> Section | None:
     """Return the section for a container; `modules` caches those already read."""
     if is_module(node):
         if id(node) not in modules:
-            modules[id(node)] = model_state(node)
+            modules[id(node)] = to_model_state(node)
         state = modules[id(node)]
         return None if state is None else Section(path, "module", state, node)
     mapping = _mapping_of(node)
@@ -169,7 +170,7 @@ def _mapping_of(node: Any) -> dict[Any, Any] | None:
     if isinstance(node, dict):
         return node
     if isinstance(node, Opaque) and any(kind == "set" for kind, _ in node.steps):
-        return OrderedMap(held_items(node))
+        return OrderedMap(list_items(node))
     return None
 
 
@@ -196,27 +197,33 @@ def is_flat_optimizer(mapping: dict[Any, Any]) -> bool:
     return any(isinstance(key, str) and key.startswith("param_groups.") for key in mapping)
 
 
-def with_numbers(root: Any) -> Any:
+def restore_integer_keys(root: Any) -> Any:
     """Return the tree with integer keys in optimizer states whose groups have integers.
 
     DCP converts all keys to text, and `Optimizer.load_state_dict` silently skips text keys.
     """
-    instead: dict[int, Any] = {}
-    for node in everything(root):
+    replacements: dict[int, Any] = {}
+    for node in walk_everything(root):
         if isinstance(node, dict) and is_optimizer(node):
-            held = (group.get("params") for group in node["param_groups"])
-            every = [one for params in held if isinstance(params, list) for one in params]
+            groups_params = (group.get("params") for group in node["param_groups"])
+            parameters = [
+                value for params in groups_params if isinstance(params, list) for value in params
+            ]
             state = node["state"]
-            numbers = {str(one): one for one in every if type(one) is int and one not in state}
+            numbers = {
+                str(value): value
+                for value in parameters
+                if type(value) is int and value not in state
+            }
             if not numbers.keys().isdisjoint(state):
-                items = ((numbers.get(key, key), one) for key, one in state.items())
-                instead[id(state)] = remade(state, items)
-    if not instead:
+                items = ((numbers.get(key, key), value) for key, value in state.items())
+                replacements[id(state)] = copy_with_items(state, items)
+    if not replacements:
         return root
-    return rebuild(root, mapping=lambda node: instead.get(id(node), node))
+    return rebuild(root, mapping=lambda node: replacements.get(id(node), node))
 
 
-def loose_optimizers(root: Any) -> Iterator[Section]:
+def find_loose_optimizers(root: Any) -> Iterator[Section]:
     """Yield optimizer states by name with their groups, if any, next to them.
 
     The folders of `ckptool train --sharded` have these.
@@ -225,25 +232,27 @@ def loose_optimizers(root: Any) -> Iterator[Section]:
         return
     groups = {"param_groups": root.get("param_groups", [])}
     for key, state in root.items():
-        made = {"state": state, **groups}
-        if is_optimizer(made) and state and all(map(_is_of_a_parameter, state.values())):
-            yield Section((key,), "optimizer", made, state)
+        optimizer = {"state": state, **groups}
+        if is_optimizer(optimizer) and state and all(map(_is_parameter_state, state.values())):
+            yield Section((key,), "optimizer", optimizer, state)
 
 
-def _is_of_a_parameter(node: Any) -> bool:
+def _is_parameter_state(node: Any) -> bool:
     """Return True for an optimizer's state of one parameter."""
     if not isinstance(node, dict):
         return False
     is_usual = node.keys() <= _OF_A_PARAMETER and not node.keys().isdisjoint(_USUAL)
-    is_adagrads = node.keys() == {"step", "sum"} and isinstance(node["sum"], TensorRef)
-    return is_usual or is_adagrads
+    is_adagrad = node.keys() == {"step", "sum"} and isinstance(node["sum"], TensorRef)
+    return is_usual or is_adagrad
 
 
 def _is_scheduler(mapping: dict[Any, Any]) -> bool:
     """Return True for the state of a scheduler, but not for a checkpoint with an epoch."""
     if "last_epoch" not in mapping and "_step_count" not in mapping:
         return False
-    return not any(holds_tensors(one) for one in mapping.values() if not isinstance(one, TensorRef))
+    return not any(
+        has_tensors(value) for value in mapping.values() if not isinstance(value, TensorRef)
+    )
 
 
 CONSTANT = "CONSTANTS.c"
@@ -251,13 +260,14 @@ CONSTANT = "CONSTANTS.c"
 
 
 def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
+    """Return True if a mapping has the keys and tensors of a module's state dict."""
     if not all(isinstance(key, str) for key in mapping):
         return False
     if path and isinstance(path[-1], TensorRef):
         return False  # the state of a parameter in a pickled optimizer
     if is_flat_optimizer(mapping):
         return False
-    if path and _is_of_a_parameter(mapping):
+    if path and _is_parameter_state(mapping):
         return False  # if no groups decide
     entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
@@ -265,16 +275,17 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
         return False  # a frozen program has no keys of a model
     if tensors and isinstance(mapping, OrderedMap) and mapping.metadata is not None:
         return True  # only `Module.state_dict()` puts `_metadata` there
-    dotted = any(
+    has_dotted_key = any(
         "." in name and isinstance(value, TensorRef) and value.shape
         for name, value in mapping.items()
     )
-    if not tensors or (not dotted and not _looks_like_weights(tensors, len(entries), path)):
+    if not tensors or (not has_dotted_key and not _looks_like_weights(tensors, len(entries), path)):
         return False
-    return _are_flat(entries)
+    return _has_flat_tensors(entries)
 
 
 def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> bool:
+    """Return True if tensors without dotted keys may be weights, judging by their number."""
     # A model's dict has tensors and at most some settings; metrics or configurations with a
     # tensor or two have mostly plain values.
     if 2 * len(tensors) < entries:
@@ -283,8 +294,8 @@ def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> b
         return False
     if not path:
         return True
-    takes_arrays = path[-1] in _OF_ARRAYS
-    return any(one.shape and (takes_arrays or one.kind != "numpy") for one in tensors)
+    can_be_arrays = path[-1] in _OF_ARRAYS
+    return any(tensor.shape and (can_be_arrays or tensor.kind != "numpy") for tensor in tensors)
 
 
 def is_extra_state(name: Any) -> bool:
@@ -292,38 +303,42 @@ def is_extra_state(name: Any) -> bool:
     return isinstance(name, str) and (name.endswith("._extra_state") or name == "_extra_state")
 
 
-def likely_models(checkpoint: Checkpoint) -> tuple[Section, ...]:
+def find_likely_models(checkpoint: Checkpoint) -> tuple[Section, ...]:
     """Return the state dicts and modules that may be the model; empty if it is not certain.
 
     For example, it is not certain for several dicts (graphs, data sets) without keys of weights.
     """
-    found = _models(checkpoint.root)
-    return tuple(found) if len(found) < 2 or any(map(_is_named, found)) else ()
+    models = _find_models(checkpoint.root)
+    return tuple(models) if len(models) < 2 or any(map(_has_model_name, models)) else ()
 
 
-def only_model(found: Sequence[Section]) -> Section | None:
+def choose_only_model(sections: Sequence[Section]) -> Section | None:
     """Return the only section, or the one that `ckptool.save` marked, or None."""
-    if len(found) == 1:
-        return found[0]
-    top = min((len(section.path) for section in found), default=0)  # of the file as a whole
-    marked = [one for one in found if len(one.path) == top and is_the_models(one)]
+    if len(sections) == 1:
+        return sections[0]
+    depth = min((len(section.path) for section in sections), default=0)  # of the file as a whole
+    marked = [
+        section
+        for section in sections
+        if len(section.path) == depth and is_marked_as_model(section)
+    ]
     return marked[0] if len(marked) == 1 else None
 
 
-def _is_named(section: Section) -> bool:
+def _has_model_name(section: Section) -> bool:
     """Return True if it has a model's name, so that sections without one do not compete.
 
     This includes modules with Parameters, or with weights known only to their class. Integers are
     tables or codes, whatever their key, unless they come from a module.
     """
     if section.kind == "module":
-        has_own = any(getattr(one, "is_parameter", True) for one in section.node.values())
+        has_own = any(getattr(value, "is_parameter", True) for value in section.node.values())
         return has_own or bool(section.apart)
     metadata = isinstance(section.node, OrderedMap) and section.node.metadata
-    return bool(metadata) or (_calls_weights(section) and not _is_table(section.node))
+    return bool(metadata) or (_has_weight_key(section) and not _is_table(section.node))
 
 
-def _calls_weights(section: Section) -> bool:
+def _has_weight_key(section: Section) -> bool:
     """Return True if its key or a key in it shows that it contains weights."""
     names = (name for name, value in section.node.items() if isinstance(value, TensorRef))
     return bool(_MODEL_KEY.search(section.name)) or any(
@@ -333,8 +348,8 @@ def _calls_weights(section: Section) -> bool:
 
 def _is_table(mapping: dict[Any, Any]) -> bool:
     """Return True if all of its tensors are integers: indices, lengths, codes."""
-    tensors = (one for one in mapping.values() if isinstance(one, TensorRef))
-    return all(_INTEGER.fullmatch(one.dtype) for one in tensors)
+    tensors = (tensor for tensor in mapping.values() if isinstance(tensor, TensorRef))
+    return all(_INTEGER.fullmatch(tensor.dtype) for tensor in tensors)
 
 
 def _is_mere_data(root: Any, section: Section) -> bool:
@@ -342,12 +357,12 @@ def _is_mere_data(root: Any, section: Section) -> bool:
 
     It has only integers, or is in an object of another library or in a list.
     """
-    if section.kind != "state_dict" or not section.path or _is_named(section):
+    if section.kind != "state_dict" or not section.path or _has_model_name(section):
         return False
-    if _calls_weights(section):
+    if _has_weight_key(section):
         return False
-    keyed = isinstance(section.path[-1], str)
-    return not keyed or _is_table(section.node) or _is_inside(root, section)
+    has_text_key = isinstance(section.path[-1], str)
+    return not has_text_key or _is_table(section.node) or _is_inside(root, section)
 
 
 def _is_inside(root: Any, section: Section) -> bool:
@@ -360,7 +375,7 @@ def _is_inside(root: Any, section: Section) -> bool:
     return False
 
 
-def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
+def list_wrappable_keys(mapping: dict[Any, Any]) -> list[str]:
     """Return the keys that show the wrappers: those of the model's own entries.
 
     These are tensors, `_extra_state`s, and other entries at the path of a module in `_metadata`: a
@@ -380,23 +395,25 @@ def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
     ]
 
 
-def named_tensors(mapping: dict[Any, Any]) -> dict[str, TensorRef]:
+def get_named_tensors(mapping: dict[Any, Any]) -> dict[str, TensorRef]:
     """Return the entries of a mapping that are tensors with a text key."""
     items = mapping.items()
-    return {key: one for key, one in items if isinstance(key, str) and isinstance(one, TensorRef)}
+    return {
+        key: value for key, value in items if isinstance(key, str) and isinstance(value, TensorRef)
+    }
 
 
-def values_inside(mapping: dict[Any, Any]) -> list[Any]:
+def list_value_keys(mapping: dict[Any, Any]) -> list[Any]:
     """Return the keys of a state dict that do not belong to a model."""
-    own = frozenset(wrapped_names(mapping))
+    model_keys = frozenset(list_wrappable_keys(mapping))
     return [
-        name
-        for name, value in mapping.items()
-        if name not in own and not isinstance(value, TensorRef)
+        key
+        for key, value in mapping.items()
+        if key not in model_keys and not isinstance(value, TensorRef)
     ]
 
 
-def optimizer_names(optimizer: dict[Any, Any]) -> list[str]:
+def list_optimizer_names(optimizer: dict[Any, Any]) -> list[str]:
     """Return the parameter names in an optimizer's state dict, each once; empty for numbers.
 
     They are keys of `state`, items of a group's `params`, or of its `param_names`.
@@ -404,13 +421,13 @@ def optimizer_names(optimizer: dict[Any, Any]) -> list[str]:
     names = dict.fromkeys(name for name in optimizer["state"] if isinstance(name, str))
     for group in optimizer["param_groups"]:
         for key in ("params", "param_names"):
-            held = group.get(key)
-            if isinstance(held, (list, tuple)):
-                names.update(dict.fromkeys(name for name in held if isinstance(name, str)))
+            values = group.get(key)
+            if isinstance(values, (list, tuple)):
+                names.update(dict.fromkeys(name for name in values if isinstance(name, str)))
     return list(names)
 
 
-def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
+def find_model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
     """Return the state dict at the path `key`, or the only one of a model.
 
     `key` may also be a container of exactly one state dict. There is no guess between averaged and
@@ -425,108 +442,122 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
     """
     if key is None:
         where = "the dict" if checkpoint.in_memory else "the file"
-        found = _models(checkpoint.root)
-        if not found and (weights := _weights_at(checkpoint.root)):
+        models = _find_models(checkpoint.root)
+        if not models and (weights := _find_root_weights(checkpoint.root)):
             return Section((), "state_dict", weights, weights)
-        return _require_one(checkpoint, found, where)
+        return _require_one(checkpoint, models, where)
     path, node = resolve(
         checkpoint,
         key,
-        lambda one: (
-            isinstance(one, (list, tuple)) or is_module(one) or _mapping_of(one) is not None
+        lambda candidate: (
+            isinstance(candidate, (list, tuple))
+            or is_module(candidate)
+            or _mapping_of(candidate) is not None
         ),
     )
     section = _classify(path, node, {})
     if section is not None and section.kind in MODEL_KINDS:
         return section
-    below = [] if section is not None else _models(node, path)
+    models_below = [] if section is not None else _find_models(node, path)
     mapping = _mapping_of(node)
-    if not below and mapping is not None and is_flat(mapping):
+    if not models_below and mapping is not None and is_flat(mapping):
         return Section(path, "state_dict", mapping, node)
-    return _require_one(checkpoint, below, repr(printable(name_of(path))))
+    return _require_one(checkpoint, models_below, repr(printable(name_of(path))))
 
 
 def is_flat(node: Any) -> bool:
     """Return True for a dict with direct tensors, and none deeper."""
-    return isinstance(node, dict) and _are_flat(node.values())
+    return isinstance(node, dict) and _has_flat_tensors(node.values())
 
 
-def _are_flat(values: Collection[Any]) -> bool:
+def _has_flat_tensors(values: Collection[Any]) -> bool:
+    """Return True if some values are tensors, and the others contain none."""
     others = [value for value in values if not isinstance(value, TensorRef)]
-    return len(others) < len(values) and not any(map(holds_tensors, others))
+    return len(others) < len(values) and not any(map(has_tensors, others))
 
 
-def _weights_at(root: Any) -> dict[Any, Any]:
+def _find_root_weights(root: Any) -> dict[Any, Any]:
     """Return the tensors directly in the root if they have keys of weights, or are alone.
 
     A root with only random states also counts: the caller asked for a state dict.
     """
     if not isinstance(root, dict) or not all(isinstance(key, str) for key in root):
         return {}
-    tensors = named_tensors(root)
+    tensors = get_named_tensors(root)
     if len(tensors) == len(root):
         return root
-    dotted = any("." in name and one.shape for name, one in tensors.items())
-    return OrderedMap(tensors) if dotted and not is_flat_optimizer(root) else {}
+    has_dotted_key = any("." in name and tensor.shape for name, tensor in tensors.items())
+    return OrderedMap(tensors) if has_dotted_key and not is_flat_optimizer(root) else {}
 
 
-def _models(root: Any, path: Path = ()) -> list[Section]:
+def _find_models(root: Any, path: Path = ()) -> list[Section]:
     """Return the state dicts and modules below a node, each once.
 
     If any have a model's name, the others are left out. The same applies to keys of weights
     (`fisher` next to `model`), unless the key is also that of a model. Averages are never taken for
     the model, so they leave the others in.
     """
-    found: dict[int, Section] = {}
-    for section in sections(root):
+    models: dict[int, Section] = {}
+    for section in find_sections(root):
         if section.kind in MODEL_KINDS:
-            whole = Section(path + section.path, section.kind, section.node, section.holder)
-            found.setdefault(id(section.holder), whole)
-    named = list(filter(_is_named, found.values()))
-    keyed = [one for one in named if _MODEL_KEY.search(one.name)]
-    if len(keyed) == 1 and keyed[0].path and _MODEL_NAME.fullmatch(str(keyed[0].path[-1])):
-        return keyed
-    return named if any("ema" not in one.name.lower() for one in named) else list(found.values())
+            model = Section(path + section.path, section.kind, section.node, section.holder)
+            models.setdefault(id(section.holder), model)
+    with_names = list(filter(_has_model_name, models.values()))
+    with_model_key = [candidate for candidate in with_names if _MODEL_KEY.search(candidate.name)]
+    if (
+        len(with_model_key) == 1
+        and with_model_key[0].path
+        and _MODEL_NAME.fullmatch(str(with_model_key[0].path[-1]))
+    ):
+        return with_model_key
+    return (
+        with_names
+        if any("ema" not in candidate.name.lower() for candidate in with_names)
+        else list(models.values())
+    )
 
 
-def _require_one(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
-    chosen = only_model(found)
+def _require_one(checkpoint: Checkpoint, sections: list[Section], where: str) -> Section:
+    """Return the only section or the marked one; raise an error that lists the choices."""
+    chosen = choose_only_model(sections)
     if chosen is not None:
         return chosen
     file = checkpoint.path or None
-    if found:
-        first, *others = (Remedy((("key", one.name),)) for one in found[:_MOST_LISTED])
+    if sections:
+        first, *others = (Remedy((("key", section.name),)) for section in sections[:_MOST_LISTED])
         raise AmbiguousName(
-            f"{where} has {len(found)} state dicts: {listed(map(_counted, found))}",
+            f"{where} has {len(sections)} state dicts: "
+            f"{listed(map(_describe_with_count, sections))}",
             file=file,
             hint=first._replace(lead="choose one with ", instead=tuple(others)),
         )
     raise NotFound(
-        f"{where} has no state dict of a model; it has {listed(what_there_is(checkpoint))}",
+        f"{where} has no state dict of a model; it has {listed(describe_sections(checkpoint))}",
         file=file,
         hint=f"ckptool info {shell(file)}" if file else None,
     )
 
 
-def is_the_models(section: Section) -> bool:
+def is_marked_as_model(section: Section) -> bool:
     """Return True if `ckptool.save` marked it as the model's."""
     marked = isinstance(section.node, OrderedMap) and OF_THE_MODEL in section.node.attributes
     return marked and section.path[-1:] == ("state_dict",)
 
 
-def noted_owners(section: Section) -> dict[Any, Any]:
+def read_noted_owners(section: Section) -> dict[Any, Any]:
     """Return the keys of optimizers noted by `ckptool.save`, each with that of its model."""
-    if not isinstance(section.node, OrderedMap) or not is_the_models(section):
+    if not isinstance(section.node, OrderedMap) or not is_marked_as_model(section):
         return {}
-    noted = section.node.attributes[OF_THE_MODEL]
-    return noted if isinstance(noted, dict) else {}
+    owners = section.node.attributes[OF_THE_MODEL]
+    return owners if isinstance(owners, dict) else {}
 
 
-def _counted(section: Section) -> str:
+def _describe_with_count(section: Section) -> str:
+    """Return the name of a section with its number of tensors."""
     return f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
 
 
-def what_there_is(checkpoint: Checkpoint) -> Iterator[str]:
+def describe_sections(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield descriptions of the sections, and of the first keys outside any section."""
     for section in checkpoint.sections:
         if section.kind == "values":

@@ -18,9 +18,9 @@ from ckptool.core.model import (
     Storage,
     StorageRef,
     TensorRef,
-    children,
+    get_children,
 )
-from ckptool.core.modules import Visits, held_apart, model_state
+from ckptool.core.modules import Visits, find_opaque_content, to_model_state
 from ckptool.errors import NameCollision
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.words import printable
@@ -32,38 +32,40 @@ _UNTREATED = _PLAIN - {Global}
 _HOLDERS = frozenset((dict, OrderedMap, list, tuple, Size, Opaque))
 
 
-def everything(root: Any) -> Iterator[Any]:
+def walk_everything(root: Any) -> Iterator[Any]:
     """Yield `root` and every node below it once, except plain values.
 
     Unlike `walk`, it visits the content of objects, keys, and components of tensors (not
     storages).
     """
     seen: set[int] = set()
-    todo = [root]
-    while todo:
-        node = todo.pop()
+    pending = [root]
+    while pending:
+        node = pending.pop()
         if type(node) in _PLAIN or id(node) in seen:
             continue
         seen.add(id(node))
         yield node
-        inside = _composition(node) if isinstance(node, TensorRef) else list(children(node))
-        todo.extend(reversed(inside))
+        content = (
+            _list_components(node) if isinstance(node, TensorRef) else list(get_children(node))
+        )
+        pending.extend(reversed(content))
 
 
 Link = tuple[Any, Any] | None
 """The keys that lead to a node, last one first; shared, because depth has no limit here."""
 
 
-def mentions(root: Any, enter: Callable[[Any], bool]) -> Iterator[tuple[Link, Any]]:
+def walk_mentions(root: Any, enter: Callable[[Any], bool]) -> Iterator[tuple[Link, Any]]:
     """Yield every mention of an object, class or tensor below `root`, with its link.
 
-    Like `everything`, it visits objects, keys, and components of tensors. The content of a node is
-    yielded at its first mention, if `enter` accepts the node.
+    Like `walk_everything`, it visits objects, keys, and components of tensors. The content of a
+    node is yielded at its first mention, if `enter` accepts the node.
     """
     seen: set[int] = set()
-    todo: list[tuple[Link, Any]] = [(None, root)]
-    while todo:
-        link, node = todo.pop()
+    pending: list[tuple[Link, Any]] = [(None, root)]
+    while pending:
+        link, node = pending.pop()
         if type(node) in _UNTREATED:
             continue
         is_single = isinstance(node, (Opaque, TensorRef, Global))
@@ -72,10 +74,12 @@ def mentions(root: Any, enter: Callable[[Any], bool]) -> Iterator[tuple[Link, An
         if id(node) in seen or (is_single and not enter(node)):
             continue
         seen.add(id(node))
-        todo.extend(((link, key), held) for key, held in reversed(list(_entries(node))))
+        pending.extend(
+            ((link, key), child) for key, child in reversed(list(_iterate_entries(node)))
+        )
 
 
-def path_of(link: Link) -> Path:
+def to_path(link: Link) -> Path:
     """Return the path of a link."""
     keys = []
     while link is not None:
@@ -84,7 +88,7 @@ def path_of(link: Link) -> Path:
     return tuple(reversed(keys))
 
 
-def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
+def _iterate_entries(node: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the content of a node, including dict keys, each with its key in paths."""
     if isinstance(node, dict):
         yield from chain(zip(node, node, strict=True), node.items())
@@ -92,28 +96,31 @@ def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(node, (list, tuple)):
         yield from enumerate(node)
     elif isinstance(node, Opaque):
-        held = held_items(node)
-        yield from chain(((key, key) for key, _ in held), held, _hidden_items(node, len(held)))
+        items = list_items(node)
+        yield from chain(
+            ((key, key) for key, _ in items), items, _iterate_hidden_items(node, len(items))
+        )
     elif isinstance(node, TensorRef):
-        yield from (("_backward_hooks", node.hooks), *_own_parts(node).items())
+        yield from (("_backward_hooks", node.hooks), *_get_own_parts(node).items())
         for layer in node.wrapping:
             yield from (("_backward_hooks", layer.hooks), ("__class__", layer.type))
             yield from layer.state.items() if isinstance(layer.state, dict) else ()
 
 
-def _composition(tensor: TensorRef) -> list[Any]:
+def _list_components(tensor: TensorRef) -> list[Any]:
     """Return the components of a tensor except its storage; empty for nearly every tensor.
 
     A pickled numpy array, also one that carries a TPU tensor, counts as its storage.
     """
-    own = _own_parts(tensor)
-    if not (own or tensor.wrapping) and tensor.hooks is None:
+    parts = _get_own_parts(tensor)
+    if not (parts or tensor.wrapping) and tensor.hooks is None:
         return []
     layers = [part for layer in tensor.wrapping for part in (layer.hooks, layer.type, layer.state)]
-    return [tensor.hooks, *own.values(), *layers]
+    return [tensor.hooks, *parts.values(), *layers]
 
 
-def _own_parts(tensor: TensorRef) -> Mapping[str, Any]:
+def _get_own_parts(tensor: TensorRef) -> Mapping[str, Any]:
+    """Return the parts of a tensor, without a numpy array that replaces its storage."""
     parts = tensor.parts or {}
     return {} if "carrier" in parts or "array" in parts else parts
 
@@ -148,105 +155,123 @@ class _Rebuilder:
     def __init__(
         self, leaf: Callable[[Any], Any] | None, mapping: Callable[[Any], Any] | None
     ) -> None:
+        """Start with no node copied."""
         self.leaf = leaf
         self.mapping = mapping
         self.done: dict[int, Any] = {}
-        self.instead: dict[int, Any] = {}
+        self.replacements: dict[int, Any] = {}
         self.copies: list[tuple[Any, Any]] = []
 
     def run(self, root: Any) -> Any:
-        todo: list[tuple[Any, bool]] = []
-        self._replace_leaves((root,), todo)
-        while todo:
-            node, content_done = todo.pop()
+        """Return the new tree of `root`."""
+        pending: list[tuple[Any, bool]] = []
+        self._replace_leaves((root,), pending)
+        while pending:
+            node, is_content_done = pending.pop()
             if id(node) in self.done:
                 continue
-            if content_done:
+            if is_content_done:
                 self.done[id(node)] = self._finish(node)
             else:
-                self._open(node, todo)
+                self._open(node, pending)
         for source, copy in self.copies:
             self._fill(source, copy)
-        return self._replacement(root)
+        return self._get_replacement(root)
 
-    def _replace_leaves(self, nodes: Iterable[Any], todo: list[tuple[Any, bool]]) -> None:
-        """Replace the leaves among the nodes; push nodes with content on `todo`."""
+    def _replace_leaves(self, nodes: Iterable[Any], pending: list[tuple[Any, bool]]) -> None:
+        """Replace the leaves among the nodes; push nodes with content on `pending`."""
         done, leaf = self.done, self.leaf
         for node in nodes:
             kind = type(node)
             if kind in _UNTREATED or id(node) in done:
                 continue
-            if kind in _HOLDERS or (kind is TensorRef and leaf and _composition(node)):
-                todo.append((node, False))
+            if kind in _HOLDERS or (kind is TensorRef and leaf and _list_components(node)):
+                pending.append((node, False))
             else:
                 done[id(node)] = leaf(node) if leaf else node
 
-    def _open(self, node: Any, todo: list[tuple[Any, bool]]) -> None:
-        """Copy a mutable node; push any other node back on `todo`, below its components."""
+    def _open(self, node: Any, pending: list[tuple[Any, bool]]) -> None:
+        """Copy a mutable node; push any other node back on `pending`, below its components."""
         if isinstance(node, (dict, list)):
             source = self.mapping(node) if self.mapping and isinstance(node, dict) else node
-            self._copy(node, source, type(source)(), todo)
+            self._register_copy(node, source, type(source)(), pending)
         elif isinstance(node, Opaque):
-            self._open_object(node, todo)
+            self._open_object(node, pending)
         else:
-            todo.append((node, True))
-            self._replace_leaves(node if isinstance(node, tuple) else _composition(node), todo)
+            pending.append((node, True))
+            self._replace_leaves(
+                node if isinstance(node, tuple) else _list_components(node), pending
+            )
 
-    def _open_object(self, node: Opaque, todo: list[tuple[Any, bool]]) -> None:
-        if id(node) not in self.instead:
-            self.instead[id(node)] = self.leaf(node) if self.leaf else node
-        new = self.instead[id(node)]
-        if new is node:
-            self._copy(node, node, replace(node, steps=[]), todo)
+    def _open_object(self, node: Opaque, pending: list[tuple[Any, bool]]) -> None:
+        """Copy an object, or push its replacement on `pending` if `leaf` gives another node."""
+        if id(node) not in self.replacements:
+            self.replacements[id(node)] = self.leaf(node) if self.leaf else node
+        replacement = self.replacements[id(node)]
+        if replacement is node:
+            self._register_copy(node, node, replace(node, steps=[]), pending)
         else:
-            todo.append((node, True))
-            self._replace_leaves((new,), todo)
+            pending.append((node, True))
+            self._replace_leaves((replacement,), pending)
 
-    def _copy(self, node: Any, source: Any, copy: Any, todo: list[tuple[Any, bool]]) -> None:
+    def _register_copy(
+        self, node: Any, source: Any, copy: Any, pending: list[tuple[Any, bool]]
+    ) -> None:
+        """Register an empty copy of a node, to be filled later; replace the leaves in it."""
         self.done[id(node)] = self.done[id(source)] = copy
         self.copies.append((source, copy))
-        self._replace_leaves(children(source), todo)
+        self._replace_leaves(get_children(source), pending)
 
     def _finish(self, node: Any) -> Any:
+        """Return the replacement of a tuple, tensor or object whose content is done."""
         if isinstance(node, tuple):
-            items = [self._replacement(item) for item in node]
+            items = [self._get_replacement(item) for item in node]
             if all(new is old for new, old in zip(items, node, strict=True)):
                 return node
             return Size(items) if isinstance(node, Size) else tuple(items)
         if isinstance(node, TensorRef):
             return self.leaf(self._rebuild_tensor(node)) if self.leaf else node
-        return self._replacement(self.instead[id(node)])
+        return self._get_replacement(self.replacements[id(node)])
 
     def _rebuild_tensor(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor over rebuilt parts, or the same tensor if none changed."""
-        if all(self._replacement(part) is part for part in _composition(tensor)):
+        if all(self._get_replacement(part) is part for part in _list_components(tensor)):
             return tensor
-        own = {name: self._replacement(part) for name, part in _own_parts(tensor).items()}
+        parts = {name: self._get_replacement(part) for name, part in _get_own_parts(tensor).items()}
         return replace(
             tensor,
-            hooks=self._replacement(tensor.hooks),
-            parts=own or tensor.parts,
+            hooks=self._get_replacement(tensor.hooks),
+            parts=parts or tensor.parts,
             wrapping=tuple(
                 replace(
                     layer,
-                    hooks=self._replacement(layer.hooks),
-                    type=self._replacement(layer.type),
-                    state=self._replacement(layer.state),
+                    hooks=self._get_replacement(layer.hooks),
+                    type=self._get_replacement(layer.type),
+                    state=self._get_replacement(layer.state),
                 )
                 for layer in tensor.wrapping
             ),
         )
 
     def _fill(self, source: Any, copy: Any) -> None:
+        """Fill an empty copy with the replacements of the source's content.
+
+        Raises:
+            NameCollision: if two keys become equal.
+        """
         if isinstance(source, Opaque):
-            copy.func, copy.args = self._replacement(source.func), self._replacement(source.args)
-            copy.kwargs = self._replacement(source.kwargs)
-            copy.steps.extend((kind, self._replacement(value)) for kind, value in source.steps)
+            copy.func, copy.args = (
+                self._get_replacement(source.func),
+                self._get_replacement(source.args),
+            )
+            copy.kwargs = self._get_replacement(source.kwargs)
+            copy.steps.extend((kind, self._get_replacement(value)) for kind, value in source.steps)
         elif isinstance(source, list):
-            copy.extend(map(self._replacement, source))
+            copy.extend(map(self._get_replacement, source))
         else:
             copy.update(
-                (self._replacement(key), self._replacement(value)) for key, value in source.items()
+                (self._get_replacement(key), self._get_replacement(value))
+                for key, value in source.items()
             )
             if len(copy) != len(source):
                 raise NameCollision(
@@ -254,10 +279,11 @@ class _Rebuilder:
                 )
         if isinstance(source, OrderedMap):
             copy.attributes = {
-                key: self._replacement(value) for key, value in source.attributes.items()
+                key: self._get_replacement(value) for key, value in source.attributes.items()
             }
 
-    def _replacement(self, node: Any) -> Any:
+    def _get_replacement(self, node: Any) -> Any:
+        """Return the node that replaces this one; plain values replace themselves."""
         return node if type(node) in _UNTREATED else self.done[id(node)]
 
 
@@ -287,20 +313,20 @@ def is_within(path: Path, outer: Path) -> bool:
 
 def name_of(path: Path) -> str:
     """Return a path as text: its keys joined with `/`."""
-    return "/".join([key if type(key) is str else key_text(key) for key in path])
+    return "/".join([key if type(key) is str else format_key(key) for key in path])
 
 
-def where(path: Path) -> str:
+def describe_path(path: Path) -> str:
     """Return a path as text for a sentence."""
     return printable(name_of(path)) or "the root"
 
 
-def inside(path: Path) -> str:
-    """Return " in PATH" for the end of a sentence; empty for the root."""
-    return f" in {where(path)}" if path else ""
+def describe_location(path: Path) -> str:
+    """Return " in PATH" as the end of a sentence; empty for the root."""
+    return f" in {describe_path(path)}" if path else ""
 
 
-def key_text(key: Any) -> str:
+def format_key(key: Any) -> str:
     """Return a key as short text: objects by class, because their repr may be huge."""
     match key:
         case Opaque() | StorageRef():
@@ -310,7 +336,7 @@ def key_text(key: Any) -> str:
         case Global():
             return key.qualified
         case tuple():
-            return f"({', '.join(map(key_text, key))})"
+            return f"({', '.join(map(format_key, key))})"
     return str(key)
 
 
@@ -322,10 +348,10 @@ def walk(
     """Yield every listed leaf with its path, in the order of the file.
 
     Leaves are tensors, plain values and objects. A pickled module yields the tensors of its
-    `state_dict()`, each with its full name as one key, then its content that is `held_apart`. Any
-    other object yields itself, then its items as a list or dict, then the tensors among its
-    attributes and arguments. A container inside itself is not entered again. Containers, modules
-    and objects are left out if `enter` returns False.
+    `state_dict()`, each with its full name as one key, then its content that only its class can
+    save. Any other object yields itself, then its items as a list or dict, then the tensors among
+    its attributes and arguments. A container inside itself is not entered again. Containers,
+    modules and objects are left out if `enter` returns False.
 
     Raises:
         LimitExceeded: if nested deeper, or mentioned more often, than `limits` allows.
@@ -334,18 +360,18 @@ def walk(
         yield (), root
         return
     frames = _Frames(limits, enter)
-    found: tuple[Path, Any, bool] | None = ((), root, False)
-    while found is not None:
-        here, node, only_tensors = found
-        if not only_tensors and isinstance(node, Opaque) and frames.module(node) is None:
-            yield here, node
-        frames.open(here, node, only_tensors)
-        found = None
-        while found is None and frames.stack:
+    entry: tuple[Path, Any, bool] | None = ((), root, False)
+    while entry is not None:
+        node_path, node, only_tensors = entry
+        if not only_tensors and isinstance(node, Opaque) and frames.get_module_state(node) is None:
+            yield node_path, node
+        frames.open(node_path, node, only_tensors)
+        entry = None
+        while entry is None and frames.stack:
             _, path, entries, only_tensors, _ = frames.stack[-1]
             for key, child in entries:
                 if _is_container(child):
-                    found = (*path, key), child, only_tensors
+                    entry = (*path, key), child, only_tensors
                     break
                 if not only_tensors or type(child) is TensorRef:
                     yield (*path, key), child
@@ -368,6 +394,7 @@ class _Frames:
     """
 
     def __init__(self, limits: Limits, enter: Callable[[Path, Any], bool] | None) -> None:
+        """Start with no open container."""
         self.stack: list[tuple[Any, Path, Entries, bool, Entries | None]] = []
         self._enter = enter
         self._limits = limits
@@ -375,18 +402,18 @@ class _Frames:
         self._open_ids: set[int] = set()
         self._modules: dict[int, OrderedMap | None] = {}
 
-    def module(self, node: Opaque) -> OrderedMap | None:
+    def get_module_state(self, node: Opaque) -> OrderedMap | None:
         """Return the state of a pickled module, computed once; None for any other node."""
         if id(node) not in self._modules:
-            self._modules[id(node)] = model_state(node, self._limits)
+            self._modules[id(node)] = to_model_state(node, self._limits)
         return self._modules[id(node)]
 
     def open(self, path: Path, node: Any, only_tensors: bool) -> None:
         """Push a container, unless it is open already or must not be entered."""
         if id(node) in self._open_ids or (self._enter and not self._enter(path, node)):
             return
-        module = self.module(node) if isinstance(node, Opaque) else None
-        size, entries, hidden = _contents(node, module)
+        module = self.get_module_state(node) if isinstance(node, Opaque) else None
+        size, entries, hidden = _list_contents(node, module)
         self._visits.enter(node, size, len(self.stack))
         self._open_ids.add(id(node))
         self.stack.append((node, path, entries, only_tensors, hidden))
@@ -400,61 +427,63 @@ class _Frames:
             self._open_ids.discard(id(node))
 
 
-def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
+def _list_contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
     """Return the entry count of a container, entries to list, and entries to search for tensors."""
     if isinstance(node, dict):
         return len(node), iter(node.items()), None
     if isinstance(node, (list, tuple)):
         return len(node), enumerate(node), None
     if module is not None:
-        apart = held_apart(node)
-        return len(module) + len(apart), chain(module.items(), apart.items()), None
-    held = held_items(node)
-    hidden = list(_hidden_items(node, len(held)))
-    return len(held) + len(hidden), iter(held), iter(hidden)
+        opaque = find_opaque_content(node)
+        return len(module) + len(opaque), chain(module.items(), opaque.items()), None
+    items = list_items(node)
+    hidden = list(_iterate_hidden_items(node, len(items)))
+    return len(items) + len(hidden), iter(items), iter(hidden)
 
 
-def held_items(node: Opaque) -> list[tuple[Any, Any]]:
+def list_items(node: Opaque) -> list[tuple[Any, Any]]:
     """Return the items of an object like a list or dict (`defaultdict`, `deque`), keys first."""
-    held: list[tuple[Any, Any]] = []
+    items: list[tuple[Any, Any]] = []
     if _is_counter(node):
-        held.extend(node.args[0].items())
+        items.extend(node.args[0].items())
     for kind, value in node.steps:
         if kind == "set":
-            held.extend(value)
+            items.extend(value)
         elif kind in ("append", "add"):
-            held.extend(enumerate(value, start=len(held)))
-    return held
+            items.extend(enumerate(value, start=len(items)))
+    return items
 
 
 def _is_counter(node: Opaque) -> bool:
     """Return True for a `Counter`, which is pickled as a call with its dict."""
-    called = isinstance(node.args, tuple) and len(node.args) == 1 and isinstance(node.args[0], dict)
-    return called and node.class_name == "collections.Counter"
+    has_one_dict = (
+        isinstance(node.args, tuple) and len(node.args) == 1 and isinstance(node.args[0], dict)
+    )
+    return has_one_dict and node.class_name == "collections.Counter"
 
 
-def _hidden_items(node: Opaque, held: int) -> Entries:
-    """Return attributes by name, then arguments, numbered after the items of the object."""
+def _iterate_hidden_items(node: Opaque, item_count: int) -> Entries:
+    """Yield attributes by name, then arguments, numbered after the items of the object."""
     state = node.attributes
     if state:
         yield from state.items()
     elif node.state is not None:
         yield "state", node.state
     if isinstance(node.args, tuple) and not _is_counter(node):
-        yield from enumerate(node.args, start=held)
+        yield from enumerate(node.args, start=item_count)
     if isinstance(node.kwargs, dict):
         yield from node.kwargs.items()
 
 
-def distinct(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[Path, TensorRef]]:
+def drop_ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[Path, TensorRef]]:
     """Return the tensors, with only the first key of each tie."""
-    seen: dict[Any, tuple[Path, TensorRef]] = {}
+    first_by_place: dict[Any, tuple[Path, TensorRef]] = {}
     for path, tensor in tensors:
-        seen.setdefault(tensor.place or path, (path, tensor))
-    return list(seen.values())
+        first_by_place.setdefault(tensor.place or path, (path, tensor))
+    return list(first_by_place.values())
 
 
-def ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[str, ...]]:
+def find_ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[str, ...]]:
     """Return the keys of each tie: tensors with the same `place`."""
     groups: dict[Any, list[str]] = {}
     for path, tensor in tensors:
@@ -463,16 +492,17 @@ def ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
+def walk_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
     """Yield every leaf and container with its path, containers after their content."""
     containers: list[tuple[Path, Any]] = []
 
-    def note(path: Path, node: Any) -> bool:
-        if not isinstance(node, Opaque) or model_state(node) is not None:
+    def record_container(path: Path, node: Any) -> bool:
+        """Record a container, and let the walk enter it."""
+        if not isinstance(node, Opaque) or to_model_state(node) is not None:
             containers.append((path, node))
         return True
 
-    yield from walk(root, enter=note)
+    yield from walk(root, enter=record_container)
     yield from containers
 
 
@@ -482,9 +512,9 @@ def descend(node: Any, path: Path) -> Any:
         if isinstance(node, dict):
             node = node.get(key, MISSING)
         elif isinstance(node, _CONTAINERS):
-            _, entries, hidden = _contents(node, model_state(node))
-            every = chain(entries, hidden or ())
-            node = next((value for name, value in every if name == key), MISSING)
+            _, entries, hidden = _list_contents(node, to_model_state(node))
+            items = chain(entries, hidden or ())
+            node = next((value for name, value in items if name == key), MISSING)
         else:
             return MISSING
     return node

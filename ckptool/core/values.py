@@ -22,24 +22,24 @@ _TUPLES = frozenset({"path", "shape", "stride"})
 _SETS = frozenset({"builtins.set", "builtins.frozenset"})
 
 
-def json_path(path: Path) -> tuple[str | int, ...]:
+def to_json_path(path: Path) -> tuple[str | int, ...]:
     """Return the path with all keys as strings and integers; others as their repr."""
     for key in path:
         if type(key) is not str and type(key) is not int:
-            return tuple(k if type(k) in (str, int) else _key_repr(k) for k in path)
+            return tuple(part if type(part) in (str, int) else _format_key(part) for part in path)
     return path
 
 
-def _key_repr(key: Any) -> str:
+def _format_key(key: Any) -> str:
     """Return the repr of plain data, or the class of an object, because its repr may be huge."""
     if isinstance(key, tuple):
-        inside = ", ".join(map(_key_repr, key))
-        return f"({inside},)" if len(key) == 1 else f"({inside})"
-    plain = is_value(key) or isinstance(key, bytes)
-    return repr(key) if plain else name_of((key,))
+        items = ", ".join(map(_format_key, key))
+        return f"({items},)" if len(key) == 1 else f"({items})"
+    is_plain = is_value(key) or isinstance(key, bytes)
+    return repr(key) if is_plain else name_of((key,))
 
 
-def json_value(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return a plain value for JSON: non-finite floats and other types as their repr."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
@@ -48,25 +48,26 @@ def json_value(value: Any) -> Any:
     return repr(value)
 
 
-def documented(result: Any, *left_out: str) -> dict[str, Any]:
+def to_document(result: Any, *left_out: str) -> dict[str, Any]:
     """Return the fields of a dataclass for a JSON document, including nested results."""
     names = [field.name for field in fields(result) if field.name not in left_out]
-    found = ((name, getattr(result, name)) for name in names)
-    return {name: it if name in _TUPLES else _documented(it) for name, it in found}
+    values = ((name, getattr(result, name)) for name in names)
+    return {name: value if name in _TUPLES else _to_document_value(value) for name, value in values}
 
 
-def _documented(value: Any) -> Any:
+def _to_document_value(value: Any) -> Any:
+    """Return a field for a JSON document: a mapping, a list, a nested result or a value."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple):
-        return [_documented(one) for one in value]
-    return value.to_dict() if hasattr(value, "to_dict") else json_value(value)
+        return [_to_document_value(item) for item in value]
+    return value.to_dict() if hasattr(value, "to_dict") else to_json_value(value)
 
 
-def class_of(node: Any) -> str:
+def class_name_of(node: Any) -> str:
     """Return the qualified name of an object's class, as in the file."""
-    named = getattr(node, "class_name", None)
-    return named if isinstance(named, str) else f"builtins.{type(node).__name__}"
+    class_name = getattr(node, "class_name", None)
+    return class_name if isinstance(class_name, str) else f"builtins.{type(node).__name__}"
 
 
 def is_value(node: Any) -> bool:
@@ -74,37 +75,41 @@ def is_value(node: Any) -> bool:
     return isinstance(node, _PLAIN)
 
 
-def value_of(node: Any) -> tuple[str, Any] | None:
+def to_plain_value(node: Any) -> tuple[str, Any] | None:
     """Return the type and value of a node that is shown as a plain value, or None."""
     if isinstance(node, Opaque):
         return node.plain
     return (type(node).__name__, node) if is_value(node) else None
 
 
-def summarize(node: Any, most: int = 60) -> str:
+def summarize(node: Any, max_length: int = 60) -> str:
     """Return a short text for a node: the repr of a value, the dtype and shape of a tensor, ..."""
     if isinstance(node, TensorRef):
-        return f"tensor {node.dtype} {shape_text(node.shape)} on {node.device}"
+        return f"tensor {node.dtype} {format_shape(node.shape)} on {node.device}"
     if isinstance(node, Opaque):
-        return _object(node, most) if node.plain is None else shortened(node.plain[1], most)
+        return (
+            _summarize_object(node, max_length)
+            if node.plain is None
+            else shorten_value(node.plain[1], max_length)
+        )
     if isinstance(node, dict):
         return f"dict of {len(node):,}"
     if isinstance(node, (list, tuple)):
         if len(node) <= 4 and all(is_value(item) for item in node):
-            return shortened(node, most)
+            return shorten_value(node, max_length)
         return f"{type(node).__name__.lower()} of {len(node):,}"
     if is_value(node) or isinstance(node, (bytes, bytearray)):
-        return shortened(node, most)
-    return getattr(node, "tag", None) or getattr(node, "qualified", None) or class_of(node)
+        return shorten_value(node, max_length)
+    return getattr(node, "tag", None) or getattr(node, "qualified", None) or class_name_of(node)
 
 
-def _object(node: Opaque, most: int) -> str:
+def _summarize_object(node: Opaque, max_length: int) -> str:
     """Return `pathlib.PosixPath('out', 'run1')` if the arguments are plain, else the class."""
     if is_set(node):
-        return _set(node, most)
+        return _summarize_set(node, max_length)
     arguments = node.args if isinstance(node.args, tuple) else ()
     if arguments and all(map(is_value, arguments)):
-        return shortened_text(f"{node.class_name}({', '.join(map(repr, arguments[:4]))})", most)
+        return shorten_text(f"{node.class_name}({', '.join(map(repr, arguments[:4]))})", max_length)
     return f"{node.class_name} object"
 
 
@@ -117,50 +122,52 @@ def set_items(node: Opaque) -> Iterator[Any]:
             yield from value
 
 
-def _set(node: Opaque, most: int) -> str:
+def _summarize_set(node: Opaque, max_length: int) -> str:
     """Return `{'a', 'b'}` in a reproducible order, or `set of 1,000`."""
     items = list(set_items(node))
     name = node.class_name.rpartition(".")[2]
     if not items or len(items) > _FEW or not all(is_value(item) for item in items):
         return f"{name} of {len(items):,}"
-    text = f"{{{', '.join(sorted(shortened(item, most) for item in items))}}}"
-    return shortened_text(text if name == "set" else f"{name}({text})", most)
+    text = f"{{{', '.join(sorted(shorten_value(item, max_length) for item in items))}}}"
+    return shorten_text(text if name == "set" else f"{name}({text})", max_length)
 
 
-def shape_text(shape: tuple[int | None, ...]) -> str:
+def format_shape(shape: tuple[int | None, ...]) -> str:
     """Return `[2, 3]`, with `?` for a ragged dimension."""
     return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
 
 
-def shortened(value: Any, most: int) -> str:
-    """Return the start of the repr of plain data, at most `most` characters."""
-    if isinstance(value, (str, bytes, bytearray)) and len(value) > most:
-        text = repr(value[:most])
+def shorten_value(value: Any, max_length: int) -> str:
+    """Return the start of the repr of plain data, at most `max_length` characters."""
+    if isinstance(value, (str, bytes, bytearray)) and len(value) > max_length:
+        text = repr(value[:max_length])
     else:
         text = repr(tuple(value) if isinstance(value, tuple) else value)
-    return shortened_text(text, most)
+    return shorten_text(text, max_length)
 
 
-def shortened_text(text: str, most: int) -> str:
-    """Return the first `most` characters of a longer text."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def shorten_text(text: str, max_length: int) -> str:
+    """Return the first `max_length` characters of a longer text."""
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
-def comparable(path: Path) -> Key:
+def to_comparable(path: Path) -> Key:
     """Return the path with keys that are equal in another file if they mean the same."""
     for key in path:
         if type(key) not in _PLAIN_KEYS:
-            return tuple(key if type(key) in _PLAIN_KEYS else _key(key) for key in path)
+            return tuple(
+                key if type(key) in _PLAIN_KEYS else _to_comparable_key(key) for key in path
+            )
     return path
 
 
-def _key(key: Any) -> Any:
+def _to_comparable_key(key: Any) -> Any:
     """Return a key together with its type, because `True == 1 == 1.0` as keys."""
     match key:
         case str():
             return str(key)
         case tuple():
-            return ("tuple", *map(_key, key))
+            return ("tuple", *map(_to_comparable_key, key))
         case Opaque():
             return ("object", key.plain or key.class_name)
         case DeviceValue():

@@ -11,13 +11,13 @@ from typing import Any
 from ckptool.conversion.fit import Reference
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.finding import Finding
-from ckptool.core.names import bare_names, families
+from ckptool.core.names import group_families, map_to_bare_names
 from ckptool.core.sections import (
     Section,
-    likely_models,
-    model_state_dict,
-    only_model,
-    wrapped_names,
+    choose_only_model,
+    find_likely_models,
+    find_model_state_dict,
+    list_wrappable_keys,
 )
 from ckptool.diagnosis.companions import Companion, companion_of
 from ckptool.quotes import Quote
@@ -114,7 +114,7 @@ class Subject:
     @cached_property
     def models(self) -> tuple[Section, ...]:
         """The state dicts and modules, each once."""
-        return likely_models(self.checkpoint)
+        return find_likely_models(self.checkpoint)
 
     @cached_property
     def optimizers(self) -> tuple[Section, ...]:
@@ -130,8 +130,8 @@ class Subject:
             NotFound: `key` is missing or ambiguous (`AmbiguousName`).
         """
         if self.key is not None:
-            return model_state_dict(self.checkpoint, self.key)
-        return only_model(self.models)
+            return find_model_state_dict(self.checkpoint, self.key)
+        return choose_only_model(self.models)
 
     @cached_property
     def is_training(self) -> bool:
@@ -150,12 +150,12 @@ def unwrapped(section: Section) -> dict[str, str]:
 
     If two keys would become equal, all keep their prefixes.
     """
-    return bare_names(wrapped_names(section.node))
+    return map_to_bare_names(list_wrappable_keys(section.node))
 
 
 def names_of(names: Iterable[str], most: int = _MOST_NAMES) -> tuple[str, ...]:
     """Return the first names with repeated layers folded (`layers.{0..11}.weight`)."""
-    folded = families((name, None) for name in names)
+    folded = group_families((name, None) for name in names)
     hidden = sum(len(family.names) for family in folded[most:])
     more = (f"and {hidden:,} more",) if hidden else ()
     return (*(printable(family.label) for family in folded[:most]), *more)

@@ -17,8 +17,8 @@ from contextlib import suppress
 from itertools import takewhile
 
 from ckptool.core.finding import Finding, Severity
-from ckptool.core.sections import named_tensors
-from ckptool.core.tree import name_of, ties
+from ckptool.core.sections import get_named_tensors
+from ckptool.core.tree import find_ties, name_of
 from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, names_of
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
@@ -212,7 +212,7 @@ def _aliases(subject: Subject) -> Iterator[Complaint]:
     kept = {
         name: str(one.storage.key)
         for section in subject.models
-        for name, one in named_tensors(section.node).items()
+        for name, one in get_named_tensors(section.node).items()
         if one.storage is not None and one.storage.key != name
     }
     if kept:
@@ -233,8 +233,8 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
     model = subject.model
     if model is None:
         return
-    tensors = {name: one for name, one in named_tensors(model.node).items() if one.has_content}
-    tied = ties(((name,), one) for name, one in tensors.items())
+    tensors = {name: one for name, one in get_named_tensors(model.node).items() if one.has_content}
+    tied = find_ties(((name,), one) for name, one in tensors.items())
     keyed = (Take(model.name),) if model.path and subject.key is not None else ()
     choices = (Choice((*keyed, *([Untie()] if tied else []))),)
     if tied:

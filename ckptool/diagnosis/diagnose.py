@@ -16,7 +16,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import name_of
-from ckptool.core.values import documented
+from ckptool.core.values import to_document
 from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, with_file
 from ckptool.diagnosis.contents import (
     damage,
@@ -148,7 +148,7 @@ class Diagnosis(Result):
             "format": self.format,
             "ok": self.ok,
             "would_run": list(self.would_run),
-            **documented(self, "file", "format", "training", "code", "plan"),
+            **to_document(self, "file", "format", "training", "code", "plan"),
         }
 
 

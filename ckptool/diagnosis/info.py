@@ -15,12 +15,12 @@ from ckptool.core.optimizers import has_training_weights
 from ckptool.core.sections import (
     MODEL_KINDS,
     Section,
-    likely_models,
-    named_tensors,
-    only_model,
+    choose_only_model,
+    find_likely_models,
+    get_named_tensors,
 )
-from ckptool.core.tree import distinct, name_of, ties
-from ckptool.core.values import documented, is_value, json_path, summarize
+from ckptool.core.tree import drop_ties, find_ties, name_of
+from ckptool.core.values import is_value, summarize, to_document, to_json_path
 from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
 from ckptool.errors import without_query
@@ -73,7 +73,7 @@ class SectionInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.info/1`."""
-        return documented(self, "name", "values")
+        return to_document(self, "name", "values")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -132,7 +132,7 @@ class Info(Result):
         left_out = () if self.torch_version else ("torch_version",)
         return {
             "schema": "ckptool.info/1",
-            **documented(self, "blockers", "part", "training", "obstacle", *left_out),
+            **to_document(self, "blockers", "part", "training", "obstacle", *left_out),
             "weights_only": self.weights_only,
             "weights_only_blockers": list(self.blockers),
         }
@@ -187,7 +187,7 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         them = "it" if len(found.names) == 1 else "them"
         plain = f"; {convert_command(checkpoint.path, target, steps)} dequantizes {them}"
         notes.append(f"{found}{plain if found.is_known else ''}")
-    notes += _layout_notes(checkpoint, only_model(likely_models(checkpoint)))
+    notes += _layout_notes(checkpoint, choose_only_model(find_likely_models(checkpoint)))
     for section in sections:
         if section.kind == "optimizer" and has_training_weights(section):
             notes.append(
@@ -214,7 +214,7 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         # A bare pickle contains its tensor data: all of it is used.
         reachable_bytes=details.storage_bytes if load_format(checkpoint.format).inline else used,
         dead_bytes=details.dead_bytes,
-        ties=tuple(ties(tensors)),
+        ties=tuple(find_ties(tensors)),
         notes=tuple(notes),
         commands=_commands(verdicts),
         would_run=would_run(checkpoint),
@@ -233,7 +233,7 @@ def _layout_notes(checkpoint: Checkpoint, model: Section | None) -> Iterator[str
     if model is None:
         keys = [name_of(path) for path, _ in checkpoint.tensors()]
     else:
-        keys = [*named_tensors(model.node)]
+        keys = [*get_named_tensors(model.node)]
     if keys and (recipe := looks_like(keys)):
         side = "target" if recipe.endswith("--reverse") else "source"
         yield f"this looks like the {side} of a recipe for another library: --recipe {recipe}"
@@ -282,9 +282,9 @@ def _obstacle(found: Diagnosis) -> str:
 
 def _section_info(section: Section) -> SectionInfo:
     tensors = section.tensors()
-    once = distinct(tensors)
+    once = drop_ties(tensors)
     return SectionInfo(
-        path=json_path(section.path),
+        path=to_json_path(section.path),
         name=section.name,
         kind=section.kind,
         wrappers=section.wrappers,

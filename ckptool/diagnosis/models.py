@@ -8,17 +8,17 @@ from typing import Any
 
 from ckptool.core.finding import Severity
 from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors
-from ckptool.core.modules import model_state
+from ckptool.core.modules import to_model_state
 from ckptool.core.names import (
     N_AVERAGED,
     PEFT,
-    common_wrapper,
-    counts,
+    find_common_wrapper,
+    is_wrappable,
+    split_partly_wrapped,
     strip_names,
-    wrapped_in_part,
 )
-from ckptool.core.sections import Section, named_tensors, values_inside, wrapped_names
-from ckptool.core.tree import everything, name_of
+from ckptool.core.sections import Section, get_named_tensors, list_value_keys, list_wrappable_keys
+from ckptool.core.tree import name_of, walk_everything
 from ckptool.diagnosis.complaint import (
     Choice,
     Complaint,
@@ -80,7 +80,7 @@ def level(subject: Subject) -> Iterator[Complaint]:
         return
     if model.path:
         yield _one_level_down(subject, model)
-    names = [str(name) for name in values_inside(model.node)]
+    names = [str(name) for name in list_value_keys(model.node)]
     if names and model.kind == "state_dict":
         yield Complaint(
             "values-inside",
@@ -222,7 +222,7 @@ def _describe(root: Any, tensors: int) -> str:
 def objects(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about objects that `torch.load` rejects, or that need their classes."""
     refused = list(refusals(subject.checkpoint.root))
-    modules = [(name_of(path), node) for path, node in refused if model_state(node) is not None]
+    modules = [(name_of(path), node) for path, node in refused if to_model_state(node) is not None]
     whole = {id(node) for _, node in modules}
     others = [(name_of(path), class_of(node)) for path, node in refused if id(node) not in whole]
     names = subject.checkpoint.details.globals
@@ -294,7 +294,7 @@ def naming(subject: Subject) -> Iterator[Complaint]:
     yield from _wrappers([section for section in models if section.wrappers])
     yield from _submodules(models)
     for section in models:
-        within, others = wrapped_in_part(unwrapped(section).values())
+        within, others = split_partly_wrapped(unwrapped(section).values())
         if within:
             yield Complaint(
                 "wrapped-in-part",
@@ -313,11 +313,18 @@ def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
     if not sections:
         return
     kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
-    names = [name for section in sections for name in wrapped_names(section.node) if counts(name)]
+    names = [
+        name
+        for section in sections
+        for name in list_wrappable_keys(section.node)
+        if is_wrappable(name)
+    ]
     named = dict.fromkeys(section.name for section in sections if section.name)
     inside = f" in {listed(named)}" if named else ""
     bare = [unwrapped(section) for section in sections]
-    fronts = {common_wrapper({k: v for k, v in one.items() if counts(k)}) for one in bare}
+    fronts = {
+        find_common_wrapper({k: v for k, v in one.items() if is_wrappable(k)}) for one in bare
+    }
     front = fronts.pop() if len(fronts) == 1 else ""
     text = f'every key{inside} starts with "{front}"'
     if not front:
@@ -338,7 +345,7 @@ def _collision(sections: Iterable[Section]) -> str:
     """Return why the wrapper prefixes cannot be removed; "" if they can."""
     try:
         for section in sections:
-            strip_names(wrapped_names(section.node))
+            strip_names(list_wrappable_keys(section.node))
     except NameCollision as error:
         return f"{error.message}: load one of them (ckptool extract FILE --include NAME)"
     return ""
@@ -346,7 +353,7 @@ def _collision(sections: Iterable[Section]) -> str:
 
 def _averages(subject: Subject, section: Section) -> Iterator[Complaint]:
     """Yield a complaint about averaged weights under the prefix of their class."""
-    names = [*named_tensors(section.node)]
+    names = [*get_named_tensors(section.node)]
     prefix = average_prefix(names)
     if not prefix:
         return
@@ -377,7 +384,7 @@ def _submodules(models: list[Section]) -> Iterator[Complaint]:
         for name in unwrapped(section).values()
         if not average_prefix([name])  # a copy of another submodule
     ]
-    paths = wrapped_submodules(filter(counts, names))[:_MOST_PARTS]
+    paths = wrapped_submodules(filter(is_wrappable, names))[:_MOST_PARTS]
     if not paths:
         return
     before = tuple(f"{path}.module." for path in paths)
@@ -397,7 +404,7 @@ def _submodules(models: list[Section]) -> Iterator[Complaint]:
 
 def _adapters(section: Section) -> Iterator[Complaint]:
     """Yield a complaint about the prefix `base_model.model.` and `base_layer` of PEFT."""
-    every = [name for name in wrapped_names(section.node) if counts(name)]
+    every = [name for name in list_wrappable_keys(section.node) if is_wrappable(name)]
     names = [name for name in every if name.startswith(PEFT)]
     named = {name: found[2] for name in every if (found := NAMED_ADAPTER.search(name))}
     adapted = [
@@ -477,7 +484,7 @@ def _lightning(subject: Subject) -> Iterator[Complaint]:
 def versions(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about cast buffers and lost `_metadata`."""
     for section in subject.models:
-        tensors = named_tensors(section.node)
+        tensors = get_named_tensors(section.node)
         cast = [
             name
             for name, one in tensors.items()
@@ -498,7 +505,7 @@ def versions(subject: Subject) -> Iterator[Complaint]:
             yield from _norms(subject, tensors)
     packed = [
         key
-        for node in everything(subject.checkpoint.root)
+        for node in walk_everything(subject.checkpoint.root)
         if isinstance(node, dict) and not _has_metadata(node)
         for key, value in node.items()
         # A key without a dot is an attribute of a pickled module.

@@ -13,10 +13,16 @@ from dataclasses import replace
 
 from ckptool.conversion.fit import Fit, Reference, compared
 from ckptool.core.model import Shape, TensorRef
-from ckptool.core.names import BUFFER_NAMES, bare_names
-from ckptool.core.optimizers import groups_of, has_training_weights, model_of, names_in, shapes_in
-from ckptool.core.sections import Section, named_tensors
-from ckptool.core.tree import distinct
+from ckptool.core.names import BUFFER_NAMES, map_to_bare_names
+from ckptool.core.optimizers import (
+    find_model,
+    find_shapes,
+    has_training_weights,
+    list_groups,
+    list_names,
+)
+from ckptool.core.sections import Section, get_named_tensors
+from ckptool.core.tree import drop_ties
 from ckptool.diagnosis.complaint import (
     Choice,
     Complaint,
@@ -113,7 +119,7 @@ def _hint_for(
         return f"call {form} on the model that saved it, and save it again"
     if form := _parametrization_call(missing):
         return f"the file has plain weights: call {form} on the new model, then load"
-    held, wanted = named_tensors(model.node), reference.target.slots
+    held, wanted = get_named_tensors(model.node), reference.target.slots
     ours = {name: held[name].shape for name in unexpected if name in held}
     theirs = {name: shape for name in missing if (shape := wanted[name].shape) is not None}
     for whole, parts, text in (
@@ -301,7 +307,7 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
             quote=quote("group-count"),
         )
         return
-    known = {key for group in groups_of(section) for key in group}
+    known = {key for group in list_groups(section) for key in group}
     gone = [key for key in section.node["state"] if key not in known]
     if gone:
         yield Complaint(
@@ -313,7 +319,7 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
             severity="misleads",
             effect="The optimizer loads it without an error and never uses it.",
         )
-    model = model_of(section, subject.models, subject.optimizers)
+    model = find_model(section, subject.models, subject.optimizers)
     if model is not None and (subject.model is None or subject.model.holder is model.holder):
         yield from _against_model(section, model)
 
@@ -337,11 +343,11 @@ def _where(section: Section) -> str:
 
 def _against_model(section: Section, model: Section) -> Iterator[Complaint]:
     """Yield complaints about an optimizer state that does not belong to this model."""
-    once = distinct(((name,), value) for name, value in named_tensors(model.node).items())
+    once = drop_ties(((name,), value) for name, value in get_named_tensors(model.node).items())
     tensors = {str(path[0]): tensor for path, tensor in once}
     weights = _likely_parameters(model, tensors)
-    order = [key for group in groups_of(section) for key in group]
-    states = shapes_in(section)
+    order = [key for group in list_groups(section) for key in group]
+    states = find_shapes(section)
     foreign = Counter(states.values()) - Counter(one.shape for one in tensors.values())
     if len(order) > len(tensors):
         text = f"the optimizer was saved for {counted(len(order), 'parameter')}"
@@ -350,8 +356,8 @@ def _against_model(section: Section, model: Section) -> Iterator[Complaint]:
         text = "the optimizer has {} with shapes that no tensor of the model has"
         yield _misfit(section, text.format(counted(foreign.total(), "state")))
     elif len(order) == len(weights) and len(section.node["param_groups"]) == 1:
-        own = names_in(section)
-        names = list(map(bare_names(own).__getitem__, own))
+        own = list_names(section)
+        names = list(map(map_to_bare_names(own).__getitem__, own))
         if names and set(names) != set(weights):
             return
         shapes = [weights[name] for name in names] if names else list(weights.values())

@@ -18,9 +18,9 @@ from ckptool.core.model import (
     find_tensors,
     row_major_strides,
 )
-from ckptool.core.modules import attributes_of, holds_tensors
+from ckptool.core.modules import find_tensor_attributes, has_tensors
 from ckptool.core.quantizers import class_scheme, find_quantized
-from ckptool.core.sections import wrapped_names
+from ckptool.core.sections import list_wrappable_keys
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, Source
@@ -95,13 +95,15 @@ def _check_containers(root: Any, file: str) -> None:
     holders = {
         str(key): inside
         for key, value in root.items()
-        for inside in [dict(attributes_of(value)) if isinstance(value, TensorRef) else value]
-        if holds_tensors(inside)
+        for inside in [
+            dict(find_tensor_attributes(value)) if isinstance(value, TensorRef) else value
+        ]
+        if has_tensors(inside)
     }
     if not holders:
         return
     known = find_quantized(holders)
-    own = frozenset(wrapped_names(root))
+    own = frozenset(list_wrappable_keys(root))
     texts = (
         f"{name} ({f'{known[name].scheme}: ' if name in known else ''}"
         f"{counted(sum(1 for _ in find_tensors(value)), 'tensor')} inside)"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
-from ckptool.core.modules import Visits, holds_tensors
+from ckptool.core.modules import Visits, has_tensors
 from ckptool.core.sections import CONSTANT
 from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable
 from ckptool.formats.archive import open_archive, parse_count, parse_counts, read_json, read_text
@@ -143,7 +143,7 @@ class TorchScript(Format):
 def has_packed_weights(root: Any) -> bool:
     """Return whether modules have a packed state that only their code can convert to weights."""
     values = root.values() if isinstance(root, dict) else (root,)
-    return any(not isinstance(one, TensorRef) and holds_tensors(one) for one in values)
+    return any(not isinstance(one, TensorRef) and has_tensors(one) for one in values)
 
 
 TORCHSCRIPT = TorchScript()
@@ -185,7 +185,7 @@ def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tup
         return
     root = unpickle(record.data, persistent_load=storages.load, limits=limits).root
     for number, value in enumerate(root if isinstance(root, tuple) else ()):
-        if holds_tensors(value):
+        if has_tensors(value):
             yield f"{CONSTANT}{number}", value
 
 
@@ -238,7 +238,7 @@ class _Collector:
         for name, child in attributes.items():
             if not isinstance(child, Opaque) or not _is_scripted(child):
                 continue
-            if not isinstance(child.state, dict) and holds_tensors(child):  # packed parameters
+            if not isinstance(child.state, dict) and has_tensors(child):  # packed parameters
                 self.names[f"{prefix}{name}"] = child.state
             else:
                 self._module(child, f"{prefix}{name}.", depth + 1)

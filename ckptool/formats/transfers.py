@@ -7,8 +7,8 @@ from codecs import getincrementaldecoder
 from typing import Any
 
 from ckptool.core.model import Opaque
-from ckptool.core.modules import model_state
-from ckptool.core.tree import everything
+from ckptool.core.modules import to_model_state
+from ckptool.core.tree import walk_everything
 from ckptool.errors import CorruptFile, without_query
 from ckptool.files import Source
 from ckptool.files.source import BLOCK
@@ -55,9 +55,9 @@ def salvage_command(file: str, root: Any = None) -> str:
     path = os.path.basename(without_query(file)) if "://" in file else file
     stem, extension = os.path.splitext(path)
     target = f"{stem}.salvaged{extension}"
-    every = [node for node in everything(root) if isinstance(node, Opaque)]
+    every = [node for node in walk_everything(root) if isinstance(node, Opaque)]
     option = ""
-    if any(model_state(node) is not None for node in every):
+    if any(to_model_state(node) is not None for node in every):
         option = " --model-only"
     elif blockers(root):
         option = " --plain"

@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptool.core.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.core.finding import Finding
-from ckptool.core.model import Global, Opaque, StorageRef, TensorRef, children
-from ckptool.core.placeholders import PLACEHOLDERS, placeholders_of
+from ckptool.core.model import Global, Opaque, StorageRef, TensorRef, get_children
+from ckptool.core.placeholders import PLACEHOLDERS, find_placeholders
 from ckptool.core.sections import CONSTANT, MODEL_KINDS
-from ckptool.core.tree import everything
+from ckptool.core.tree import walk_everything
 from ckptool.dtypes import BY_NAME
 from ckptool.files.place import place_of
 from ckptool.formats import TORCH_ENDINGS, load_format, shard_format_of
@@ -82,8 +82,8 @@ def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
     that is not in the tree counts as called, because the pickle dropped the result.
     """
     called, named = [], set()
-    for node in everything(checkpoint.root):
-        inside = list(children(node))
+    for node in walk_everything(checkpoint.root):
+        inside = list(get_children(node))
         if isinstance(node, Opaque):
             del inside[0]  # the constructor
             is_made = node.maker == "newobj" and not (node.args or node.kwargs)
@@ -147,7 +147,7 @@ def _packed(checkpoint: Checkpoint) -> Finding | None:
 
 
 def _placeholders(checkpoint: Checkpoint) -> Finding | None:
-    found = placeholders_of(checkpoint)
+    found = find_placeholders(checkpoint)
     if found is None:
         return None
     hint = _gathered(checkpoint.path) if found.hint == PLACEHOLDERS else found.hint
@@ -273,7 +273,7 @@ def restored_devices(root: Any) -> tuple[str, ...]:
     `torch.load` needs these devices. NumPy arrays have none.
     """
     tags: dict[str, None] = {}
-    for node in everything(root):
+    for node in walk_everything(root):
         if isinstance(node, TensorRef) and node.kind != "numpy":
             tags[node.device] = None
         elif isinstance(node, StorageRef):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Path, TensorRef
-from ckptool.core.sections import MODEL_KINDS, sections
+from ckptool.core.sections import MODEL_KINDS, find_sections
 from ckptool.transforms import Step
 from ckptool.words import are, as_argument, counted
 
@@ -45,7 +45,7 @@ def _joined(*words: str) -> str:
 
 def weights(root: Any, kinds: Collection[str] = MODEL_KINDS) -> list[tuple[Path, TensorRef]]:
     """Return the tensors of all sections of these kinds."""
-    parts = (part for part in sections(root) if part.kind in kinds)
+    parts = (part for part in find_sections(root) if part.kind in kinds)
     return [pair for part in parts for pair in part.tensors()]
 
 

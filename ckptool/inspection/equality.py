@@ -22,9 +22,9 @@ from ckptool.core.model import (
     TensorRef,
     Wrapping,
 )
-from ckptool.core.reading import RepeatedBytes, content_hash
-from ckptool.core.tree import Link, name_of, path_of
-from ckptool.core.values import comparable, is_set, set_items, summarize
+from ckptool.core.reading import RepeatedBytes, hash_content
+from ckptool.core.tree import Link, name_of, to_path
+from ckptool.core.values import is_set, set_items, summarize, to_comparable
 from ckptool.dtypes import CODES, PACKED
 from ckptool.errors import LimitExceeded
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -162,7 +162,7 @@ class _Comparison:
                 steps = self._inside(a, b, exact)
         except _Differ as differ:
             change = differ.args if len(set(differ.args)) > 1 else None
-            return Unlike(name_of(path_of(trail)) or ITSELF, change)
+            return Unlike(name_of(to_path(trail)) or ITSELF, change)
         return None
 
     def _inside(self, a: Any, b: Any, exact: bool, *, held: bool = True) -> list[Step]:
@@ -231,8 +231,8 @@ class _Comparison:
 
 def _by_key(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
     """Return the parts of two nodes by key, in any order."""
-    mine = {comparable((key,)): (key, value) for key, value in a}
-    others = {comparable((key,)): value for key, value in b}
+    mine = {to_comparable((key,)): (key, value) for key, value in a}
+    others = {to_comparable((key,)): value for key, value in b}
     if mine.keys() != others.keys():
         raise _Differ
     return [(key, value, others[known]) for known, (key, value) in mine.items()]
@@ -312,7 +312,7 @@ def _object(node: Opaque, held: bool) -> tuple[tuple[Any, ...], list[Part]]:
     if is_set(node):
         items = list(set_items(node))
         if all(map(_is_member, items)):
-            members = sorted(repr(comparable((item,))) for item in items)
+            members = sorted(repr(to_comparable((item,))) for item in items)
             return ("members", node.class_name, *members), []
         return ("set", node.class_name, len(items)), [("items", item) for item in items]
     parts: list[Part] = []
@@ -388,7 +388,7 @@ class Fingerprints:
 
     def _digest(self, node: Any, head: tuple[Any, ...], parts: list[Part]) -> bytes:
         found = [
-            _hash(repr(comparable((key,)))) + self._known_or_plain(part) for key, part in parts
+            _hash(repr(to_comparable((key,)))) + self._known_or_plain(part) for key, part in parts
         ]
         if isinstance(node, (dict, TensorRef)) or is_set(node):
             found.sort()
@@ -404,7 +404,7 @@ class Fingerprints:
         if raw is None or id(raw) in self._listed:
             return ""
         self._repeated.add(self._path, raw)
-        return content_hash(raw)
+        return hash_content(raw)
 
 
 def _hash(head: str, *parts: bytes) -> bytes:

@@ -10,16 +10,16 @@ from typing import Any, overload
 from ckptool._lazy import Result
 from ckptool.core.addressing import NameIndex, select
 from ckptool.core.model import Path, TensorRef
-from ckptool.core.names import families
-from ckptool.core.reading import Meter, content_hashes
-from ckptool.core.tree import distinct, name_of, walk
+from ckptool.core.names import group_families
+from ckptool.core.reading import Meter, hash_contents
+from ckptool.core.tree import drop_ties, name_of, walk
 from ckptool.core.values import (
-    class_of,
-    documented,
-    json_path,
-    json_value,
+    class_name_of,
     summarize,
-    value_of,
+    to_document,
+    to_json_path,
+    to_json_value,
+    to_plain_value,
 )
 from ckptool.errors import AmbiguousName, NotFound, without_query
 from ckptool.files.source import Progress
@@ -56,7 +56,7 @@ class TensorRow:
 
     def to_dict(self, *, hashed: bool = False) -> dict[str, Any]:
         """Return the row of `ckptool.list/1`, with `sha256` if `hashed`."""
-        return documented(self, "numel", "tied", "digest", *(() if hashed else ("sha256",)))
+        return to_document(self, "numel", "tied", "digest", *(() if hashed else ("sha256",)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ValueRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row of `ckptool.list/1`."""
-        return documented(self)
+        return to_document(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +187,21 @@ def list_tensors(
             checkpoint = checkpoint.with_late_values()
         index = NameIndex(walk(checkpoint.root, limits), checkpoint.path)
         chosen = select(index, globs, unless, endings=True)
-        for path, leaf in chosen.of(index):
+        for path, leaf in chosen.pick_from(index):
             if isinstance(leaf, TensorRef):
                 leaves.append((path, leaf))
-            elif plain := value_of(leaf):
+            elif plain := to_plain_value(leaf):
                 kind, value = plain
-                values.append(ValueRow(json_path(path), name_of(path), kind, json_value(value)))
+                values.append(
+                    ValueRow(to_json_path(path), name_of(path), kind, to_json_value(value))
+                )
             else:
                 objects.append((path, leaf))
         rows = list(tensor_rows(leaves))
         others = [_object_row(path, leaf) for path, leaf in objects]
         if hash:
-            total = sum(one.nbytes for _, one in distinct(leaves) if one.has_content)
-            hashes = content_hashes(leaves, limits, Meter(progress, total).advance)
+            total = sum(one.nbytes for _, one in drop_ties(leaves) if one.has_content)
+            hashes = hash_contents(leaves, limits, Meter(progress, total).advance)
             digests = list(_digests(leaves, objects, limits))
             rows = [
                 replace(row, sha256=sha256, digest=digest)
@@ -224,9 +226,9 @@ def list_tensors(
 
 
 def _object_row(path: Path, leaf: Any) -> ObjectRow:
-    name, words = class_of(leaf), summarize(leaf)
+    name, words = class_name_of(leaf), summarize(leaf)
     said = "" if words in (name, f"{name} object") else words
-    return ObjectRow(json_path(path), name_of(path), name, said)
+    return ObjectRow(to_json_path(path), name_of(path), name, said)
 
 
 def tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]:
@@ -245,7 +247,7 @@ def tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]
             count = used[storage.key]
             names[id(storage)] = storage.key if count == 1 else f"{storage.key}#{count}"
         yield TensorRow(
-            json_path(path),
+            to_json_path(path),
             name_of(path),
             tensor.dtype,
             tensor.shape,
@@ -354,7 +356,9 @@ def _fold(
 def _grouped(folded: list[tuple[str, TreeNode, int]]) -> Iterator[TreeNode]:
     """Yield siblings, with equal numbered ones merged into the first of them."""
     nodes = {name: node for name, node, _ in folded}
-    for family in families((name, no if name.isdecimal() else name) for name, _, no in folded):
+    for family in group_families(
+        (name, no if name.isdecimal() else name) for name, _, no in folded
+    ):
         members = [nodes[name] for name in family.names]
         yield (
             members[0]

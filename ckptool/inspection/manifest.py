@@ -16,10 +16,10 @@ from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.finding import Finding
-from ckptool.core.names import bare_names
-from ckptool.core.reading import content_hashes
+from ckptool.core.names import map_to_bare_names
+from ckptool.core.reading import hash_contents
 from ckptool.core.tree import name_of
-from ckptool.core.values import documented, json_path, shape_text
+from ckptool.core.values import format_shape, to_document, to_json_path
 from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
@@ -44,7 +44,7 @@ class HashedTensor:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.manifest/1`."""
-        return documented(self)
+        return to_document(self)
 
 
 Files = Mapping[str, Sequence[HashedTensor]]
@@ -63,11 +63,11 @@ def manifest_name(file: str, manifest: str) -> str:
 def hashed_tensors(
     checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, told: BytesDone | None = None
 ) -> tuple[HashedTensor, ...]:
-    """Return every listed tensor with its content hash. Raises as `content_hashes`."""
+    """Return every listed tensor with its content hash. Raises as `hash_contents`."""
     leaves = list(checkpoint.tensors())
-    hashes = content_hashes(leaves, limits, told)
+    hashes = hash_contents(leaves, limits, told)
     return tuple(
-        HashedTensor(json_path(path), name_of(path), tensor.dtype, tensor.shape, sha256)
+        HashedTensor(to_json_path(path), name_of(path), tensor.dtype, tensor.shape, sha256)
         for (path, tensor), sha256 in zip(leaves, hashes, strict=True)
     )
 
@@ -204,7 +204,7 @@ def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Finding]:
         text = f"dtype is {have.dtype}, expected {want.dtype}"
         yield Finding("dtype", text, (have.name,))
     if want.shape != have.shape:
-        text = f"shape is {shape_text(have.shape)}, expected {shape_text(want.shape)}"
+        text = f"shape is {format_shape(have.shape)}, expected {format_shape(want.shape)}"
         yield Finding("shape", text, (have.name,))
     elif want.dtype == have.dtype and want.sha256 != have.sha256:
         text = "content differs from the manifest, by SHA-256"
@@ -217,7 +217,9 @@ def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_
     for one in tensors:
         groups.setdefault(one.path[:-1], {})[one.path[-1] if one.path else ""] = one
     for place, group in groups.items():
-        renamed: Mapping[Any, str] = bare_names([own for own in group if isinstance(own, str)])
+        renamed: Mapping[Any, str] = map_to_bare_names(
+            [own for own in group if isinstance(own, str)]
+        )
         groups[place] = {
             renamed.get(own, own): one for own, one in group.items() if one.path not in taken
         }

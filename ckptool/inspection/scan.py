@@ -16,7 +16,7 @@ from glob import glob, has_magic
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.core.values import documented
+from ckptool.core.values import to_document
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile, without_query
 from ckptool.files import ByteRange, MemorySource
@@ -176,7 +176,7 @@ class Scan(Result):
             "verdict": self.verdict,
             "skipped": self.skipped,
             "modules": list(self.modules),
-            **documented(self, "file", "verdict"),
+            **to_document(self, "file", "verdict"),
         }
 
 

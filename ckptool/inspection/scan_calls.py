@@ -14,8 +14,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ckptool.core.model import Global, Opaque, children
-from ckptool.core.tree import everything
+from ckptool.core.model import Global, Opaque, get_children
+from ckptool.core.tree import walk_everything
 from ckptool.errors import CheckpointError
 from ckptool.symbolic.calls import JAX_ARRAYS, NUMPY_ARRAYS
 from ckptool.symbolic.encoder import blocking
@@ -313,7 +313,7 @@ class Judge(Watcher):
                 return False
             elif isinstance(node, (Opaque, list, tuple, dict)) and id(node) not in seen:
                 seen.add(id(node))
-                inside = list(children(node))
+                inside = list(get_children(node))
                 self.parts_left -= 1 + len(inside)
                 if self.parts_left < 0:
                     return False
@@ -398,8 +398,8 @@ def _raw(node: Any) -> bytes | None:
 
 def _bytes_in(args: Any) -> Iterator[bytes]:
     """Yield the byte strings among arguments."""
-    for node in islice(everything((args,)), 1000):
-        for one in islice(children(node), 1000):
+    for node in islice(walk_everything((args,)), 1000):
+        for one in islice(get_children(node), 1000):
             raw = _raw(one)
             if raw and len(raw) > 1:
                 yield raw

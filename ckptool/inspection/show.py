@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, Path, TensorRef
-from ckptool.core.modules import model_state
+from ckptool.core.modules import to_model_state
 from ckptool.core.reading import Meter, RepeatedBytes
 from ckptool.core.tree import name_of, with_late_values
 from ckptool.core.values import (
-    class_of,
-    documented,
-    json_path,
-    json_value,
+    class_name_of,
     summarize,
-    value_of,
+    to_document,
+    to_json_path,
+    to_json_value,
+    to_plain_value,
 )
 from ckptool.dtypes import REAL_PARTS
 from ckptool.errors import without_query
@@ -31,7 +31,7 @@ from ckptool.files.source import BytesDone, Progress
 from ckptool.inspection.equality import type_name
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.tensors.bytewise import nonfinite
+from ckptool.tensors.bytewise import count_nonfinite_elements
 
 HEAD = 8
 _Entries = tuple[tuple[str, str], ...]
@@ -53,7 +53,7 @@ class Shown:
 
     def _content(self) -> dict[str, Any]:
         """Return the keys of this kind of result."""
-        return documented(self, "file", "path", "name")
+        return to_document(self, "file", "path", "name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class ShownTensor(Shown):
         stats = self.statistics
         return {
             **facts,
-            "head": [json_value(number) for number in self.head],
-            "min": json_value(stats.minimum) if stats else None,
-            "max": json_value(stats.maximum) if stats else None,
-            "mean": json_value(stats.mean) if stats else None,
+            "head": [to_json_value(number) for number in self.head],
+            "min": to_json_value(stats.minimum) if stats else None,
+            "max": to_json_value(stats.maximum) if stats else None,
+            "mean": to_json_value(stats.mean) if stats else None,
             "nan": stats.nan if stats else None,
             "infinite": stats.infinite if stats else None,
             "parts": dict(self.parts),
@@ -104,7 +104,7 @@ class ShownObject(Shown):
     items: _Entries
 
     def _content(self) -> dict[str, Any]:
-        content = documented(self, "file", "path", "name", "class_name")
+        content = to_document(self, "file", "path", "name", "class_name")
         return {"class": self.class_name, **content}
 
 
@@ -133,10 +133,10 @@ def show(
     """
     path, node = _attribute(checkpoint, str(name)) or resolve(checkpoint, name)
     node = with_late_values(node)
-    place = (without_query(checkpoint.path), json_path(path), name_of(path))
+    place = (without_query(checkpoint.path), to_json_path(path), name_of(path))
     if isinstance(node, TensorRef):
         return _tensor(place[0], path, node, count, progress, limits)
-    if plain := value_of(node):
+    if plain := to_plain_value(node):
         return ShownValue(*place, *plain)
     if isinstance(node, (dict, list, tuple)):
         return ShownContainer(*place, type_name(node), _entries(node))
@@ -188,8 +188,8 @@ def _head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
 
 def _object(place: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownObject:
     if not isinstance(node, Opaque):
-        return ShownObject(*place, class_of(node), (summarize(node),), (), ())
-    module = model_state(node)
+        return ShownObject(*place, class_name_of(node), (summarize(node),), (), ())
+    module = to_model_state(node)
     if module is not None:
         return ShownObject(*place, node.class_name, (), (), _entries(module))
     arguments = node.args if isinstance(node.args, tuple) else (node.args,)
@@ -292,7 +292,7 @@ def statistics(tensor: TensorRef, told: BytesDone | None = None) -> Statistics:
     called with the bytes of each block of the last pass.
     """
     is_complex = tensor.dtype in REAL_PARTS
-    nan, infinite = nonfinite(tensor, told if is_complex else None)
+    nan, infinite = count_nonfinite_elements(tensor, told if is_complex else None)
     if is_complex:
         return Statistics(None, None, None, nan, infinite)
     low: Any = None

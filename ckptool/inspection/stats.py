@@ -13,19 +13,19 @@ from ckptool._lazy import Result
 from ckptool.core.addressing import NameIndex, resolve, select
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Path, TensorRef
-from ckptool.core.names import families
-from ckptool.core.placeholders import placeholders_of, refuse_placeholders
+from ckptool.core.names import group_families
+from ckptool.core.placeholders import find_placeholders, refuse_placeholders
 from ckptool.core.quantizers import Quantized, find_quantized
 from ckptool.core.reading import Meter, RepeatedBytes
 from ckptool.core.sections import MODEL_KINDS
-from ckptool.core.tree import distinct, is_within, name_of, walk
-from ckptool.core.values import documented, json_value, shape_text
+from ckptool.core.tree import drop_ties, is_within, name_of, walk
+from ckptool.core.values import format_shape, to_document, to_json_value
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, open_or_reuse
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
+from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, find_obstacle
 from ckptool.words import are, counted, listed, printable, shell
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class TensorStats:
         """Return the row of `ckptool.stats/1`."""
         row, measures = self.row, self.measures
         figures = {
-            name: json_value(getattr(measures, field, None)) for name, field in _FIGURES.items()
+            name: to_json_value(getattr(measures, field, None)) for name, field in _FIGURES.items()
         }
         drawn = measures.histogram if measures else None
         return {
@@ -80,7 +80,7 @@ class TensorStats:
             "kind": row.kind,
             "elements": row.numel,
             **figures,
-            "histogram": drawn and documented(drawn),
+            "histogram": drawn and to_document(drawn),
             "reason": self.reason,
             "tie": self.tie,
             "count": self.count,
@@ -119,8 +119,8 @@ class DtypeRange:
             "dtype": self.dtype,
             "tensors": self.tensors,
             "elements": self.elements,
-            "min": json_value(self.minimum),
-            "max": json_value(self.maximum),
+            "min": to_json_value(self.minimum),
+            "max": to_json_value(self.maximum),
         }
 
 
@@ -138,7 +138,7 @@ class Totals:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.stats/1`."""
-        return documented(self)
+        return to_document(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,7 +158,7 @@ class Stats(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.stats/1`."""
-        return {"schema": "ckptool.stats/1", **documented(self, "unmatched")}
+        return {"schema": "ckptool.stats/1", **to_document(self, "unmatched")}
 
     def sorted_by(self, column: str) -> Stats:
         """Return the same rows in the order of a column: largest number first, names from A to Z.
@@ -249,14 +249,14 @@ def stats(
             checkpoint.path,
         )
         chosen = select(index, globs, unless, endings=True)
-        leaves = list(chosen.of(index))
+        leaves = list(chosen.pick_from(index))
         if key is not None and not index.nodes:
             raise NotFound(
                 f"no tensor to measure under {printable(name_of(below))!r}",
                 file=checkpoint.path or None,
                 hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
-        placeholders = placeholders_of(checkpoint)
+        placeholders = find_placeholders(checkpoint)
         if placeholders is not None and placeholders.kind == "part":
             names = set(placeholders.where)
             if any(name_of(path) in names for path, _ in leaves):
@@ -305,7 +305,7 @@ def _measured(
     progress: Progress | None,
 ) -> Iterator[TensorStats]:
     """Yield a row for each tensor, in order. Tied tensors are measured once."""
-    total = sum(one.nbytes for _, one in distinct(leaves) if measurable(one) is None)
+    total = sum(one.nbytes for _, one in drop_ties(leaves) if find_obstacle(one) is None)
     meter, repeated = Meter(progress, total), RepeatedBytes(limits)
     known: dict[Any, TensorStats] = {}
     for (path, tensor), row in zip(leaves, tensor_rows(leaves), strict=True):
@@ -313,7 +313,7 @@ def _measured(
         if place in known:
             yield replace(known[place], row=row, tie=known[place].name)
             continue
-        reason, measures = measurable(tensor), None
+        reason, measures = find_obstacle(tensor), None
         if reason is None:
             repeated.add(path, tensor.unrepeated)
             try:
@@ -371,7 +371,7 @@ def _folded(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
         (row.name, (row.row.dtype, row.row.shape, row.row.device, row.row.kind, row.reason))
         for row in rows
     )
-    for family in families(dict(heads).items()):
+    for family in group_families(dict(heads).items()):
         members = [row for name in family.names for row in by_name[name]]
         yield members[0] if len(members) == 1 else _one(family.label, members)
 
@@ -485,7 +485,7 @@ def _outliers(rows: Sequence[TensorStats]) -> Iterator[Oddity]:
     places: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
         places.setdefault(row.name, []).append(place)
-    for family in families((name, None) for name in places):
+    for family in group_families((name, None) for name in places):
         members = [(place, rows[place]) for name in family.names for place in places[name]]
         for role in _grouped(members, lambda row: len(row.row.shape)):
             yield from _other_headers(role, family.label)
@@ -507,7 +507,7 @@ def _grouped(members: Role, by: Callable[[TensorStats], Hashable]) -> list[Role]
 
 _HEADERS: tuple[tuple[str, Callable[[TensorRow], Any], Callable[[Any], str]], ...] = (
     ("dtype", lambda row: row.dtype, str),
-    ("shape", lambda row: row.shape, shape_text),
+    ("shape", lambda row: row.shape, format_shape),
     ("device", lambda row: row.device, lambda device: f"on {device}"),
 )
 """Properties that tensors of a role have in common, and their text."""

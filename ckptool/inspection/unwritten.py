@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.sections import MOMENTS
-from ckptool.core.tree import distinct, name_of
+from ckptool.core.tree import drop_ties, name_of
 from ckptool.files import Source
 from ckptool.tensors.bytewise import is_floating
 from ckptool.words import listed
@@ -52,7 +52,7 @@ def unwritten(checkpoint: Checkpoint) -> str | None:
     }
     names: list[str] = []
     spans: dict[int, list[_Span]] = {}
-    for path, tensor in distinct(list(checkpoint.tensors())):
+    for path, tensor in drop_ties(list(checkpoint.tensors())):
         storage = tensor.storage
         if id(tensor) in state or storage is None or storage.data is None or storage.crc32:
             continue

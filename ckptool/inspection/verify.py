@@ -23,8 +23,8 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.finding import Finding
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.reading import Meter, RepeatedBytes
-from ckptool.core.tree import distinct, name_of
-from ckptool.core.values import documented
+from ckptool.core.tree import drop_ties, name_of
+from ckptool.core.values import to_document
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -73,7 +73,7 @@ from ckptool.inspection.manifest import (
 )
 from ckptool.inspection.unwritten import unwritten
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.tensors.bytewise import is_floating, nonfinite
+from ckptool.tensors.bytewise import count_nonfinite_elements, is_floating
 from ckptool.words import are, counted, listed
 
 _SETS = (
@@ -269,7 +269,7 @@ class _FileCheck:
                 format=checkpoint.format,
                 size=checkpoint.details.size,
                 tensors=len(tensors),
-                content=sum(tensor.nbytes for _, tensor in distinct(tensors)),
+                content=sum(tensor.nbytes for _, tensor in drop_ties(tensors)),
                 values=self.values,
             )
             if self.values:
@@ -282,14 +282,14 @@ class _FileCheck:
 
     def at_values(self, tensors: Sequence[tuple[Path, TensorRef]]) -> None:
         """Look for NaN and infinities in every tensor and its parts."""
-        floating = [(path, _numbers(tensor)) for path, tensor in distinct(tensors)]
+        floating = [(path, _numbers(tensor)) for path, tensor in drop_ties(tensors)]
         meter = Meter(self.progress, sum(part.nbytes for _, parts in floating for part in parts))
         repeated = RepeatedBytes(self.limits)
         for path, parts in floating:
             nan = infinite = 0
             for part in parts:
                 repeated.add(path, part.unrepeated)
-                found = nonfinite(part, meter.advance)
+                found = count_nonfinite_elements(part, meter.advance)
                 nan, infinite = nan + found[0], infinite + found[1]
             elements = sum(part.numel for part in parts)
             for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
@@ -431,7 +431,7 @@ class Verdict(Result):
             "file": self.file,
             "format": self.format or None,
             "ok": self.ok,
-            **documented(self, "file", "format", "summed", "content", "checked"),
+            **to_document(self, "file", "format", "summed", "content", "checked"),
             "records_checked": self.summed,
             "bytes_checked": self.checked,
         }
@@ -454,7 +454,7 @@ class ManifestOutcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.verify/1`."""
-        return documented(self)
+        return to_document(self)
 
 
 def verify(

@@ -16,8 +16,8 @@ from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import crc32s
 from ckptool.files.threads import in_order
-from ckptool.tensors.live import cuts, extent, memory_of, repeats
-from ckptool.tensors.materialize import called, memory_view, torch_dtype
+from ckptool.tensors.live import is_expanded, iterate_blocks, locate_tensor, span_of_strides
+from ckptool.tensors.materialize import describe_name, get_torch_dtype, view_memory
 from ckptool.words import shell
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
         and not tensor.is_inference()
-        and not repeats(tensor.shape, tensor.stride())
+        and not is_expanded(tensor.shape, tensor.stride())
     )
 
 
@@ -89,7 +89,11 @@ def are_apart(tensors: Iterable[torch.Tensor]) -> bool:
     Tensors that share some must be filled in torch's order, as the last one counts.
     """
     spans = sorted(
-        (str(one.device), one.data_ptr(), extent(one.shape, one.stride()) * one.element_size())
+        (
+            str(one.device),
+            one.data_ptr(),
+            span_of_strides(one.shape, one.stride()) * one.element_size(),
+        )
         for one in tensors
         if one.numel()
     )
@@ -119,7 +123,7 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
             raise found
         if expected is not None and found != expected:
             raise CorruptFile(
-                f"{called(name)} is damaged: CRC-32 is {found:08x}, expected {expected:08x}",
+                f"{describe_name(name)} is damaged: CRC-32 is {found:08x}, expected {expected:08x}",
                 file=run.source.name,
                 hint=f"check the file with ckptool verify {shell(run.source.name)}",
             )
@@ -178,7 +182,7 @@ def fill(fills: Iterable[Fill]) -> None:
 
 def _reads(one: Fill, ref: TensorRef) -> Iterator[Job]:
     data = ref.data
-    view = memory_view(one.tensor.data_ptr(), data.length)
+    view = view_memory(one.tensor.data_ptr(), data.length)
     for start in range(0, data.length, _PIECE):
         yield partial(data.read_into, view[start : start + _PIECE], start)
 
@@ -189,13 +193,13 @@ def _stage(one: Fill, ref: TensorRef) -> None:
 
     target = one.tensor.data
     count = _BLOCK if target.device.type == "cpu" else _SENT
-    staged = torch.empty(min(count, target.numel()), dtype=torch_dtype(ref.dtype), device="cpu")
+    staged = torch.empty(min(count, target.numel()), dtype=get_torch_dtype(ref.dtype), device="cpu")
     elements, done = ref.row_major, 0
     with torch.no_grad():
-        for at in cuts(target.shape, count):
+        for at in iterate_blocks(target.shape, count):
             part = target[at]
             block = staged[: part.numel()]
-            elements.read_into(memory_view(block.data_ptr(), block.nbytes), done)
+            elements.read_into(view_memory(block.data_ptr(), block.nbytes), done)
             done += block.nbytes
             part.copy_(block.view(part.shape))
 
@@ -244,12 +248,12 @@ class Assigned:
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
         """Return whether some of its memory is another tensor's, or its own elements overlap."""
-        place = memory_of(tensor)
+        place = locate_tensor(tensor)
         if place is None or tensor.is_meta or not tensor.numel():
             return False
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
-        stop = start + extent(tensor.shape, tensor.stride()) * size
+        stop = start + span_of_strides(tensor.shape, tensor.stride()) * size
         if stop - start < tensor.nbytes:
             return True
         known = self._taken.setdefault((place.storage, str(tensor.device)), [])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptool.core.model import Opaque
-from ckptool.core.tree import held_items
+from ckptool.core.tree import list_items
 from ckptool.words import listed, printable
 
 
@@ -47,11 +47,11 @@ class InertObject:
 
     def __getitem__(self, key: Any) -> Any:
         """Return an item of a list or dict."""
-        return dict(held_items(node_of(self)))[key]
+        return dict(list_items(node_of(self)))[key]
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the keys of a dict, or the positions of a list."""
-        return (key for key, _ in held_items(node_of(self)))
+        return (key for key, _ in list_items(node_of(self)))
 
     def __dir__(self) -> list[str]:
         """Return the attribute names of the state."""

@@ -25,16 +25,16 @@ from ckptool.core.model import (
     Size,
     StorageRef,
     TensorRef,
-    remade,
+    copy_with_items,
 )
 from ckptool.core.names import N_AVERAGED
-from ckptool.core.sections import model_state_dict, values_inside, wrapped_names
+from ckptool.core.sections import find_model_state_dict, list_value_keys, list_wrappable_keys
 from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded, UsageError, warn
 from ckptool.formats import open_or_reuse
 from ckptool.loading.inert import InertObject
 from ckptool.renamed import renamed_arguments
-from ckptool.tensors import Materializer, is_one_part, only_a_part, set_attributes
+from ckptool.tensors import Materializer, is_one_part, only_part_error, set_attributes
 from ckptool.tensors.materialize import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import listed, printable
@@ -232,10 +232,10 @@ class TreeMaker:
     def _tensor(self, node: TensorRef) -> Any:
         if is_one_part(node):
             return node  # such as a DTensor, which needs all ranks
-        return self._tensors.tensor(node, name_of(tuple(self._path)))
+        return self._tensors.make_tensor(node, name_of(tuple(self._path)))
 
     def _storage(self, node: StorageRef) -> Any:
-        return self._tensors.storage(node, name_of(tuple(self._path)))
+        return self._tensors.make_storage(node, name_of(tuple(self._path)))
 
     def _opaque(self, node: Opaque) -> Any:
         if node.find is not None:
@@ -363,7 +363,7 @@ def load_state_dict(
     if wrappers not in ("strip", "keep"):
         raise UsageError(f"wrappers={wrappers!r} is not 'strip' or 'keep'")
     with open_with_warnings(path) as checkpoint:
-        section = model_state_dict(checkpoint, key)
+        section = find_model_state_dict(checkpoint, key)
         if section.unread:
             unread = listed(section.unread)
             warn(f"{checkpoint.path}: left out of the state dict: {unread}")
@@ -372,8 +372,8 @@ def load_state_dict(
             chosen = _strip_wrappers(chosen)
         for name, value in chosen.root.items():
             if isinstance(value, TensorRef) and is_one_part(value):
-                raise only_a_part(value, str(name))
-        chosen = _leave_out(chosen, values_inside(chosen.root), "no model loads")
+                raise only_part_error(value, str(name))
+        chosen = _leave_out(chosen, list_value_keys(chosen.root), "no model loads")
         made: OrderedDict[str, Any] = make_tree(
             chosen.root, map_location=map_location, mmap=mmap, dtype=dtype
         )
@@ -394,7 +394,9 @@ def _strip_wrappers(chosen: Checkpoint) -> Checkpoint:
 def _counts_averages(name: str, chosen: Checkpoint) -> bool:
     """Return True if all other tensors are in a `module` next to this counter."""
     inside = f"{name.removesuffix(N_AVERAGED)}module."
-    return all(other == name or other.startswith(inside) for other in wrapped_names(chosen.root))
+    return all(
+        other == name or other.startswith(inside) for other in list_wrappable_keys(chosen.root)
+    )
 
 
 def _leave_out(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
@@ -405,4 +407,4 @@ def _leave_out(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
     warn(f"{chosen.path}: left out of the state dict: {shown}, which {reason}")
     dropped = frozenset(names)
     kept = ((name, value) for name, value in chosen.root.items() if name not in dropped)
-    return chosen.with_root(remade(chosen.root, kept))
+    return chosen.with_root(copy_with_items(chosen.root, kept))

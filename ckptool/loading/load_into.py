@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import pause_gc
-from ckptool.core.placeholders import placeholders_of
+from ckptool.core.placeholders import find_placeholders
 from ckptool.core.quantization_config import quantization_config
 from ckptool.core.quantizers import LIBRARIES, find_quantized
 from ckptool.errors import (
@@ -51,7 +51,7 @@ from ckptool.matching.report import counted
 from ckptool.renamed import renamed_arguments
 from ckptool.tensors import require_torch
 from ckptool.tensors.dequantizing import can_dequantize
-from ckptool.tensors.live import memory_of
+from ckptool.tensors.live import locate_tensor
 from ckptool.tensors.materialize import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
 from ckptool.words import a_class, listed, printable, shell
@@ -193,7 +193,7 @@ def load_into(
                 choices=TransposeRules.of(transpose, no_transpose),
                 assign=bool(assign),
             )
-            without_values = placeholders_of(state.tree, state.section)
+            without_values = find_placeholders(state.tree, state.section)
             if without_values and without_values.kind != "lazy":  # lazy parameters count as missing
                 raise MatchError(
                     without_values.text,
@@ -333,7 +333,7 @@ class _Loading:
 
     @cached_property
     def _storages(self) -> set[int]:
-        places = map(memory_of, self._target.entries.values())
+        places = map(locate_tensor, self._target.entries.values())
         return {place.storage for place in places if place}
 
     def _is_own(self, source: Any) -> bool:
@@ -342,7 +342,7 @@ class _Loading:
 
         if not self._state.tree.in_memory or not isinstance(source, torch.Tensor):
             return False
-        place = memory_of(source)
+        place = locate_tensor(source)
         return place is not None and place.storage in self._storages
 
     def run(self, *, verify: bool | None, together: Ranks) -> None:
@@ -465,9 +465,9 @@ class _Loading:
         import torch
 
         tensors = (one for one in given.values() if isinstance(one, torch.Tensor))
-        mapped = {place.storage for place in map(memory_of, tensors) if place}
+        mapped = {place.storage for place in map(locate_tensor, tensors) if place}
         for tensor in tensors_of(self._model):
-            place = memory_of(tensor)
+            place = locate_tensor(tensor)
             if place is not None and place.storage in mapped:
                 tensor.data = tensor.data.clone()
 

@@ -20,17 +20,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
-from ckptool.core.names import bare_names
+from ckptool.core.names import map_to_bare_names
 from ckptool.core.optimizers import (
     OPTIONS,
-    groups_of,
-    model_of,
-    names_in,
-    options_of,
-    shape_of as shape_kept,
+    find_model,
+    find_options,
+    infer_shape as shape_kept,
+    list_groups,
+    list_names,
 )
-from ckptool.core.sections import MODEL_KINDS, Section, is_optimizer, optimizer_names, with_numbers
-from ckptool.core.tree import everything, name_of, walk
+from ckptool.core.sections import (
+    MODEL_KINDS,
+    Section,
+    is_optimizer,
+    list_optimizer_names,
+    restore_integer_keys,
+)
+from ckptool.core.tree import name_of, walk, walk_everything
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
 from ckptool.loading.plan import LoadPlan, opaque_kind
@@ -117,12 +123,12 @@ class _Saved(NamedTuple):
     @property
     def keys(self) -> list[tuple[int, Any]]:
         """The group and the number or name of each parameter, in the order of the groups."""
-        return [(at, key) for at, keys in enumerate(groups_of(self.section)) for key in keys]
+        return [(at, key) for at, keys in enumerate(list_groups(self.section)) for key in keys]
 
     @property
     def sizes(self) -> list[int]:
         """The number of parameters in each group."""
-        return [len(keys) for keys in groups_of(self.section)]
+        return [len(keys) for keys in list_groups(self.section)]
 
     def state(self, key: Any) -> Any:
         """Return the state of a parameter; None if it is empty, as `momentum_buffer: None`."""
@@ -166,16 +172,16 @@ def planned_optimizer(
     report = OptimizerReport("names", 0, len(wanted.parameters))
     try:
         saved = _found(state, key)
-        section = replace(saved.section, node=with_numbers(saved.section.node))
+        section = replace(saved.section, node=restore_integer_keys(saved.section.node))
         saved = saved._replace(section=section)
         report = replace(report, notes=(*saved.notes, *_objects(saved)))
         _check_kind(saved, optimizer)
         wanted.check()
-        names = names_in(saved.section)
+        names = list_names(saved.section)
         try:
             numbers = _by_names(saved, wanted, state, plan, partial=partial)
         except MatchError:
-            if order is None and optimizer_names(saved.section.node):
+            if order is None and list_optimizer_names(saved.section.node):
                 raise
             report = replace(report, by="position")
             held = parameters_in(state, target, plan, wanted.tensors)
@@ -256,7 +262,7 @@ def _chosen(tree: Checkpoint, model: Section | None, key: Any, file: str) -> Sec
         return Section(path, "optimizer", node, node)
     found = _optimizers(tree)
     models = distinct(one for one in tree.sections if one.kind in MODEL_KINDS)
-    owners = [model_of(one, models, found) for one in found]
+    owners = [find_model(one, models, found) for one in found]
     holder, pairs = model and model.holder, zip(found, owners, strict=True)
     own = [one for one, owner in pairs if owner is not None and owner.holder is holder]
     if len(own) == 1 or (len(found) == 1 and (model is None or owners[0] is None)):
@@ -322,7 +328,7 @@ def _by_names(
 
     With `partial` None where it leads to none.
     """
-    names = names_in(saved.section)
+    names = list_names(saved.section)
     remedy = _VOUCH if saved.sizes == wanted.sizes else _ALONE
     if len({*names}) != len(names) or not names:
         raise MatchError(
@@ -414,7 +420,7 @@ def _by_position(
 def _schedules(saved: _Saved, state: StateDict) -> Iterator[str]:
     """Yield which schedulers have a value for each group of the file's optimizer."""
     for section in distinct((*state.tree.sections, *saved.tree.sections)):
-        nodes = everything(section.node) if section.kind == "scheduler" else ()
+        nodes = walk_everything(section.node) if section.kind == "scheduler" else ()
         if any(isinstance(node, dict) and "base_lrs" in node for node in nodes):
             yield (
                 f"{printable(section.name)} has base_lrs for the groups in the file: build this "
@@ -456,7 +462,7 @@ def _groups(saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None]) -> li
                 f"{printable(wanted.names[number])} is in group {group} of the file, but "
                 "other parameters "
                 f"of group {here} of the optimizer are in group {found[here]}",
-                hint=_PARTIAL if names_in(saved.section) else None,
+                hint=_PARTIAL if list_names(saved.section) else None,
             )
     empty = [at for at in range(len(saved.options)) if at not in found.values()]
     if len({*found.values()}) != len(found) or len(saved.options) != len(wanted.sizes):
@@ -470,7 +476,7 @@ def _check_kind(saved: _Saved, optimizer: torch.optim.Optimizer) -> None:
     Kinds with the same options (Adam, RAdam, SparseAdam) are not told apart.
     """
     *_, inner = (one for one in layers(optimizer) if hasattr(one, "param_groups"))
-    there, defaults = options_of(saved.section), {*getattr(inner, "defaults", ())}
+    there, defaults = find_options(saved.section), {*getattr(inner, "defaults", ())}
     here = defaults & {*OPTIONS}
     if saved.options and defaults and here != there:
         words = [("has", sorted(there - here)), ("does not have", sorted(here - there))]
@@ -588,7 +594,7 @@ class _Maker(NamedTuple):
 
     def _groups(self, optimizer: Any) -> Iterator[dict[str, Any]]:
         """Yield the groups with the options of the file, and options that the file lacks."""
-        bare = bare_names(self.wanted.names)
+        bare = map_to_bare_names(self.wanted.names)
         names = [bare[name] for name in self.wanted.names]
         numbers = iter(range(len(names)))
         every: list[Mapping[Any, Any]] = [{}] * len(optimizer.param_groups)

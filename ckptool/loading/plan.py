@@ -25,9 +25,9 @@ from ckptool.matching.layouts import TransposeRules, laid_out, wanted_by
 from ckptool.matching.report import counted
 from ckptool.renamed import renamed_arguments
 from ckptool.tensors import is_one_part, materialize, require_torch
-from ckptool.tensors.bytewise import same_elements
-from ckptool.tensors.casting import CHUNK, losses_of
-from ckptool.tensors.live import cuts
+from ckptool.tensors.bytewise import has_same_elements
+from ckptool.tensors.casting import CHUNK, count_cast_losses
+from ckptool.tensors.live import iterate_blocks
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.transforms.names import moved_metadata
 from ckptool.words import listed, printable
@@ -384,7 +384,7 @@ def loss_of(value: Any, dtype: str) -> str | None:
     if blocks is None:
         return None
     try:
-        losses = losses_of(blocks, str(value.dtype).removeprefix("torch."), dtype)
+        losses = count_cast_losses(blocks, str(value.dtype).removeprefix("torch."), dtype)
     except (RuntimeError, TypeError):  # the backend does not support the operation
         return None
     changed = losses.underflow + losses.precision
@@ -399,14 +399,14 @@ def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
     if isinstance(value, TensorRef):
         is_known = value.dtype not in PACKED and value.dtype not in NOT_IN_TORCH
         if value.has_content and value.is_contiguous and is_known:
-            places = cuts(value.sizes, CHUNK)
+            places = iterate_blocks(value.sizes, CHUNK)
             return (materialize(value[at] if at else value).detach() for at in places)
         value = materialize(value)
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
         return None
     if value.is_quantized or value.is_nested:
         return None
-    return (value.detach()[at] for at in cuts(value.shape, CHUNK))
+    return (value.detach()[at] for at in iterate_blocks(value.shape, CHUNK))
 
 
 def _untied(
@@ -436,7 +436,7 @@ def _has_same_elements(state: StateDict, one: str, other: str) -> bool:
         return True
     a, b = state.ref(one), state.ref(other)
     if a is not None and b is not None and a.has_content and b.has_content:
-        return same_elements(a, b)
+        return has_same_elements(a, b)
     import torch
 
     x, y = state.value(one), state.value(other)

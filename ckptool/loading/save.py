@@ -17,16 +17,16 @@ from ckptool.core.names import (
     N_AVERAGED,
     WRAPPERS,
     Renamer,
-    bare_names as without_wrappers,
     check_collisions,
+    map_to_bare_names as without_wrappers,
     strip_names,
 )
-from ckptool.core.sections import OF_THE_MODEL, is_extra_state, model_state_dict
+from ckptool.core.sections import OF_THE_MODEL, find_model_state_dict, is_extra_state
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, WriteError, warn
 from ckptool.files.system import worded
 from ckptool.formats import load_format
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
-from ckptool.tensors.live import frozen
+from ckptool.tensors.live import freeze
 from ckptool.tensors.materialize import require_torch
 from ckptool.transforms import Compact
 from ckptool.transforms.names import moved_metadata
@@ -182,7 +182,7 @@ def _write(
     *,
     overwrite: bool,
 ) -> Receipt:
-    checkpoint = Compact()(frozen(tree, instead=instead, file=path))
+    checkpoint = Compact()(freeze(tree, replacements=instead, file=path))
     _mark(checkpoint, noted)
     is_flat = load_format(target_format(checkpoint, path)).flat
     left_out: tuple[str, ...] = ()
@@ -206,7 +206,7 @@ def _mark(checkpoint: Checkpoint, noted: dict[str, str]) -> None:
     state = checkpoint.root.get("state_dict")
     if isinstance(state, OrderedMap):
         try:
-            model_state_dict(checkpoint)
+            find_model_state_dict(checkpoint)
             is_asked = "optimizer" in checkpoint.root
         except AmbiguousName:
             is_asked = True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import warn
 from ckptool.loading.ranks import is_spread
-from ckptool.tensors.live import memory_of
+from ckptool.tensors.live import locate_tensor
 from ckptool.words import printable
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class _Tensor:
         from torch.nn.parameter import is_lazy
 
         self.tensor, self.kind = tensor, type(tensor)
-        self.data, self.memory = tensor.data, memory_of(tensor)
+        self.data, self.memory = tensor.data, locate_tensor(tensor)
         self.requires_grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
         self.content: torch.Tensor | None = None
         if copied and not is_lazy(tensor) and not self.data.is_meta:
@@ -157,7 +157,7 @@ class _Tensor:
         import torch
 
         tensor = self.tensor
-        if type(tensor) is not self.kind or memory_of(tensor) != self.memory:
+        if type(tensor) is not self.kind or locate_tensor(tensor) != self.memory:
             tensor.data = self.data
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind

@@ -19,10 +19,10 @@ from ckptool.core.model import (
     Size,
     StorageRef,
     TensorRef,
-    remade,
+    copy_with_items,
 )
 from ckptool.core.names import N_AVERAGED
-from ckptool.core.sections import Section, is_extra_state, is_flat, model_state_dict
+from ckptool.core.sections import Section, find_model_state_dict, is_extra_state, is_flat
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.formats import open_checkpoint
 from ckptool.loading.load import TreeMaker, make_tree, open_with_warnings
@@ -31,8 +31,8 @@ from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
 from ckptool.matching.report import Layout
 from ckptool.remedies import Remedy
-from ckptool.tensors import is_one_part, only_a_part, require_torch
-from ckptool.tensors.live import LiveObject, LiveTree, is_array, stand_in
+from ckptool.tensors import is_one_part, only_part_error, require_torch
+from ckptool.tensors.live import LiveObject, LiveTree, describe_tensor, is_array
 from ckptool.tensors.materialize import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import a_class, listed, printable
@@ -119,9 +119,9 @@ class StateDict:
                     root[one.own] = node.permuted(one.axes)
                 else:
                     live = live.detach().permute(one.axes)
-                    root[one.own] = stand_in(live)
+                    root[one.own] = describe_tensor(live)
                     self._originals[id(root[one.own])] = live
-        self.root = remade(self.root, root)
+        self.root = copy_with_items(self.root, root)
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ class StateDict:
         if id(node) in self._originals:
             return self._originals[id(node)]
         if isinstance(node, TensorRef) and is_one_part(node):
-            raise only_a_part(node, name)
+            raise only_part_error(node, name)
         if id(node) in self._containers:
             return self._containers[id(node)]
         if self._maker is None:
@@ -220,7 +220,7 @@ def open_state_dict(
             f"source is {a_class(source)}, expected a file, an open checkpoint or a state dict"
         )
     live = _Live()
-    tree = Checkpoint(live.mapping(source, OrderedMap()), MEMORY, "")
+    tree = Checkpoint(live.fill_mapping(source, OrderedMap()), MEMORY, "")
     section = _chosen(tree, key, wanted)
     with closing(StateDict(tree, section, live, map_location=map_location, mmap=mmap)) as state:
         yield state
@@ -228,7 +228,7 @@ def open_state_dict(
 
 def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
     try:
-        section = model_state_dict(tree, key)
+        section = find_model_state_dict(tree, key)
     except AmbiguousName as error:
         if wanted is not None and error.remedy is not None:
             error.advise(_best_first(error.remedy, tree, wanted))
@@ -249,14 +249,16 @@ def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
     if not isinstance(counter, TensorRef) or counter.shape or N_AVERAGED in section.node:
         return section
     # The counter of an `AveragedModel`, which `save` writes next to the state dict.
-    return replace(section, node=remade(section.node, {N_AVERAGED: counter, **section.node}))
+    return replace(
+        section, node=copy_with_items(section.node, {N_AVERAGED: counter, **section.node})
+    )
 
 
 def _best_first(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
     """Return the keys in the order of the file, with the best fit first."""
 
     def fitting(way: Remedy) -> tuple[bool, int]:
-        slots = slots_of(model_state_dict(tree, dict(way.arguments)["key"]))
+        slots = slots_of(find_model_state_dict(tree, dict(way.arguments)["key"]))
         report = matched(slots, wanted).report
         return report.fits, report.fitting
 
@@ -287,33 +289,33 @@ def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
 class _Live(LiveTree):
     """The tree of a dict in memory: modules become state dicts, arrays become tensors."""
 
-    def below(self, key: Any, node: Any) -> Any:
+    def make_child(self, key: Any, node: Any) -> Any:
         """Keep an array that is an extra state of a module unchanged."""
         if is_extra_state(key) and is_array(node):
-            return self.standing_for(node, LiveObject(node))
-        return super().below(key, node)
+            return self.register_leaf(node, LiveObject(node))
+        return super().make_child(key, node)
 
-    def other(self, node: Any) -> Any:
+    def make_leaf(self, node: Any) -> Any:
         """Return the node of a tensor, module, array, or object."""
         import torch
 
         if isinstance(node, _NODES):
             return node
         if isinstance(node, torch.Tensor):
-            return self.standing_for(node, stand_in(node))
+            return self.register_leaf(node, describe_tensor(node))
         if isinstance(node, Mapping):
-            return self.mapping(node, OrderedMap())
+            return self.fill_mapping(node, OrderedMap())
         if isinstance(node, torch.nn.Module):
-            return self.node(node.state_dict())
+            return self.make_node(node.state_dict())
         if isinstance(node, torch.Size):
             return Size(node)
         if isinstance(node, tuple):
-            return tuple(map(self.node, node))
+            return tuple(map(self.make_node, node))
         if is_array(node) and node.dtype.kind in "biufc":
             if any(step < 0 for step in node.strides) or not node.dtype.isnative:
                 node = node.astype(node.dtype.newbyteorder("="), order="C")
             with suppress(TypeError), warnings.catch_warnings():  # a dtype that torch does not have
                 warnings.simplefilter("ignore")  # about read-only arrays
                 array = torch.from_numpy(node)
-                return self.standing_for(array, stand_in(array))
-        return super().other(node)
+                return self.register_leaf(array, describe_tensor(array))
+        return super().make_leaf(node)

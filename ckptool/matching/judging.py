@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptool.core.finding import Finding
-from ckptool.core.names import families
+from ckptool.core.names import group_families
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
 from ckptool.matching.known_renames import MERGE, has_adapter
@@ -451,5 +451,5 @@ def _folded(names: Sequence[str], most: int = 4) -> str:
 def _listed(rows: Sequence[tuple[str, str]], most: int) -> str:
     """List keys with their details; fold repeated layers with the same detail."""
     few = rows[:_MOST_FOLDED]
-    shown = [f"{one.label}{few[one.numbers[0]][1]}" for one in families(few)]
+    shown = [f"{one.label}{few[one.numbers[0]][1]}" for one in group_families(few)]
     return listed([*shown, *(name + text for name, text in rows[_MOST_FOLDED:])], most)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from ckptool._lazy import Result
 from ckptool.core.model import Shape, TensorRef
-from ckptool.core.sections import Section, is_extra_state, wrapped_names
+from ckptool.core.sections import Section, is_extra_state, list_wrappable_keys
 from ckptool.dtypes import REAL_PARTS
 from ckptool.remedies import Remedy
 
@@ -62,7 +62,7 @@ def slots_of(section: Section) -> Slots:
     `Parameter` objects, as in a pickled module.
     """
     node, is_module = section.node, section.kind == "module"
-    slots = dict.fromkeys(wrapped_names(node), EXTRA)
+    slots = dict.fromkeys(list_wrappable_keys(node), EXTRA)
     tensors = {
         name: node[name]
         for name in slots

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptool.core.checkpoint import Change
-from ckptool.core.model import Storage, TensorRef, over_elements, row_major_strides
+from ckptool.core.model import Storage, TensorRef, replace_elements, row_major_strides
 from ckptool.dtypes import PACKED
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
@@ -145,7 +145,7 @@ def _over(tensor: TensorRef, key: str, shape: tuple[int, ...], data: ByteRange) 
 
 
 def _reshaped(tensor: TensorRef, shape: tuple[int, ...], **place: Any) -> TensorRef:
-    return over_elements(tensor, shape=shape, stride=row_major_strides(shape), **place)
+    return replace_elements(tensor, shape=shape, stride=row_major_strides(shape), **place)
 
 
 def _run(piece: Piece, tensor: TensorRef) -> ByteRange:
@@ -190,9 +190,9 @@ class TensorMaker:
 
     def is_same(self, one: TensorRef, other: TensorRef) -> bool:
         """Return whether two tensors of one dtype and shape have the same elements."""
-        from ckptool.tensors.bytewise import same_elements  # which brings threads
+        from ckptool.tensors.bytewise import has_same_elements  # which brings threads
 
-        return (one.place is not None and one.place == other.place) or same_elements(one, other)
+        return (one.place is not None and one.place == other.place) or has_same_elements(one, other)
 
     def changes(self) -> Iterator[Change]:
         """Yield a change about arrays that became tensors."""

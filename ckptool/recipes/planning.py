@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptool.core.model import MAX_ELEMENTS, row_major_strides
-from ckptool.core.names import families, similar
+from ckptool.core.names import find_similar, group_families
 from ckptool.errors import LimitExceeded, NameCollision, UsageError
 from ckptool.recipes.assembling import BoxAxis, Piece, ordered
 from ckptool.recipes.axes import Equation, Misfit, Part, Shape
@@ -149,7 +149,7 @@ class Outcome(Generic[T]):
             (one.left[0].key, (one.use, *((s.shape, s.tensors) for s in (*one.left, *one.right))))
             for one in groups
         )
-        for family in families(alike):
+        for family in group_families(alike):
             members = [groups[number] for number in family.numbers]
             _, *both = zip(*members, strict=True)
             sides = (zip(*side, strict=True) for side in both)
@@ -192,7 +192,7 @@ class Plan(Generic[T]):
 
 def _folded(stacks: Sequence[Stack]) -> str:
     """Return the stacks of one key in several groups, their numbers folded."""
-    keys = (family.label for family in families((one.key, None) for one in stacks))
+    keys = (family.label for family in group_families((one.key, None) for one in stacks))
     return str(stacks[0]._replace(key=listed(keys)))
 
 
@@ -354,7 +354,7 @@ class _Planner(Generic[T]):
         for rule in rules:
             if rule.number not in outcome.counts and not rule.is_optional:
                 wanted = " and ".join(repr(printable(one.text)) for one in rule.left)
-                near = [one for pattern in rule.left for one in similar(pattern.text, tensors)]
+                near = [one for pattern in rule.left for one in find_similar(pattern.text, tensors)]
                 text = f"no tensor matches {wanted}; the file has {listed(near or tensors)}"
                 hint = "add ? to the key to make it optional"
                 raise self._error(text, hint)

@@ -10,10 +10,10 @@ from typing import Any
 
 from ckptool._lazy import pause_gc
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import OrderedMap, TensorRef, remade
-from ckptool.core.names import RULES_HINT, families
-from ckptool.core.optimizers import moments_in
-from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, named_tensors
+from ckptool.core.model import OrderedMap, TensorRef, copy_with_items
+from ckptool.core.names import RULES_HINT, group_families
+from ckptool.core.optimizers import find_moments
+from ckptool.core.sections import MODEL_KINDS, Section, find_model_state_dict, get_named_tensors
 from ckptool.core.tree import is_within, name_of
 from ckptool.errors import CheckpointError, NameCollision, UsageError
 from ckptool.recipes.assembling import TensorMaker
@@ -61,8 +61,8 @@ def relayout(
         text = f"recipe {printable(recipe.name)} has no parameter {listed(unknown)}"
         raise UsageError(text, hint=f"use {listed(sorted(filter(None, recipe.words)), 20)}")
     found = Params(recipe.params, params, checkpoint, configs)
-    section = None if recipe.uses_paths else model_state_dict(checkpoint)
-    tensors = _by_path(checkpoint, recipe) if section is None else named_tensors(section.node)
+    section = None if recipe.uses_paths else find_model_state_dict(checkpoint)
+    tensors = _by_path(checkpoint, recipe) if section is None else get_named_tensors(section.node)
     maker = TensorMaker(file)
     made = plan(recipe, tensors, found.values, maker, file)
     if maker.moved:
@@ -111,8 +111,8 @@ def _in_place(
     hint = f"take only the weights with ckptool convert {shell(file)} OUT --model-only"
     if not isinstance(holder, dict):
         raise UsageError("the weights are in a pickled module or object", file=file, hint=hint)
-    own, dropped = named_tensors(section.node), set(made.dropped)
-    new = remade(holder, entries_of(recipe, made, holder, own, file))
+    own, dropped = get_named_tensors(section.node), set(made.dropped)
+    new = copy_with_items(holder, entries_of(recipe, made, holder, own, file))
     renamed = made.renamed()
     names = NamePlan(file, RULES_HINT)
     names.instead[id(holder)] = new
@@ -177,7 +177,7 @@ def _rearranged_moments(
     if not (left or any(one.kind == "optimizer" for one in checkpoint.sections)):
         return {}
     by_moment: dict[str, dict[str, TensorRef]] = {}
-    for name, moment, tensor in moments_in(checkpoint.root, checkpoint.sections):
+    for name, moment, tensor in find_moments(checkpoint.root, checkpoint.sections):
         is_known = isinstance(name, str)
         if is_known and (name not in changed or tensor.numel == 1):
             left.discard(id(tensor))
@@ -205,7 +205,9 @@ def _others(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]
         else:
             names = [one.name for one in parts]
         if names:
-            labels = [one.label for one in families((name, None) for name in dict.fromkeys(names))]
+            labels = [
+                one.label for one in group_families((name, None) for name in dict.fromkeys(names))
+            ]
             yield Change("left-out", f"{listed(labels, most=20)} ({noun})", len(names))
     if section is not None:
         parts = [one for one in checkpoint.sections if one.kind in MODEL_KINDS]
@@ -250,7 +252,7 @@ def _changes(
     for key, of in made.untied.items() if not made.aliases else ():
         yield Change("recipe", f"left out {printable(key)}: it is tied to {printable(of)}", 1)
     if made.dropped:
-        labels = [one.label for one in families((key, None) for key in made.dropped)]
+        labels = [one.label for one in group_families((key, None) for key in made.dropped)]
         text = f"{listed(labels, most=20)} (dropped by the recipe)"
         yield Change("left-out", text, len(made.dropped), wanted=True)
 

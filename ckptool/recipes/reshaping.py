@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from ckptool.core.addressing import NameIndex
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import Path, TensorRef, find_tensors, remade
-from ckptool.core.names import families
-from ckptool.core.sections import MODEL_KINDS, Section, named_tensors
+from ckptool.core.model import Path, TensorRef, copy_with_items, find_tensors
+from ckptool.core.names import group_families
+from ckptool.core.sections import MODEL_KINDS, Section, get_named_tensors
 from ckptool.core.tree import name_of
 from ckptool.errors import UsageError
 from ckptool.formats.distributed.megatron import is_rank_folder
@@ -20,7 +20,7 @@ from ckptool.recipes.names import Pattern, Variable
 from ckptool.recipes.planning import plan
 from ckptool.recipes.recipe import Recipe, RecipeRule
 from ckptool.recipes.relayout import entries_of
-from ckptool.tensors.bytewise import same_elements
+from ckptool.tensors.bytewise import has_same_elements
 from ckptool.transforms.casting import optimizer_tensors, refuse_apart, tensors_placed
 from ckptool.transforms.names import distinct, with_items
 from ckptool.transforms.resizing import SectionRule, SectionWork, interpolating, resizing
@@ -151,7 +151,7 @@ def _by_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
     recipe = Recipe(kind, "", ((rule,),), {}, keeps_rest=True)
 
     def step(part: Section, file: str) -> SectionWork:
-        tensors, maker = named_tensors(part.node), TensorMaker(file)
+        tensors, maker = get_named_tensors(part.node), TensorMaker(file)
         if not any(pattern.covers(name) for name in tensors for pattern in rule.left):
             return SectionWork([], set(), [])
         made = plan(recipe, tensors, {}, maker, file)
@@ -237,7 +237,9 @@ class Concat(Step):
             text = f"its ranks differ in {counted(len(differing), 'tensor')}, {what}"
             raise UsageError(text, file=file, hint=hint)
         lost = [key for key, one in trees[0].items() if key != "model" and any(find_tensors([one]))]
-        root = remade(trees[0], ((key, one) for key, one in trees[0].items() if key not in lost))
+        root = copy_with_items(
+            trees[0], ((key, one) for key, one in trees[0].items() if key not in lost)
+        )
         text = f"joined {counted(len(whole), 'tensor')} from {counted(len(ranks), 'rank')}"
         changes = [Change("concat", text, len(whole))]
         if once := [name_of(path) for path in models[0] if path not in whole]:
@@ -279,7 +281,7 @@ def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> No
 
 
 def _kinds(names: Iterable[str]) -> str:
-    return listed((one.label for one in families((name, None) for name in names)), most=40)
+    return listed((one.label for one in group_families((name, None) for name in names)), most=40)
 
 
 def _place(rule: str) -> tuple[str, int]:
@@ -291,7 +293,7 @@ def _place(rule: str) -> tuple[str, int]:
 
 
 def _same(one: TensorRef, other: TensorRef) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and same_elements(one, other)
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and has_same_elements(one, other)
 
 
 def _joined(name: str, every: Mapping[str, TensorRef], dim: int, file: str) -> TensorRef:

@@ -9,8 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckptool.comparison.diff import TAGS, Changed, Diff, Renamed, Side, magnitude
-from ckptool.core.names import Family, families, numbered
-from ckptool.core.values import shape_text
+from ckptool.core.names import Family, group_families, split_numbers
+from ckptool.core.values import format_shape
 from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, number, quoted, share, shorten, wrapped
 from ckptool.words import clean, counted
@@ -98,7 +98,7 @@ def _describe_side(side: Side, aspects: Sequence[str], whole: bool) -> Iterator[
         return
     for aspect in aspects:
         if aspect == "shape" and side.shape is not None:
-            yield shape_text(side.shape)
+            yield format_shape(side.shape)
         elif aspect in ("value", "quantizer"):
             if side.sort != "tensor":
                 yield _literal(side, whole)
@@ -109,7 +109,7 @@ def _describe_side(side: Side, aspects: Sequence[str], whole: bool) -> Iterator[
 def _about(side: Side, whole: bool) -> str:
     """Return the type of an entry with its shape or value: `float32 [2, 3]`, `int 3`."""
     if side.sort == "tensor":
-        return f"{side.dtype} {shape_text(side.shape or ())}"
+        return f"{side.dtype} {format_shape(side.shape or ())}"
     kind, literal = clean(side.type), _literal(side, whole)
     names_its_type = side.sort != "value" and literal.startswith(kind)  # `dict of 3`
     return literal if side.value is None or names_its_type else f"{kind} {literal}"
@@ -122,11 +122,11 @@ def _literal(side: Side, whole: bool) -> str:
 
 def _folded(rows: Sequence[Row]) -> list[Row]:
     found = []
-    for family in families((row.name, _fold_key(row, n)) for n, row in enumerate(rows)):
+    for family in group_families((row.name, _fold_key(row, n)) for n, row in enumerate(rows)):
         members = [rows[n] for n in family.numbers]
         first, b = members[0], members[0].b
         if first.status == "R":
-            b = families((row.b, None) for row in members)[0].label
+            b = group_families((row.b, None) for row in members)[0].label
         worst = _worst([row.figures for row in members if row.figures is not None])
         merged = replace(first, name=family.label, b=b, figures=worst, count=len(members))
         found.append(merged)
@@ -139,7 +139,7 @@ def _fold_key(row: Row, number: int) -> Hashable:
     The numbers of a renamed row change in step in both names.
     """
     if row.status == "R":
-        (_, before), (texts, after) = numbered(row.name), numbered(row.b)
+        (_, before), (texts, after) = split_numbers(row.name), split_numbers(row.b)
         return row.what, texts if before == after else number
     one = row.figures
     odd = one and tuple(map(bool, (one.nan_a, one.nan_b, one.inf_a, one.inf_b)))
@@ -169,7 +169,7 @@ def _worst(found: Sequence[Difference]) -> Difference | None:
 def folded(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]:
     """Return `families`, or without `fold` each name by itself."""
     if fold:
-        return families(names)
+        return group_families(names)
     return [Family(name, (name,), (number,)) for number, (name, _) in enumerate(names)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptool.core.values import shape_text
+from ckptool.core.values import format_shape
 from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
 from ckptool.inspection.stats import Stats, TensorStats, Totals
 from ckptool.render.listing import tensor_line
@@ -169,7 +169,7 @@ def _as_table(shown: Shown, look: Look) -> Iterator[str]:
 def _one_tensor(shown: ShownTensor) -> Iterator[str]:
     row, stats = shown.row, shown.statistics
     yield tensor_line(row)
-    stride = "" if row.storage is None else f", stride {shape_text(row.stride)}"
+    stride = "" if row.storage is None else f", stride {format_shape(row.stride)}"
     yield f"{counted(row.numel, 'element')}, {size(row.nbytes)}{stride}"
     for name, text in shown.parts:
         yield f"  {clean(name)}: {clean(text)}"

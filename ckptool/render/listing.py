@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptool.core.model import Opaque, Storage, TensorRef
 from ckptool.core.quantizers import LOOKS_QUANTIZED
-from ckptool.core.values import shape_text, summarize
+from ckptool.core.values import format_shape, summarize
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, TreeNode
 from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, label, shorten, size
@@ -60,7 +60,7 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
         [
             label(row.name, row.path),
             row.dtype,
-            shape_text(row.shape),
+            format_shape(row.shape),
             clean(row.device),
             size(row.nbytes),
             (_content(row) or "-") if listing.hashed else "",
@@ -151,14 +151,14 @@ def _totals(node: TreeNode, *, brief: bool = False) -> str:
         totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
         return ", ".join((*totals[: 1 if brief else 2], size(node.nbytes)))
     times = f"{node.count:,} x " if node.count > 1 else ""
-    return f"{times}{own.dtype} {shape_text(own.shape)}  {size(node.nbytes)}"
+    return f"{times}{own.dtype} {format_shape(own.shape)}  {size(node.nbytes)}"
 
 
 def tensor_line(tensor: TensorRow | TensorRef) -> str:
     """Return `float32 [8, 3] on cuda:3, requires_grad`."""
     kind = "" if tensor.kind == "strided" else f", {tensor.kind}"
     grad = ", requires_grad" if tensor.requires_grad else ""
-    return f"{tensor.dtype} {shape_text(tensor.shape)} on {clean(tensor.device)}{kind}{grad}"
+    return f"{tensor.dtype} {format_shape(tensor.shape)} on {clean(tensor.device)}{kind}{grad}"
 
 
 def object_line(node: Opaque) -> str:

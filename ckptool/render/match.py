@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from typing import NamedTuple
 
-from ckptool.core.names import numbered
-from ckptool.core.values import shape_text
+from ckptool.core.names import split_numbers
+from ckptool.core.values import format_shape
 from ckptool.matching.judging import Allowance, Judgement
 from ckptool.matching.report import DtypeChange, MatchReport, Renaming
 from ckptool.remedies import Remedy
@@ -166,7 +166,7 @@ def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
     ambiguous = {name for names, _, _ in unclear for name in names}
     unexpected = [name for name in report.unexpected_keys if name not in ambiguous]
     shapes = (
-        (one.name, f"file {shape_text(one.shape)}, model {shape_text(one.wanted)}")
+        (one.name, f"file {format_shape(one.shape)}, model {format_shape(one.wanted)}")
         for one in report.mismatched
     )
     layouts = ((one.name, f"axes {list(one.axes)}") for one in report.layouts if one.axes)
@@ -254,8 +254,8 @@ def _paired_rows(
 
 
 def _in_step(name: str, others: Sequence[str]) -> Hashable:
-    own = numbered(name)[1]
-    pairs = map(numbered, others)
+    own = split_numbers(name)[1]
+    pairs = map(split_numbers, others)
     return tuple(texts if place == own else (texts, place) for texts, place in pairs)
 
 

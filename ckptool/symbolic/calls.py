@@ -20,7 +20,7 @@ from ckptool.core.model import (
     Size,
     StorageRef,
     TensorRef,
-    plain_tensor,
+    make_plain_tensor,
     row_major_strides,
 )
 from ckptool.dtypes import BY_NAME
@@ -95,7 +95,7 @@ def _array(
     name, order = known
     if any(type(size) is not int or size < 0 for size in shape):
         raise CorruptFile("a numpy array has an invalid shape", file=file)
-    tensor = plain_tensor(
+    tensor = make_plain_tensor(
         "numpy", name, shape, ByteRange(MemorySource(raw, file), 0, len(raw)), byteorder=order
     )
     if fortran:

@@ -16,7 +16,7 @@ from ckptool.core.model import (
     StorageRef,
     TensorRef,
     Wrapping,
-    plain_tensor,
+    make_plain_tensor,
 )
 from ckptool.dtypes import BY_NAME, BY_STORAGE
 from ckptool.errors import CorruptFile, LimitExceeded, UsageError
@@ -436,7 +436,7 @@ def _as_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
     raw = bytearray(len(wide) // 2)
     raw[0::2], raw[1::2] = wide[2::4], wide[3::4]
     key = f"{array.storage.key if array.storage else ''}:bfloat16"
-    return plain_tensor(
+    return make_plain_tensor(
         key, dtype, array.sizes, ByteRange(MemorySource(bytes(raw), file), 0, len(raw))
     )
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ckptool.core.model import Global, Opaque
-from ckptool.core.tree import everything
+from ckptool.core.tree import walk_everything
 from ckptool.errors import CorruptFile
 from ckptool.limits import Limits
 from ckptool.symbolic.machine import Machine
@@ -135,7 +135,7 @@ class Watcher(Machine):
 
 def _width(dtype: Any) -> int:
     """Return the bytes per element of an array, 0 for objects."""
-    types = [node for node in everything(dtype) if isinstance(node, Opaque)]
+    types = [node for node in walk_everything(dtype) if isinstance(node, Opaque)]
     codes = [_ELEMENT.fullmatch(one.args[0]) for one in types if one.class_name == "numpy.dtype"]
     if not types or len(codes) < len(types) or not all(codes):
         raise ValueError("no library writes this element type")

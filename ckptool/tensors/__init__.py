@@ -5,10 +5,10 @@ This room and `loading` are the only ones that import torch, inside the function
 
 from ckptool.tensors.materialize import (
     Materializer as Materializer,
+    get_torch_dtype as get_torch_dtype,
     is_one_part as is_one_part,
     materialize as materialize,
-    only_a_part as only_a_part,
+    only_part_error as only_part_error,
     require_torch as require_torch,
     set_attributes as set_attributes,
-    torch_dtype as torch_dtype,
 )

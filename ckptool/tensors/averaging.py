@@ -1,4 +1,4 @@
-"""Means and other mixtures of tensors, block by block; rows and grids made of a tensor's own."""
+"""Average and mix tensors block by block; make rows and position grids for resized tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import ReadAhead, computed
 from ckptool.files.source import BLOCK
-from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, checked_tensor, chunks
-from ckptool.tensors.materialize import materialize, require_torch, torch_dtype
+from ckptool.tensors.casting import (
+    CHUNK,
+    FLOATS,
+    SATURATES,
+    check_storage,
+    iterate_chunks,
+    load_checked,
+)
+from ckptool.tensors.materialize import get_torch_dtype, materialize, require_torch
 from ckptool.words import printable
 
 if TYPE_CHECKING:
@@ -27,20 +34,19 @@ if TYPE_CHECKING:
 
 
 class ElementBuffer:
-    """Memory for so many elements of a type, and the torch tensor that looks at it."""
+    """Memory for a number of elements of one dtype, and a torch tensor over it."""
 
     def __init__(self, dtype: str, count: int, *, seen_as: torch.dtype | None = None) -> None:
-        """Take memory for `count` elements of `dtype`.
+        """Allocate memory for `count` elements of `dtype`.
 
-        `seen_as` is the type of the tensor, where it is to be another: a complex number may be two
-        real ones.
+        `seen_as` gives the tensor another dtype, for example two real numbers for each complex one.
         """
         import torch
 
         kind = BY_NAME[dtype]
         self._size, self._swap = kind.itemsize, kind.swap_size
         self._raw = bytearray(count * self._size)
-        self._tensor = torch.frombuffer(self._raw, dtype=seen_as or torch_dtype(dtype))
+        self._tensor = torch.frombuffer(self._raw, dtype=seen_as or get_torch_dtype(dtype))
         self._parts = self._size // self._tensor.element_size()
 
     def read(self, run: Elements, start: int, count: int) -> torch.Tensor:
@@ -58,7 +64,7 @@ class ElementBuffer:
         if "neg" in run.flags:
             elements.neg_()
         if "conj" in run.flags:
-            _real(elements).view(-1, 2)[:, 1].neg_()
+            _view_as_real(elements).view(-1, 2)[:, 1].neg_()
         return elements
 
 
@@ -75,11 +81,11 @@ class Elements:
     """As `TensorRef.flags`: what is still to be done to the elements."""
 
 
-def elements_of(tensor: TensorRef) -> Elements:
-    """Return all elements of a tensor in row-major order, wherever they lie."""
-    held = tensor.storage
-    order = held.byteorder if held else "little"
-    return Elements(tensor.dtype, tensor.row_major, order, held, tensor.flags)
+def run_of_tensor(tensor: TensorRef) -> Elements:
+    """Return all elements of a tensor as one run in row-major order."""
+    storage = tensor.storage
+    order = storage.byteorder if storage else "little"
+    return Elements(tensor.dtype, tensor.row_major, order, storage, tensor.flags)
 
 
 PARALLEL, SHORT = 0.9995, 1e-8
@@ -91,7 +97,7 @@ Those of mergekit 0.1.5: `dot_threshold` and `eps` in `mergekit/merge_methods/sl
 
 @dataclass(frozen=True, slots=True)
 class _Mix:
-    """The sum of runs, each times its weight, divided by `total`."""
+    """A weighted sum of runs, divided by `total`."""
 
     weights: tuple[float, ...]
     total: float
@@ -100,16 +106,16 @@ class _Mix:
 
 
 class Averager:
-    """Makes storages that are the mean of others, with one set of buffers a thread."""
+    """Makes storages that are means of others, with one set of buffers per thread."""
 
     def __init__(self) -> None:
-        """Torch is imported when the first element is wanted."""
+        """Make an averager without buffers; torch is imported on the first read."""
         self._kernels = local()
         self._ahead = ReadAhead()
         self._checked: dict[int, Checked] = {}
         """By the identity of a storage: several tensors may be in it."""
 
-    def mean(
+    def average(
         self,
         runs: Sequence[Elements],
         like: Storage,
@@ -118,61 +124,71 @@ class Averager:
         *,
         weights: Sequence[float] = (),
     ) -> Storage:
-        """Return the mean of runs of equally many elements, accumulated in float64 in their order.
+        """Return the mean of runs of equal length, accumulated in float64 in their order.
 
-        Each may have a weight, and the sum is divided by that of the weights. It is rounded to
-        `dtype`, as torch does it; key and device are those of `like`. Reading a mean that is finite
-        and does not fit `dtype` is an error (`NotRepresentable`, with `name`),
-        and so is one of bytes that are not those that a file states (`CorruptFile`).
+        With `weights`, the weighted sum is divided by the sum of the weights. The result is rounded
+        to `dtype` as torch does; key and device are those of `like`. Reading raises
+        `NotRepresentable` (with `name`) if a finite mean overflows `dtype`, and `CorruptFile` if
+        the bytes of a run do not match the CRC-32 that its file states.
         """
-        each = tuple(weights) or (1.0,) * len(runs)
-        mix = _Mix(each, sum(each), min(each) >= 0)
-        return self._computed(runs, like, dtype, name, lambda: mix)
+        factors = tuple(weights) or (1.0,) * len(runs)
+        mix = _Mix(factors, sum(factors), min(factors) >= 0)
+        return self._make_storage(runs, like, dtype, name, lambda: mix)
 
-    def slerp(
+    def interpolate_on_arc(
         self, runs: Sequence[Elements], like: Storage, dtype: str, name: str, t: float
     ) -> Storage:
-        """Return two runs mixed along the arc between them, `t` of the way, as `mean` returns it.
+        """Return two runs mixed along the arc between them, `t` of the way, like `average`.
 
-        They are mixed along the straight line if their angle is near 0 or 180 degrees, or there is
-        none, because a number is not finite.
+        They are mixed along a straight line if their angle is near 0 or 180 degrees, or if a number
+        is not finite.
         """
 
         @cache
-        def mix() -> _Mix:
-            self._check(runs)
-            cosine = self._kernel(runs, dtype).cosine(runs)
+        def weigh_by_angle() -> _Mix:
+            """Return the weights of the two runs, which depend on the angle between them."""
+            self._check_storages(runs)
+            cosine = self._kernel_for(runs, dtype).cosine_between(runs)
             if not abs(cosine) <= PARALLEL:
                 return _Mix((1 - t, t), 1.0, 0 <= t <= 1)
             angle = math.acos(cosine)
             arc = math.sin(angle)
             return _Mix((math.sin(angle - t * angle) / arc, math.sin(t * angle) / arc), 1.0)
 
-        return self._computed(runs, like, dtype, name, mix)
+        return self._make_storage(runs, like, dtype, name, weigh_by_angle)
 
-    def _computed(
+    def _make_storage(
         self,
         runs: Sequence[Elements],
         like: Storage,
         dtype: str,
         name: str,
-        mix: Callable[[], _Mix],
+        get_mix: Callable[[], _Mix],
     ) -> Storage:
+        """Return a storage whose bytes are mixed from the runs when they are read.
+
+        `get_mix` is called at the first read, as it may read the runs itself.
+        """
         for run in runs:
-            held = run.storage
-            if held is not None and held.data is not None:
-                self._checked.setdefault(id(held), checked(held, held.data))
+            storage = run.storage
+            if storage is not None and storage.data is not None:
+                self._checked.setdefault(id(storage), check_storage(storage, storage.data))
         count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
         itemsize = BY_NAME[dtype].itemsize
         size = count * itemsize
 
         def fill(offset: int, buffer: memoryview) -> None:
-            self._check(runs)
-            kernel = self._kernel(runs, dtype)
+            """Write the mixed bytes from `offset` into `buffer`."""
+            self._check_storages(runs)
+            kernel = self._kernel_for(runs, dtype)
             try:
-                made = mix()
-                for start, stop, room, skipped in chunks(offset, buffer, itemsize, count, CHUNK):
-                    room[:] = kernel.mixed(runs, made, start, stop)[skipped : skipped + len(room)]
+                mix = get_mix()
+                for start, stop, room, skipped in iterate_chunks(
+                    offset, buffer, itemsize, count, CHUNK
+                ):
+                    room[:] = kernel.mix_elements(runs, mix, start, stop)[
+                        skipped : skipped + len(room)
+                    ]
             except OverflowError as error:
                 raise NotRepresentable(
                     f"the mean of {printable(name)!r} overflows {dtype}, its dtype in the "
@@ -187,23 +203,25 @@ class Averager:
         data = computed([run.data for run in runs], size, fill, ahead=ahead)
         return Storage(like.key, data, size, like.device, sys.byteorder)
 
-    def _check(self, runs: Sequence[Elements]) -> None:
+    def _check_storages(self, runs: Sequence[Elements]) -> None:
+        """Compare the storages of the runs with the checksums in their files."""
         for run in runs:
             if id(run.storage) in self._checked:
                 self._checked[id(run.storage)].check()
 
-    def _kernel(self, runs: Sequence[Elements], target: str) -> _Kernel:
+    def _kernel_for(self, runs: Sequence[Elements], target: str) -> _Kernel:
+        """Return this thread's kernel for the dtypes of the runs and the target."""
         sources = tuple(dict.fromkeys(run.dtype for run in runs))
-        known: dict[Any, _Kernel] = self._kernels.__dict__
+        kernels: dict[Any, _Kernel] = self._kernels.__dict__
         key = f"{sources} {target}"
-        if key not in known:
-            known[key] = _Kernel(sources, target)
-        return known[key]
+        if key not in kernels:
+            kernels[key] = _Kernel(sources, target)
+        return kernels[key]
 
 
 class _Kernel:
     def __init__(self, sources: Sequence[str], target: str) -> None:
-        """Take memory for chunks of these types."""
+        """Allocate memory for chunks of these dtypes."""
         require_torch()
         import torch
 
@@ -212,69 +230,78 @@ class _Kernel:
         wide = torch.complex128 if target.startswith("complex") else torch.float64
         self._buffers = {name: ElementBuffer(name, CHUNK) for name in sources}
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
-        self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
+        self._target = torch.frombuffer(self._made, dtype=get_torch_dtype(target))
         self._widest = not {"float64", "complex128"}.isdisjoint(sources)
         self._sum = torch.empty(CHUNK, dtype=wide, device="cpu")
         self._next = torch.empty(CHUNK, dtype=wide, device="cpu")
 
-    def cosine(self, runs: Sequence[Elements]) -> float:
+    def cosine_between(self, runs: Sequence[Elements]) -> float:
         """Return the cosine of the angle between two runs."""
         count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
-        dot = [0.0, 0.0, 0.0]
+        products = [0.0, 0.0, 0.0]
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
-            one, two = self._sum[:size], self._next[:size]
-            one.copy_(self._buffers[runs[0].dtype].read(runs[0], start, size))
-            two.copy_(self._buffers[runs[1].dtype].read(runs[1], start, size))
-            for at, (left, right) in enumerate(((one, two), (one, one), (two, two))):
-                dot[at] += float(_real(left).flatten() @ _real(right).flatten())
-        for norm in map(math.sqrt, dot[1:]):
-            dot[0] /= norm if norm > SHORT or math.isnan(norm) else 1.0
-        return dot[0]
+            a, b = self._sum[:size], self._next[:size]
+            a.copy_(self._buffers[runs[0].dtype].read(runs[0], start, size))
+            b.copy_(self._buffers[runs[1].dtype].read(runs[1], start, size))
+            for index, (left, right) in enumerate(((a, b), (a, a), (b, b))):
+                products[index] += float(
+                    _view_as_real(left).flatten() @ _view_as_real(right).flatten()
+                )
+        for norm in map(math.sqrt, products[1:]):
+            products[0] /= norm if norm > SHORT or math.isnan(norm) else 1.0
+        return products[0]
 
-    def mixed(self, runs: Sequence[Elements], mix: _Mix, start: int, stop: int) -> memoryview:
-        """Return the bytes of elements `start` to `stop`, which the next call overwrites.
+    def mix_elements(
+        self, runs: Sequence[Elements], mix: _Mix, start: int, stop: int
+    ) -> memoryview:
+        """Return the bytes of the mixed elements `start` to `stop`; the next call overwrites them.
 
         Raises:
-            OverflowError: one is finite and not so in the target's type; the text tells it.
+            OverflowError: a finite mean overflows the target dtype; the text is its magnitude.
         """
         count = stop - start
-        mean, target = self._added(runs, mix, start, count), self._target[:count]
-        _real(mean).div_(mix.total)  # by a complex number there would be no -0.0
+        mean, target = self._sum_runs(runs, mix, start, count), self._target[:count]
+        _view_as_real(mean).div_(mix.total)  # by a complex number there would be no -0.0
         if self._widest and not bool(mean.isfinite().all()):  # the sum may be beyond float64
             scale = 2.0 ** math.frexp(sum(map(abs, mix.weights)))[1]
-            mean = self._added(runs, mix, start, count, 1 / scale)
-            _real(mean).div_(mix.total).mul_(scale)
+            mean = self._sum_runs(runs, mix, start, count, 1 / scale)
+            _view_as_real(mean).div_(mix.total).mul_(scale)
         target.copy_(mean)
         if self._others or not mix.bounded:
-            self._refuse_overflow(_real(mean), _real(target).to(_real(mean).dtype))
+            self._refuse_overflow(
+                _view_as_real(mean), _view_as_real(target).to(_view_as_real(mean).dtype)
+            )
         return memoryview(self._made)[: count * self._target.element_size()]
 
-    def _added(
+    def _sum_runs(
         self, runs: Sequence[Elements], mix: _Mix, start: int, count: int, scale: float = 1.0
     ) -> torch.Tensor:
+        """Return the weighted sum of the runs' elements, each weight multiplied by `scale`."""
         total, following = self._sum[:count], self._next[:count]
-        for at, run in enumerate(runs):
-            part = following if at else total  # a sum that begins with 0.0 has no -0.0
-            part.copy_(self._buffers[run.dtype].read(run, start, count))
-            factor = mix.weights[at] * scale
+        for index, run in enumerate(runs):
+            addend = following if index else total  # a sum that begins with 0.0 has no -0.0
+            addend.copy_(self._buffers[run.dtype].read(run, start, count))
+            factor = mix.weights[index] * scale
             if factor != 1.0:
-                _real(part).mul_(factor)
-            if at:
+                _view_as_real(addend).mul_(factor)
+            if index:
                 total.add_(following)
         return total
 
-    def _refuse_overflow(self, mean: torch.Tensor, made: torch.Tensor) -> None:
-        kind = FLOATS.get(self._kind)
-        over = mean.isfinite() & ~made.isfinite()
+    def _refuse_overflow(self, mean: torch.Tensor, rounded: torch.Tensor) -> None:
+        """Raise `OverflowError` if an element is finite in `mean` but overflows in `rounded`."""
+        float_type = FLOATS.get(self._kind)
+        over = mean.isfinite() & ~rounded.isfinite()
         over |= mean.isfinite() & (mean.abs() > SATURATES.get(self._kind, float("inf")))
-        if kind is not None and not kind.signed:
+        if float_type is not None and not float_type.signed:
             over |= mean < 0
         if bool(over.any()):
             raise OverflowError(f"{float(mean[over].abs().max()):.5g}")
 
 
-def _real(elements: torch.Tensor) -> torch.Tensor:
+def _view_as_real(elements: torch.Tensor) -> torch.Tensor:
+    """Return a view of complex elements as pairs of real ones; real elements unchanged."""
     import torch
 
     return torch.view_as_real(elements) if elements.is_complex() else elements
@@ -283,69 +310,79 @@ def _real(elements: torch.Tensor) -> torch.Tensor:
 # tensors of another size
 
 
-def more_rows(tensor: TensorRef, count: int, *, zero: bool) -> ByteRange:
-    """Return rows to follow those of a tensor: zero, or the mean of its own, in float64."""
+def make_rows(tensor: TensorRef, count: int, *, zero: bool) -> ByteRange:
+    """Return the bytes of `count` rows to append to a tensor: zeros, or the mean of its rows."""
     width = prod(tensor.sizes[1:]) * tensor.itemsize
 
     @cache
-    def row() -> bytes:
-        return bytes(width) if zero else _mean(tensor)
+    def make_row() -> bytes:
+        """Return the bytes of one row."""
+        return bytes(width) if zero else _average_rows(tensor)
 
     def fill(offset: int, buffer: memoryview) -> None:
+        """Write the bytes of the rows from `offset` into `buffer`."""
         begin = offset % width
-        buffer[:] = (row() * (len(buffer) // width + 2))[begin : begin + len(buffer)]
+        buffer[:] = (make_row() * (len(buffer) // width + 2))[begin : begin + len(buffer)]
 
-    return _computed(tensor, count * width, fill)
+    return _compute_range(tensor, count * width, fill)
 
 
-def interpolated(
+def resample_positions(
     tensor: TensorRef, prefix: int, old: tuple[int, int], new: tuple[int, int]
 ) -> ByteRange:
-    """Return the elements of position embeddings for another grid.
+    """Return the bytes of position embeddings, resampled from the `old` to the `new` grid.
 
-    The last dimensions are positions, of which the first `prefix` stay, and channels. As
+    The last two dimensions are positions, of which the first `prefix` are kept, and channels. Like
     `resample_abs_pos_embed` of timm: bicubic, antialiased, in float32.
     """
     width = tensor.shape[-1] or 0
 
     @cache
-    def made() -> bytes:
+    def resample() -> bytes:
+        """Return the bytes of the resampled embeddings, computed once."""
         import torch
 
-        whole = checked_tensor(tensor).reshape(-1, width)
-        grid = whole[prefix:].float().reshape(1, *old, width).permute(0, 3, 1, 2)
+        embeddings = load_checked(tensor).reshape(-1, width)
+        grid = embeddings[prefix:].float().reshape(1, *old, width).permute(0, 3, 1, 2)
         grid = torch.nn.functional.interpolate(grid, size=new, mode="bicubic", antialias=True)
-        rows = grid.permute(0, 2, 3, 1).reshape(-1, width).to(whole.dtype)
-        return _bytes(torch.cat([whole[:prefix], rows]))
+        rows = grid.permute(0, 2, 3, 1).reshape(-1, width).to(embeddings.dtype)
+        return _little_endian_bytes(torch.cat([embeddings[:prefix], rows]))
 
     def fill(offset: int, buffer: memoryview) -> None:
-        buffer[:] = made()[offset : offset + len(buffer)]
+        """Write the resampled bytes from `offset` into `buffer`."""
+        buffer[:] = resample()[offset : offset + len(buffer)]
 
-    return _computed(tensor, (prefix + prod(new)) * width * tensor.itemsize, fill)
+    return _compute_range(tensor, (prefix + prod(new)) * width * tensor.itemsize, fill)
 
 
-def _computed(tensor: TensorRef, size: int, fill: Callable[[int, memoryview], None]) -> ByteRange:
+def _compute_range(
+    tensor: TensorRef, size: int, fill: Callable[[int, memoryview], None]
+) -> ByteRange:
+    """Return `size` bytes that `fill` computes from the data of a tensor."""
     data = tensor.storage.data if tensor.storage else None
     if data is None:
         raise NotRepresentable(f"a {tensor.kind} tensor without bytes cannot be reshaped")
     return computed((data,), size, fill)
 
 
-def _mean(tensor: TensorRef) -> bytes:
-    """Return the mean of the rows, of which a block is held at a time."""
-    count, rest = tensor.shape[0] or 0, tensor.shape[1:]
-    step = max(BLOCK // max(prod(size or 0 for size in rest) * tensor.itemsize, 1), 1)
+def _average_rows(tensor: TensorRef) -> bytes:
+    """Return the bytes of the mean row of a tensor, reading it block by block."""
+    count, row_shape = tensor.shape[0] or 0, tensor.shape[1:]
+    rows_per_block = max(
+        BLOCK // max(prod(size or 0 for size in row_shape) * tensor.itemsize, 1), 1
+    )
     total: torch.Tensor | float = 0.0
-    for start in range(0, count, step):
-        rows, place = min(step, count - start), tensor.offset + start * tensor.stride[0]
-        part = replace(tensor, shape=(rows, *rest), offset=place)
-        one = materialize(part).detach() if start else checked_tensor(part)
-        dtype = one.dtype
-        total = total + one.double().sum(0)
-    return _bytes((total / count).to(dtype))  # type: ignore[union-attr]
+    for start in range(0, count, rows_per_block):
+        rows, offset = min(rows_per_block, count - start), tensor.offset + start * tensor.stride[0]
+        part = replace(tensor, shape=(rows, *row_shape), offset=offset)
+        block = materialize(part).detach() if start else load_checked(part)
+        dtype = block.dtype
+        total = total + block.double().sum(0)
+    return _little_endian_bytes((total / count).to(dtype))  # type: ignore[union-attr]
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def _little_endian_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor in row-major order, little-endian."""
     import torch
 
     raw = tensor.contiguous().reshape(-1, 1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What bytes tell without torch: whether two tensors have the same, and what is NaN or infinite."""
+"""Compare tensors by their bytes and count NaN and infinities, without torch."""
 
 from __future__ import annotations
 
@@ -21,69 +21,70 @@ _LARGE = 4 << 20
 """Bytes from which a second thread takes its part."""
 
 
-def same_content(a: TensorRef, b: TensorRef, told: BytesDone | None = None) -> bool:
-    """Return whether two tensors of one dtype and shape, with `has_content`, have equal elements.
+def has_same_content(a: TensorRef, b: TensorRef, on_progress: BytesDone | None = None) -> bool:
+    """Return True if two tensors of one dtype and shape have equal bytes.
 
-    Equal as bytes (`TensorRef.content`): NaN is itself, -0.0 is not 0.0. `told` is told the bytes
-    of one side as they are compared; it ends at the first difference.
+    Both must have `has_content`. NaN is equal to itself, -0.0 is not equal to 0.0. `on_progress` is
+    called with the bytes compared on one side; comparing ends at the first difference.
 
     Raises:
-        CheckpointError: the bytes of either cannot be read.
+        CheckpointError: the bytes of a tensor cannot be read.
     """
     if a.numel == 0:
         return True
-    runs = side_by_side(a, b)
+    runs = align_runs(a, b)
     if runs is None:
-        return _same_streams(a.content(), b.content(), told)
-    return _same_runs(*runs, told)
+        return _has_same_blocks(a.content(), b.content(), on_progress)
+    return _has_same_bytes(*runs, on_progress)
 
 
-def same_elements(a: TensorRef, b: TensorRef) -> bool:
-    """Return whether two tensors of one type and shape have the same bytes.
+def has_same_elements(a: TensorRef, b: TensorRef) -> bool:
+    """Return True if two tensors of one dtype and shape have equal bytes.
 
-    It is False if either has no plain bytes (`has_content`), unless checksums tell.
+    Checksums decide if the file has them. False if a tensor has no plain bytes (`has_content`).
     """
-    same = same_by_checksum(a, b)
-    return (a.has_content and b.has_content and same_content(a, b)) if same is None else same
+    equal = compare_checksums(a, b)
+    return (a.has_content and b.has_content and has_same_content(a, b)) if equal is None else equal
 
 
-def same_by_checksum(a: TensorRef, b: TensorRef) -> bool | None:
+def compare_checksums(a: TensorRef, b: TensorRef) -> bool | None:
     """Compare two tensors of one dtype and shape by the CRC-32 of their storages.
 
-    True: the tensors are the same stretch of storages of one size and CRC-32. False: of storages
-    that differ they are the whole. None: nothing, as one states no CRC-32, a storage has other
-    elements too, or a tensor has no `has_content`.
+    True: both are the same range of storages of equal size and CRC-32. False: both cover
+    their storages, whose CRC-32 differ. None: not decided, because a CRC-32 is missing, a storage
+    has other elements too, or a tensor has no `has_content`.
     """
-    one, other = (tensor.storage if tensor.has_content else None for tensor in (a, b))
-    if one is None or other is None or one.crc32 is None or other.crc32 is None:
+    storage_a, storage_b = (tensor.storage if tensor.has_content else None for tensor in (a, b))
+    if storage_a is None or storage_b is None or storage_a.crc32 is None or storage_b.crc32 is None:
         return None
-    runs = side_by_side(a, b)
-    if runs is None or one.nbytes != other.nbytes or a.offset != b.offset:
+    runs = align_runs(a, b)
+    if runs is None or storage_a.nbytes != storage_b.nbytes or a.offset != b.offset:
         return None
-    if one.crc32 == other.crc32:
+    if storage_a.crc32 == storage_b.crc32:
         return True
-    return False if runs[0].length == one.nbytes else None
+    return False if runs[0].length == storage_a.nbytes else None
 
 
-def side_by_side(a: TensorRef, b: TensorRef) -> tuple[ByteRange, ByteRange] | None:
-    """Return the bytes of two tensors of one shape as runs with the elements in one order.
+def align_runs(a: TensorRef, b: TensorRef) -> tuple[ByteRange, ByteRange] | None:
+    """Return the bytes of two tensors of one shape as runs with the same order of elements.
 
-    None if there are no such runs: a view with holes, strides, flags or byte orders that differ.
-    Tensors that are transposed alike are compared as they lie, repeated elements once.
+    None if a tensor has holes, or if strides, flags or byte orders differ. Tensors that are
+    transposed alike are compared in memory order, and expanded elements once.
     """
-    if _layout(a) != _layout(b):
+    if _layout_of(a) != _layout_of(b):
         return None
-    one, other = _run(a), _run(b)
-    return None if one is None or other is None else (one, other)
+    run_a, run_b = _run_of(a), _run_of(b)
+    return None if run_a is None or run_b is None else (run_a, run_b)
 
 
-def _layout(tensor: TensorRef) -> tuple[object, ...]:
+def _layout_of(tensor: TensorRef) -> tuple[object, ...]:
+    """Return the properties in which two tensors must agree to be compared by bytes."""
     pairs = zip(tensor.shape, tensor.stride, strict=True)
     order = tensor.storage.byteorder if tensor.storage else "little"
     return tensor.flags, order, [step for size, step in pairs if size != 1]
 
 
-def _run(tensor: TensorRef) -> ByteRange | None:
+def _run_of(tensor: TensorRef) -> ByteRange | None:
     """Return the bytes from the first element to the last, if there are no holes."""
     if tensor.is_contiguous:
         return tensor.data
@@ -94,11 +95,12 @@ def _run(tensor: TensorRef) -> ByteRange | None:
     return packed.data if packed.is_contiguous else None
 
 
-def _same_runs(a: ByteRange, b: ByteRange, told: BytesDone | None) -> bool:
+def _has_same_bytes(a: ByteRange, b: ByteRange, on_progress: BytesDone | None) -> bool:
+    """Return True if two ranges have equal bytes; compare large ones in two threads."""
     buffers = local()
 
-    def same(start: int) -> int:
-        """Return how many bytes from `start` are the same: those of a step, or none."""
+    def compare_step(start: int) -> int:
+        """Return the size of the step at `start` if its bytes are equal, else 0."""
         size = min(_STEP, a.length - start)
         if len(buffers.__dict__.get("one", "")) != size:
             buffers.one, buffers.other = bytearray(size), bytearray(size)
@@ -108,26 +110,27 @@ def _same_runs(a: ByteRange, b: ByteRange, told: BytesDone | None) -> bool:
 
     starts = range(0, a.length, _STEP)
     divided = a.length >= _LARGE and a.source.is_shared and b.source.is_shared
-    for size in (in_order if divided else map)(same, starts):
+    for size in (in_order if divided else map)(compare_step, starts):
         if not size:
             return False
-        if told is not None:
-            told(size)
+        if on_progress is not None:
+            on_progress(size)
     return True
 
 
-def _same_streams(a: Iterator[bytes], b: Iterator[bytes], told: BytesDone | None) -> bool:
-    one = other = memoryview(b"")
+def _has_same_blocks(a: Iterator[bytes], b: Iterator[bytes], on_progress: BytesDone | None) -> bool:
+    """Return True if two streams of blocks of any size have equal bytes."""
+    block_a = block_b = memoryview(b"")
     while True:
-        one, other = one or memoryview(next(a, b"")), other or memoryview(next(b, b""))
-        count = min(len(one), len(other))
+        block_a, block_b = block_a or memoryview(next(a, b"")), block_b or memoryview(next(b, b""))
+        count = min(len(block_a), len(block_b))
         if not count:
-            return len(one) == len(other)
-        if bytes(one[:count]) != bytes(other[:count]):
+            return len(block_a) == len(block_b)
+        if bytes(block_a[:count]) != bytes(block_b[:count]):
             return False
-        one, other = one[count:], other[count:]
-        if told is not None:
-            told(count)
+        block_a, block_b = block_a[count:], block_b[count:]
+        if on_progress is not None:
+            on_progress(count)
 
 
 # The exponent of a NaN or an infinity is all ones. One slice with a step gives the highest byte of
@@ -142,7 +145,7 @@ _PIECE = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A binary format of IEEE 754, sizes in bits; `parts` numbers are one element."""
+    """An IEEE 754 format, sizes in bits; an element consists of `parts` numbers."""
 
     width: int
     mantissa: int
@@ -153,27 +156,27 @@ class _Form:
         """The bits of infinity: every bit of the exponent is one."""
         return (1 << self.width - 1) - (1 << self.mantissa)
 
-    def numbers(self, piece: bytes) -> array[int]:
-        """Return the bits of each number of a piece."""
-        made = array(_LETTERS[self.width // 8], piece)
+    def to_integers(self, piece: bytes) -> array[int]:
+        """Return the bits of each number in a block of bytes."""
+        numbers = array(_LETTERS[self.width // 8], piece)
         if sys.byteorder == "big":
-            made.byteswap()
-        return made
+            numbers.byteswap()
+        return numbers
 
-    def count(self, piece: bytes) -> tuple[int, int]:
-        """Return how many elements of a piece are NaN, and how many others infinite."""
+    def count_nonfinite(self, piece: bytes) -> tuple[int, int]:
+        """Return the number of NaN and of infinite elements in a block of bytes."""
         size = self.width // 8
         top = self.infinity >> self.width - 8
         highest = piece[size - 1 :: size]
         if not any(code in highest for code in range(256) if code & top == top):
             return 0, 0
-        numbers = self.numbers(piece)
+        numbers = self.to_integers(piece)
         elements = zip(*(numbers[part :: self.parts] for part in range(self.parts)), strict=True)
         infinity, nan, infinite = self.infinity, 0, 0
-        for parts, times in Counter(elements).items():
+        for parts, repeats in Counter(elements).items():
             largest = max(bits & ~(1 << self.width - 1) for bits in parts)
-            nan += times * (largest > infinity)
-            infinite += times * (largest == infinity)
+            nan += repeats * (largest > infinity)
+            infinite += repeats * (largest == infinity)
         return nan, infinite
 
 
@@ -202,9 +205,9 @@ def is_floating(dtype: str) -> bool:
 
 
 def is_infinity_or_zero(ref: TensorRef) -> bool:
-    """Return whether every element is an infinity or zero, as in a mask that is added.
+    """Return True if every element is an infinity or zero, as in an additive mask.
 
-    The search stops at the first other number. False for complex numbers, and without bytes.
+    The search stops at the first other number. False for complex dtypes and tensors without bytes.
     """
     form = _FORMS.get(ref.dtype)
     if form is None or form.parts > 1 or not ref.has_content:
@@ -212,16 +215,18 @@ def is_infinity_or_zero(ref: TensorRef) -> bool:
     sign = 1 << form.width - 1
     allowed = {0, sign, form.infinity, sign | form.infinity}
     return all(
-        allowed.issuperset(form.numbers(block[start : start + _PIECE]))
+        allowed.issuperset(form.to_integers(block[start : start + _PIECE]))
         for block in ref.unrepeated.content()
         for start in range(0, len(block), _PIECE)
     )
 
 
-def nonfinite(ref: TensorRef, told: BytesDone | None = None) -> tuple[int, int]:
-    """Return how many elements are NaN, and how many others infinite; parts of a complex count.
+def count_nonfinite_elements(
+    ref: TensorRef, on_progress: BytesDone | None = None
+) -> tuple[int, int]:
+    """Return the number of NaN and of infinite elements; a complex one counts by its parts.
 
-    Elements that strides repeat are read once and counted each time. `told` is called with the
+    Expanded elements are read once and counted each time. `on_progress` is called with the
     bytes of each block.
     """
     once = ref.unrepeated
@@ -232,13 +237,13 @@ def nonfinite(ref: TensorRef, told: BytesDone | None = None) -> tuple[int, int]:
         for start in range(0, len(block), _PIECE):
             piece = block[start : start + _PIECE]
             if ref.dtype in _FORMS:
-                more = _FORMS[ref.dtype].count(piece)
-                nan, infinite = nan + more[0], infinite + more[1]
+                counts = _FORMS[ref.dtype].count_nonfinite(piece)
+                nan, infinite = nan + counts[0], infinite + counts[1]
             else:
                 nans, infinities = _CODES[ref.dtype]
                 nan += sum(piece.count(code) for code in nans if code in piece)
                 infinite += sum(piece.count(code) for code in infinities if code in piece)
-        if told is not None:
-            told(len(block))
+        if on_progress is not None:
+            on_progress(len(block))
     times = ref.numel // once.numel
     return nan * times, infinite * times

@@ -18,7 +18,7 @@ from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import ReadAhead, computed
 from ckptool.files.source import BLOCK
-from ckptool.tensors.materialize import materialize, require_torch, torch_dtype
+from ckptool.tensors.materialize import get_torch_dtype, materialize, require_torch
 from ckptool.words import printable
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FloatType:
-    """What a floating type can express.
+    """The range and precision of a floating-point dtype.
 
     Sources: IEEE 754, the OCP specification of 8-bit and microscaling formats, and the notes on the
     `fnuz` types in c10/util/Float8_*.h.
@@ -85,12 +85,12 @@ class Caster:
         file: str = "",
         ahead: ReadAhead | None = None,
     ) -> None:
-        """Cast `source` to `target`; `file` is for messages.
+        """Cast from `source` to `target`; `file` is for messages.
 
-        Torch is imported when the first element is wanted. Unless overflow is allowed, reading the
-        first element that does is an error (`NotRepresentable`), and so is reading the last byte
-        of a storage that does not have the CRC-32 that its file states (`CorruptFile`). Casters
-        with one `ahead` make storages that are read in the order in which they are made.
+        Torch is imported on the first read. Reading raises `NotRepresentable` at an overflow,
+        unless it is allowed, and `CorruptFile` if a storage does not match the CRC-32 that its file
+        states. Casters that share `ahead` make storages that are read in the order in which they
+        are made.
         """
         self.source = source
         self.target = target
@@ -104,10 +104,10 @@ class Caster:
         self._kernels = local()
 
     def cast(self, storage: Storage, views: Iterable[tuple[str, TensorRef]]) -> Storage:
-        """Return the storage in the other type, to be computed when it is read.
+        """Return the storage in the target dtype; its bytes are computed when they are read.
 
-        Losses are counted once for each element from the first to the last that `views` (names and
-        tensors of the source type) cover, under the name of the first view.
+        `views` are the names and tensors in the storage. Losses are counted under the first name,
+        once for each element between the first and the last that the views cover.
         """
         count = storage.nbytes // BY_NAME[self.source].itemsize
         size = count * BY_NAME[self.target].itemsize
@@ -121,28 +121,28 @@ class Caster:
     @property
     def kernel(self) -> Kernel:
         """The buffers and the arithmetic, made once for each thread."""
-        found: Kernel | None = getattr(self._kernels, "own", None)
-        if found is None:
-            found = self._kernels.own = Kernel(self.source, self.target)
-        return found
+        kernel: Kernel | None = getattr(self._kernels, "own", None)
+        if kernel is None:
+            kernel = self._kernels.own = Kernel(self.source, self.target)
+        return kernel
 
-    def refused(self, name: str, losses: Losses) -> NotRepresentable:
-        """Return the error for a tensor with overflow that is not allowed."""
-        kind = FLOATS[self.target]
-        limit = f"maximum {kind.largest:.5g}" + ("" if kind.signed else ", unsigned")
-        own = escape(name.rpartition("/")[2])
+    def overflow_error(self, name: str, losses: Losses) -> NotRepresentable:
+        """Return the error for a tensor that overflows without permission."""
+        float_type = FLOATS[self.target]
+        limit = f"maximum {float_type.largest:.5g}" + ("" if float_type.signed else ", unsigned")
+        key = escape(name.rpartition("/")[2])
         return NotRepresentable(
             f"{printable(name)!r} cannot be cast: {losses.overflow:,} of {losses.elements:,} "
             "values "
             f"overflow {self.target} ({limit}); the largest magnitude is {losses.largest:.5g}",
             file=self._file,
             hint="add --allow-overflow to cast it anyway and list every tensor that overflows, or "
-            f"--keep {quote(f'{own}={self.source}')} to keep this one",
+            f"--keep {quote(f'{key}={self.source}')} to keep this one",
         )
 
 
-def checked(storage: Storage, data: ByteRange) -> Checked:
-    """Return the bytes of a storage, to be checked by the CRC-32 that its file states."""
+def check_storage(storage: Storage, data: ByteRange) -> Checked:
+    """Wrap the bytes of a storage, to be compared with the CRC-32 that its file states."""
     return Checked(
         data,
         storage.crc32,
@@ -154,14 +154,16 @@ def checked(storage: Storage, data: ByteRange) -> Checked:
     )
 
 
-def checked_tensor(ref: TensorRef) -> torch.Tensor:
-    """Return a tensor, its storage checked before by the CRC-32 that its file states."""
+def load_checked(ref: TensorRef) -> torch.Tensor:
+    """Return the tensor of `ref` after its storage has passed the check of its CRC-32."""
     if ref.storage is not None and ref.storage.data is not None:
-        checked(ref.storage, ref.storage.data).check()
+        check_storage(ref.storage, ref.storage.data).check()
     return materialize(ref).detach()
 
 
 class _Run:
+    """The cast of one storage, chunk by chunk."""
+
     def __init__(
         self,
         caster: Caster,
@@ -169,9 +171,10 @@ class _Run:
         data: ByteRange,
         views: Sequence[tuple[str, TensorRef]],
     ) -> None:
+        """Find which elements the views cover; only these are counted as losses."""
         self._caster = caster
         self._data = data
-        self._checked = checked(storage, data)
+        self._checked = check_storage(storage, data)
         self._swap = storage.byteorder != sys.byteorder
         self._size = data.length // BY_NAME[caster.source].itemsize
         self._name = views[0][0] if views else ""
@@ -182,27 +185,27 @@ class _Run:
         self._refused: NotRepresentable | None = None
 
     def fill(self, offset: int, buffer: memoryview) -> None:
-        """Put the bytes of the cast storage from `offset` into `buffer`."""
+        """Write the bytes of the cast storage from `offset` into `buffer`."""
         if self._refused is not None:
             raise self._refused
         size = BY_NAME[self._caster.target].itemsize
         # A chunk fits the processor's cache, so that its CRC-32 costs no second read from memory;
         # the source's checksum is compared here because nobody else reads its bytes.
-        checked = self._checked.is_known
+        is_checked = self._checked.is_known
         kernel, crc, begin, last = self._caster.kernel, 0, None, 0
-        for start, last, room, skipped in chunks(offset, buffer, size, self._size, CHUNK):
+        for start, last, room, skipped in iterate_chunks(offset, buffer, size, self._size, CHUNK):
             begin = start if begin is None else begin
-            crc = kernel.read(self._data, start, last, None if checked else crc)
+            crc = kernel.read(self._data, start, last, None if is_checked else crc)
             if len(room) == (last - start) * size:
                 kernel.cast(swap=self._swap, into=room)
             else:
                 room[:] = kernel.cast(swap=self._swap)[skipped : skipped + len(room)]
-            self._count(kernel, start, last)
-        if not checked:
-            self._check(begin or 0, last, crc, regular=offset % BLOCK == 0)
+            self._count_losses(kernel, start, last)
+        if not is_checked:
+            self._check_part(begin or 0, last, crc, regular=offset % BLOCK == 0)
 
-    def _check(self, first: int, last: int, crc: int, *, regular: bool) -> None:
-        """Check the storage by the parts that were read; where they are no blocks, all at once."""
+    def _check_part(self, first: int, last: int, crc: int, *, regular: bool) -> None:
+        """Check the CRC-32 of the part just read, or of the whole storage if it is no block."""
         size = BY_NAME[self._caster.source].itemsize
         length = (last - first) * size
         block = BLOCK // BY_NAME[self._caster.target].itemsize * size
@@ -211,29 +214,34 @@ class _Run:
         else:
             self._checked.check()
 
-    def _count(self, kernel: Kernel, start: int, stop: int) -> None:
-        """Count what was lost in the chunk that was just cast, unless it was counted before."""
+    def _count_losses(self, kernel: Kernel, start: int, stop: int) -> None:
+        """Add the losses of the chunk that was just cast, unless they were added before.
+
+        Raises:
+            NotRepresentable: a value overflows, which is not allowed.
+        """
         with self._caster.lock:
             if self._counted[start // CHUNK]:
                 return
             self._counted[start // CHUNK] = True
-        losses = self._losses(kernel, start, stop)
+        losses = self._losses_in_views(kernel, start, stop)
         if losses.elements:
             with self._caster.lock:
                 self._caster.losses.setdefault(self._name, Losses()).add(losses)
         if losses.overflow and not self._caster.allow_overflow:
             self._checked.check()  # a damaged file is not to blame on its numbers
-            whole = Losses()
-            for at in range(0, self._size, CHUNK):
-                kernel.read(self._data, at, min(at + CHUNK, self._size))
+            total = Losses()
+            for first in range(0, self._size, CHUNK):
+                kernel.read(self._data, first, min(first + CHUNK, self._size))
                 kernel.cast(swap=self._swap)
-                whole.add(self._losses(kernel, at, min(at + CHUNK, self._size)))
-            self._refused = self._caster.refused(self._name, whole)
+                total.add(self._losses_in_views(kernel, first, min(first + CHUNK, self._size)))
+            self._refused = self._caster.overflow_error(self._name, total)
             raise self._refused
 
-    def _losses(self, kernel: Kernel, start: int, stop: int) -> Losses:
+    def _losses_in_views(self, kernel: Kernel, start: int, stop: int) -> Losses:
+        """Return the losses of the chunk from `start`, limited to elements that views cover."""
         low, high = max(start, self._first), min(stop, self._last)
-        return kernel.losses(low - start, high - start) if low < high else Losses()
+        return kernel.count_losses(low - start, high - start) if low < high else Losses()
 
 
 CHUNK = 1 << 15
@@ -241,20 +249,25 @@ CHUNK = 1 << 15
 among threads, whose waiting for each other costs more than it gains where the machine is busy."""
 
 
-def chunks(
+def iterate_chunks(
     offset: int, buffer: memoryview, size: int, count: int, step: int = CHUNK
 ) -> Iterator[tuple[int, int, memoryview, int]]:
-    """Yield the chunks of `count` elements that a buffer for the bytes from `offset` has parts of.
+    """Yield the chunks of `count` elements that overlap a buffer of the bytes from `offset`.
 
-    Elements have `size` bytes; chunks begin at multiples of `step`. Each comes as its first
-    element, the one after its last, the part of the buffer that its bytes go to, and how many of
-    its first bytes lie before that.
+    Elements have `size` bytes; chunks begin at multiples of `step`. Each item is the first element,
+    the one after the last, the part of the buffer for the bytes of the chunk, and the number of
+    bytes of the chunk that come before the buffer.
     """
     first, last = offset // size // step * step, -(-(offset + len(buffer)) // size)
     for start in range(first, last, step):
         stop = min(start + step, count)
-        at = start * size - offset
-        yield start, stop, buffer[max(at, 0) : at + (stop - start) * size], max(-at, 0)
+        position = start * size - offset
+        yield (
+            start,
+            stop,
+            buffer[max(position, 0) : position + (stop - start) * size],
+            max(-position, 0),
+        )
 
 
 @dataclass(slots=True)
@@ -284,10 +297,10 @@ class Losses:
 
 
 class Kernel:
-    """The arithmetic on one chunk, over buffers that are used again and again."""
+    """The arithmetic on one chunk of elements, with reused buffers."""
 
     def __init__(self, source: str, target: str) -> None:
-        """Take memory for chunks of these types."""
+        """Allocate memory for chunks of these dtypes."""
         require_torch()
         import torch
 
@@ -304,19 +317,19 @@ class Kernel:
         )
         self._raw = bytearray(CHUNK * self._itemsize)
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
-        self._source = torch.frombuffer(self._raw, dtype=torch_dtype(source))
-        self._own = self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
+        self._source = torch.frombuffer(self._raw, dtype=get_torch_dtype(source))
+        self._own = self._target = torch.frombuffer(self._made, dtype=get_torch_dtype(target))
         self._count = 0
 
     def read(self, data: ByteRange, start: int, stop: int, crc: int | None = None) -> int:
-        """Take the elements from `start` up to `stop`; the CRC-32 that goes on from `crc`."""
+        """Read the elements `start` to `stop`; return their CRC-32, continued from `crc`."""
         self._count = stop - start
         raw = memoryview(self._raw)[: self._count * self._itemsize]
         data.read_into(raw, start * self._itemsize)
         return 0 if crc is None else zlib.crc32(raw, crc)
 
     def cast(self, *, swap: bool, into: memoryview | None = None) -> memoryview:
-        """Return the elements in the target's type, in `into` or in memory that is used again."""
+        """Return the bytes of the elements in the target dtype, in `into` or a reused buffer."""
         import torch
 
         source, size = self._source[: self._count], self._itemsize
@@ -328,87 +341,88 @@ class Kernel:
         self._target[: self._count].copy_(source)
         return into or memoryview(self._made)[: self._count * own.itemsize]
 
-    def losses(self, low: int, high: int) -> Losses:
-        """Return what became of the elements `low` to `high` of the chunk that was just cast.
+    def count_losses(self, low: int, high: int) -> Losses:
+        """Return the losses of the elements `low` to `high` of the chunk that was just cast.
 
-        It takes few passes if nothing overflows and there is no NaN.
+        Few passes are needed if nothing overflows and there is no NaN.
         """
         import torch
 
         if self._exact or low == high:
             return Losses(high - low)
         old = self._source[low:high].to(self._wide)
-        back = self._back[: high - low].copy_(self._target[low:high])
+        restored = self._back[: high - low].copy_(self._target[low:high])
         kind, size = self._kind, torch.abs(old, out=self._size[: high - low])
-        least, most = (end.item() for end in torch.aminmax(size))
-        if not most <= kind.largest or not (kind.signed or float(old.min()) >= 0):
-            return self._sorted_out(old, back)
-        gone = 0
-        if least < 2.0**kind.lowest and kind.signed:
-            gone = _nonzero(old) - _nonzero(back)
-        changed = _nonzero(back.sub_(old).view(self._bits))
-        return Losses(high - low, 0, gone, changed - gone)
+        smallest, largest = (end.item() for end in torch.aminmax(size))
+        if not largest <= kind.largest or not (kind.signed or float(old.min()) >= 0):
+            return self._classify_losses(old, restored)
+        underflow = 0
+        if smallest < 2.0**kind.lowest and kind.signed:
+            underflow = _count_nonzero(old) - _count_nonzero(restored)
+        changed = _count_nonzero(restored.sub_(old).view(self._bits))
+        return Losses(high - low, 0, underflow, changed - underflow)
 
-    def losses_of(self, elements: torch.Tensor) -> Losses:
-        """Return what becomes of elements in memory, at most `CHUNK` of them."""
+    def count_losses_of(self, elements: torch.Tensor) -> Losses:
+        """Return the losses of casting a tensor in memory of at most `CHUNK` elements."""
         self._count = elements.numel()
         self._source[: self._count].copy_(elements.flatten())
         self.cast(swap=False)
-        return self.losses(0, self._count)
+        return self.count_losses(0, self._count)
 
-    def _sorted_out(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
+    def _classify_losses(self, old: torch.Tensor, restored: torch.Tensor) -> Losses:
         """Return the losses of elements with NaN, infinities or overflow."""
         import torch
 
         size, finite = old.abs(), torch.isfinite(old)
-        over = finite & (~torch.isfinite(back) | (size > self._limit))
+        overflowed = finite & (~torch.isfinite(restored) | (size > self._limit))
         if not self._kind.infinite:
-            over |= torch.isinf(old)
+            overflowed |= torch.isinf(old)
         if not self._kind.signed:
-            over |= old < 0
-        rest = finite & ~over
-        gone = rest & (old != 0) & (back == 0)
-        changed = rest & (old != back)
-        overflow, underflow = int(over.sum()), int(gone.sum())
-        largest = float(size[over].max()) if overflow else 0.0
+            overflowed |= old < 0
+        finite_in_both = finite & ~overflowed
+        vanished = finite_in_both & (old != 0) & (restored == 0)
+        changed = finite_in_both & (old != restored)
+        overflow, underflow = int(overflowed.sum()), int(vanished.sum())
+        largest = float(size[overflowed].max()) if overflow else 0.0
         precision = int(changed.sum()) - underflow
         return Losses(old.numel(), overflow, underflow, precision, largest)
 
 
-def _nonzero(elements: torch.Tensor) -> int:
+def _count_nonzero(elements: torch.Tensor) -> int:
     import torch
 
     return int(torch.count_nonzero(elements))
 
 
-def losses_of(blocks: Iterable[torch.Tensor], source: str, target: str) -> Losses:
-    """Count what elements lose in another type, as a cast of a file does.
+def count_cast_losses(blocks: Iterable[torch.Tensor], source: str, target: str) -> Losses:
+    """Count the losses of casting blocks of elements, as a cast of a file does.
 
-    Blocks have at most `CHUNK` elements of type `source`. Between types of which one is no float,
-    an element that becomes another number counts in `precision`.
+    Blocks have at most `CHUNK` elements of dtype `source`. If one of the dtypes is no float, a
+    changed number counts in `precision`.
 
     Raises:
-        RuntimeError, TypeError: torch has no such operation for one of the types.
+        RuntimeError, TypeError: torch lacks an operation for one of the dtypes.
     """
     total = Losses()
     kernel = Kernel(source, target) if {source, target} <= FLOATS.keys() else None
     for block in blocks:
         if kernel is not None:
-            total.add(kernel.losses_of(block))
+            total.add(kernel.count_losses_of(block))
         else:
-            changed = int(_changed(block, torch_dtype(target)).sum())
+            changed = int(_mark_changed(block, get_torch_dtype(target)).sum())
             total.add(Losses(block.numel(), precision=changed))
     return total
 
 
-def _changed(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _mark_changed(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask of the elements whose value a cast to `dtype` changes."""
     import torch
 
     if block.is_complex():
         pairs = torch.view_as_real(block.resolve_conj().to(torch.complex128))
         if dtype.is_complex:
-            return _changed(pairs, dtype.to_real()).any(-1)
-        return _changed(pairs[..., 0], dtype) | (pairs[..., 1] != 0)
+            return _mark_changed(pairs, dtype.to_real()).any(-1)
+        return _mark_changed(pairs[..., 0], dtype) | (pairs[..., 1] != 0)
     after = block.to(dtype.to_real() if dtype.is_complex else dtype)
     if after.is_floating_point() and not block.is_floating_point():
         after = after.double()  # does not have every integer

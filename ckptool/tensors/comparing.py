@@ -11,10 +11,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.files.source import BytesDone
 from ckptool.files.threads import in_order
-from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
-from ckptool.tensors.bytewise import side_by_side
+from ckptool.tensors.averaging import ElementBuffer, Elements, run_of_tensor
+from ckptool.tensors.bytewise import align_runs
 from ckptool.tensors.casting import FLOATS
-from ckptool.tensors.materialize import one_thread, require_torch, torch_dtype
+from ckptool.tensors.materialize import get_torch_dtype, require_torch, use_one_thread
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ COMPARED = frozenset(("float64", "float32", "float16", "bfloat16", *_COMPLEX, *_
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How the elements of b are not those of a, in the wider of their types.
+    """The differences between the elements of b and of a, in the wider of their dtypes.
 
     `rel_norm` to `cosine` are of the elements that are finite in both; None where there are none.
     Complex numbers count by their magnitude. Squares are added up in float64, those of a chunk of
@@ -78,7 +78,7 @@ class Difference:
 
 
 class Comparer:
-    """Compares tensors, one pair after the other, with one set of buffers for each two types."""
+    """Compares tensors pair by pair, with one set of buffers for each pair of dtypes."""
 
     def __init__(
         self, *, atol: float | None = None, rtol: float | None = None, equal_nan: bool = False
@@ -98,59 +98,66 @@ class Comparer:
         self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
         """By the two types, those that no thread uses now."""
 
-    def compare(self, a: TensorRef, b: TensorRef, told: BytesDone | None = None) -> Difference:
+    def compare(
+        self, a: TensorRef, b: TensorRef, on_progress: BytesDone | None = None
+    ) -> Difference:
         """Compare two tensors of one shape with `has_content`; b is the reference.
 
-        Their types may differ, and are among `COMPARED`. Neither is ever in memory as a whole.
-        `told` is told the bytes of `a` as they are compared.
+        Their dtypes may differ and are in `COMPARED`. Both are read chunk by chunk.
+        `on_progress` is called with the bytes of `a` that were compared.
 
         Raises:
             TorchMissing: torch is not installed.
-            UnsupportedFormat: elements that are no numbers, or that this torch does not have.
-            CheckpointError: the bytes of either cannot be read.
+            UnsupportedFormat: the elements are not numbers, or torch lacks the dtype.
+            CheckpointError: the bytes of a tensor cannot be read.
         """
         for tensor in (a, b):
             if tensor.dtype not in COMPARED:
                 raise UnsupportedFormat(f"{tensor.dtype} elements cannot be compared as numbers")
         count = a.numel
         if not count:
-            return _Sums().difference(0, asked=self._tolerance.asked)
-        one, other = _beside(a, b)
-        total, spare = _Sums(), self._kernels.setdefault((a.dtype, b.dtype), [])
+            return _Sums().to_difference(0, has_tolerance=self._tolerance.asked)
+        run_a, run_b = _run_side_by_side(a, b)
+        total, kernels = _Sums(), self._kernels.setdefault((a.dtype, b.dtype), [])
 
-        def block(first: int) -> list[_Sums]:
-            kernel = spare.pop() if spare else _Kernel(a.dtype, b.dtype, self._tolerance)
+        def compare_block(first: int) -> list[_Sums]:
+            """Return the sums of the chunks in the block from element `first`."""
+            kernel = kernels.pop() if kernels else _Kernel(a.dtype, b.dtype, self._tolerance)
             kernel.ratio, kernel.close = total.ratio, total.close
             chunks = range(first, min(first + BLOCK, count), CHUNK)
-            made = [kernel.compare(one, other, at, min(at + CHUNK, count)) for at in chunks]
-            spare.append(kernel)
-            return made
+            results = [
+                kernel.compare(run_a, run_b, start, min(start + CHUNK, count)) for start in chunks
+            ]
+            kernels.append(kernel)
+            return results
 
         blocks = range(0, count, BLOCK)
-        divided = len(blocks) > 1 and one.data.source.is_shared and other.data.source.is_shared
-        with one_thread():
-            for first, made in zip(
-                blocks, (in_order if divided else map)(block, blocks), strict=True
+        divided = len(blocks) > 1 and run_a.data.source.is_shared and run_b.data.source.is_shared
+        with use_one_thread():
+            for first, results in zip(
+                blocks, (in_order if divided else map)(compare_block, blocks), strict=True
             ):
-                for sums in made:
+                for sums in results:
                     total.add(sums)
-                if told is not None:
-                    told(min(BLOCK, count - first) * a.itemsize)
-        return total.difference(count, asked=self._tolerance.asked)
+                if on_progress is not None:
+                    on_progress(min(BLOCK, count - first) * a.itemsize)
+        return total.to_difference(count, has_tolerance=self._tolerance.asked)
 
 
-def _beside(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
+def _run_side_by_side(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
     """Return the elements of both in one order: their common order in memory, or row-major."""
     if not ((a.is_contiguous and b.is_contiguous) or a.flags or b.flags):
-        runs = side_by_side(a, b)
+        runs = align_runs(a, b)
         if runs is not None and runs[0].length == a.nbytes and a.storage is not None:
             order = a.storage.byteorder
             return Elements(a.dtype, runs[0], order), Elements(b.dtype, runs[1], order)
-    return elements_of(a), elements_of(b)
+    return run_of_tensor(a), run_of_tensor(b)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
+    """The arguments of `torch.allclose`."""
+
     atol: float
     rtol: float
     equal_nan: bool
@@ -160,7 +167,7 @@ class _Tolerance:
 
 @dataclass(slots=True)
 class _Sums:
-    """What is known of the elements so far: but for the counts, of those finite in both."""
+    """Sums over the elements so far; all but the counts are of elements finite in both."""
 
     mismatched: int = 0
     finite: int = 0
@@ -185,7 +192,7 @@ class _Sums:
     close: bool = True
 
     def add(self, other: _Sums) -> None:
-        """Add the figures of other elements."""
+        """Add the sums of other elements."""
         self.mismatched += other.mismatched
         self.finite += other.finite
         self.nan_a += other.nan_a
@@ -202,13 +209,13 @@ class _Sums:
         self.ratio = max(self.ratio, other.ratio)
         self.close = self.close and other.close
 
-    def difference(self, elements: int, *, asked: bool) -> Difference:
-        """Return the figures of `elements` elements."""
+    def to_difference(self, elements: int, *, has_tolerance: bool) -> Difference:
+        """Return the difference of tensors with `elements` elements."""
         finite = self.finite
         return Difference(
             elements=elements,
             mismatched=self.mismatched,
-            close=self.close if asked else None,
+            close=self.close if has_tolerance else None,
             rel_norm=self._relative_norm(),
             max_abs=self.largest if finite else None,
             mean_abs=self.total / finite if finite else None,
@@ -222,6 +229,7 @@ class _Sums:
         )
 
     def _relative_norm(self) -> float | None:
+        """Return |a - b| / |a|; NaN if only one side is finite, None if no element is."""
         if self.odd:
             return math.nan
         if not self.finite:
@@ -232,6 +240,7 @@ class _Sums:
         return gap / a
 
     def _cosine(self) -> float | None:
+        """Return the cosine of the angle between a and b; None if a norm is 0 or infinite."""
         a, b = math.sqrt(self.squares_a), math.sqrt(self.squares_b)
         if not (0 < a < math.inf and 0 < b < math.inf):
             return None
@@ -240,23 +249,25 @@ class _Sums:
 
 
 class _Kernel:
+    """The arithmetic on one chunk of a pair of tensors, with reused buffers."""
+
     def __init__(self, a: str, b: str, tolerance: _Tolerance) -> None:
-        """Take memory for chunks of these types, which are among `COMPARED`."""
+        """Allocate memory for chunks of these dtypes, which are in `COMPARED`."""
         require_torch()
         import torch
 
-        one, other = (torch_dtype(_STAND_INS.get(dtype, dtype)) for dtype in (a, b))
-        self._type = torch.promote_types(one, other)
+        type_a, type_b = (get_torch_dtype(_STAND_INS.get(dtype, dtype)) for dtype in (a, b))
+        self._type = torch.promote_types(type_a, type_b)
         self._long = {a, b} <= _WHOLE and not _LONG.isdisjoint((a, b))
         self._plain = not (self._type.is_complex or self._long)
-        wide = self._type.is_complex or self._type == torch.float64
-        lane = torch.float64 if wide else torch.float32
+        is_wide = self._type.is_complex or self._type == torch.float64
+        chunk_dtype = torch.float64 if is_wide else torch.float32
         self._wide = torch.complex128 if self._type.is_complex else torch.float64
-        self._least = 1e-300 if wide else 1e-33
+        self._least = 1e-300 if is_wide else 1e-33
         """Sums of squares up to this may have lost some of them."""
         self._buffers = ElementBuffer(a, CHUNK), ElementBuffer(b, CHUNK)
         self._a, self._b, self._gap = (
-            torch.empty(CHUNK, dtype=lane, device="cpu") for _ in range(3)
+            torch.empty(CHUNK, dtype=chunk_dtype, device="cpu") for _ in range(3)
         )
         self._tolerance = tolerance
         self.ratio = 0.0
@@ -265,71 +276,71 @@ class _Kernel:
         """Whether all of the tensor is close so far; if not, no more need be asked."""
 
     def compare(self, a: Elements, b: Elements, start: int, stop: int) -> _Sums:
-        """Return the figures of the elements from `start` up to `stop`, at most a chunk."""
+        """Return the sums over the elements from `start` up to `stop`, at most a chunk."""
         count = stop - start
         x, y = self._buffers[0].read(a, start, count), self._buffers[1].read(b, start, count)
-        made = (self._quick(x, y) if self._plain else None) or self._careful(x, y)
-        self.ratio, self.close = max(self.ratio, made.ratio), self.close and made.close
-        return made
+        sums = (self._compare_fast(x, y) if self._plain else None) or self._compare_exactly(x, y)
+        self.ratio, self.close = max(self.ratio, sums.ratio), self.close and sums.close
+        return sums
 
-    def _quick(self, x: torch.Tensor, y: torch.Tensor) -> _Sums | None:
-        """Return the figures if all numbers and their squares are finite and not too small."""
+    def _compare_fast(self, x: torch.Tensor, y: torch.Tensor) -> _Sums | None:
+        """Return the sums; None if a number or a square is infinite, NaN or too small."""
         import torch
 
-        count, least = x.numel(), self._least
+        count, smallest = x.numel(), self._least
         a, b = self._a[:count].copy_(x), self._b[:count].copy_(y)
         gap = torch.sub(a, b, out=self._gap[:count]).abs_()
         total, largest = gap.sum().item(), gap.amax().item()
         if not math.isfinite(total):
             return None
         close = self._is_close(x, y, gap, b)
-        differ = int(gap.sign().sum())
+        mismatched = int(gap.sign().sum())
         squares = gap.square_().sum().item()
         squares_a, squares_b = a.square_().sum().item(), b.square_().sum().item()
-        if not (least < squares_a < math.inf and least < squares_b < math.inf):
+        if not (smallest < squares_a < math.inf and smallest < squares_b < math.inf):
             return None
-        if largest and not least < squares < math.inf:
+        if largest and not smallest < squares < math.inf:
             return None
         ratio, sums = self.ratio, _Sums()
         if ratio < math.inf:
             # Squares of small numbers are a guess: what is nearly as far is calculated.
-            over = gap.sub_(b, alpha=min(ratio * ratio, 1e30)).amax().item()
-            if not over < -1e-44:
+            excess = gap.sub_(b, alpha=min(ratio * ratio, 1e30)).amax().item()
+            if not excess < -1e-44:
                 gaps = torch.sub(x.to(a.dtype), b.copy_(y), out=gap).abs_()
                 ratios = gaps.div_(b.abs_()).nan_to_num_(0.0, math.inf)
                 ratio = max(ratio, ratios.amax().item())
         product = (squares_a + squares_b - squares) / 2
         if squares_a > 4 * squares_b or squares_b > 4 * squares_a:
             product = a.copy_(x).mul_(b.copy_(y)).sum().item()
-        sums.mismatched, sums.finite, sums.total, sums.largest = differ, count, total, largest
+        sums.mismatched, sums.finite, sums.total, sums.largest = mismatched, count, total, largest
         sums.squares, sums.squares_a, sums.squares_b = squares, squares_a, squares_b
         sums.product, sums.ratio, sums.close = product, ratio, close
         return sums
 
-    def _careful(self, x: torch.Tensor, y: torch.Tensor) -> _Sums:
-        """Return the figures of any numbers, in float64 or complex128."""
+    def _compare_exactly(self, x: torch.Tensor, y: torch.Tensor) -> _Sums:
+        """Return the sums of any numbers, in float64 or complex128."""
         if self._long:  # float64 does not have them all, but it has their differences
-            (x_high, x_low), (y_high, y_low) = _split(x), _split(y)
-            a, b = _joined(x_high, x_low), _joined(y_high, y_low)
-            gap = _joined(x_high - y_high, x_low - y_low)
+            (x_high, x_low), (y_high, y_low) = _split_halves(x), _split_halves(y)
+            a, b = _join_halves(x_high, x_low), _join_halves(y_high, y_low)
+            gap = _join_halves(x_high - y_high, x_low - y_low)
         else:
             a, b = x.to(self._wide), y.to(self._wide)
             gap = a - b
         nan_a, nan_b = a.isnan(), b.isnan()
-        differ = gap.ne(0) if self._long else a.ne(b)
+        is_different = gap.ne(0) if self._long else a.ne(b)
         if self._tolerance.equal_nan:
-            differ &= ~(nan_a & nan_b)
+            is_different &= ~(nan_a & nan_b)
         close = self._is_close(x, y, gap.abs() if self._long else None, b)
         finite = a.isfinite() & b.isfinite()
-        same = a.eq(b) | (nan_a & nan_b)
+        is_equal = a.eq(b) | (nan_a & nan_b)
         sums = _Sums(
-            mismatched=int(differ.sum()),
+            mismatched=int(is_different.sum()),
             finite=int(finite.sum()),
             nan_a=int(nan_a.sum()),
             nan_b=int(nan_b.sum()),
             inf_a=int((a.isinf() & ~nan_a).sum()),
             inf_b=int((b.isinf() & ~nan_b).sum()),
-            odd=int((~finite & ~same).sum()),
+            odd=int((~finite & ~is_equal).sum()),
             close=close,
         )
         if sums.finite:
@@ -348,18 +359,19 @@ class _Kernel:
         """Return `torch.allclose` of x and y; `gap` is |a - b| if it is in their type."""
         import torch
 
-        known = self._tolerance
-        if not (known.asked and self.close):
+        tolerance = self._tolerance
+        if not (tolerance.asked and self.close):
             return True
         if gap is not None and (self._long or gap.dtype == self._type):
-            over = gap.sub(b.abs().mul_(known.rtol).add_(known.atol)).amax().item()
-            if over <= 0 or self._long:
-                return over <= 0
+            excess = gap.sub(b.abs().mul_(tolerance.rtol).add_(tolerance.atol)).amax().item()
+            if excess <= 0 or self._long:
+                return excess <= 0
         x, y = x.to(self._type), y.to(self._type)
-        return torch.allclose(x, y, known.rtol, known.atol, known.equal_nan)
+        return torch.allclose(x, y, tolerance.rtol, tolerance.atol, tolerance.equal_nan)
 
 
-def _split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the upper and the lower 32 bits of 64-bit integers."""
     import torch
 
     if numbers.dtype == vars(torch).get("uint64"):
@@ -369,6 +381,6 @@ def _split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bits >> 32, bits & 0xFFFFFFFF
 
 
-def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of two halves in float64, rounded once."""
+def _join_halves(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return float64 numbers made of an upper and a lower half, rounded once."""
     return high.double().mul_(1 << 32).add_(low)

@@ -26,7 +26,7 @@ from ckptool.core.tree import name_of
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
-from ckptool.tensors.materialize import memory_view
+from ckptool.tensors.materialize import view_memory
 from ckptool.words import printable
 
 if TYPE_CHECKING:
@@ -42,16 +42,16 @@ _WITHOUT_STORAGE = frozenset(("xla", "maia", "mtia"))
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LiveObject:
-    """The node of an object of the caller's that is neither plain data nor a tensor."""
+    """A leaf for an object in memory that is neither plain data nor a tensor."""
 
     original: Any
 
 
 class LiveTree:
-    """The tree of some live objects: each object has one node, so that what is shared stays so."""
+    """The tree of live objects; each object has one node, so shared objects stay shared."""
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start with an empty tree."""
         self.path: list[Any] = []
         """The keys on the way to the object that is being looked at."""
         self.originals: dict[int, Any] = {}
@@ -60,77 +60,79 @@ class LiveTree:
         """The dict, list or tuple that a container stands for, by the `id` of the container."""
         self._made: dict[int, tuple[Any, Any]] = {}
 
-    def node(self, node: Any) -> Any:
-        """Return the node of the tree that stands for an object."""
-        kind = type(node)
+    def make_node(self, original: Any) -> Any:
+        """Return the node of the tree for an object; make it if it is new."""
+        kind = type(original)
         if kind in _AS_THEY_ARE:
-            return node
-        known = self._made.get(id(node))
+            return original
+        known = self._made.get(id(original))
         if known is not None:
             return known[1]
         if kind is dict:
-            made: Any = self.mapping(node, {})
+            node: Any = self.fill_mapping(original, {})
         elif kind is OrderedDict:
-            made = self.mapping(node, OrderedMap())
+            node = self.fill_mapping(original, OrderedMap())
         elif kind is list:
-            made = []
-            self._made[id(node)] = node, made
-            made.extend(self.below(at, item) for at, item in enumerate(node))
+            node = []
+            self._made[id(original)] = original, node
+            node.extend(self.make_child(index, item) for index, item in enumerate(original))
         elif kind is tuple:
-            made = tuple([self.below(at, item) for at, item in enumerate(node)])
+            node = tuple([self.make_child(index, item) for index, item in enumerate(original)])
         else:
-            made = self.other(node)
-        if isinstance(made, (dict, list, tuple)):
-            self.containers[id(made)] = node
-        return self._made.setdefault(id(node), (node, made))[1]
+            node = self.make_leaf(original)
+        if isinstance(node, (dict, list, tuple)):
+            self.containers[id(node)] = original
+        return self._made.setdefault(id(original), (original, node))[1]
 
-    def mapping(self, node: Mapping[Any, Any], made: dict[Any, Any]) -> dict[Any, Any]:
-        """Fill `made` with nodes for what a mapping holds, and for its attributes."""
-        self._made[id(node)] = node, made
-        for key, value in node.items():
-            made[self.key(key)] = self.below(key, value)
-        if isinstance(made, OrderedMap):
-            if isinstance(node, OrderedMap):
-                attributes = node.attributes
+    def fill_mapping(self, original: Mapping[Any, Any], mapping: dict[Any, Any]) -> dict[Any, Any]:
+        """Fill `mapping` with nodes for the items and attributes of a mapping."""
+        self._made[id(original)] = original, mapping
+        for key, value in original.items():
+            mapping[self.make_key(key)] = self.make_child(key, value)
+        if isinstance(mapping, OrderedMap):
+            if isinstance(original, OrderedMap):
+                attributes = original.attributes
             else:
-                attributes = vars(node) if isinstance(node, OrderedDict) else {}
-            made.attributes = {key: self.below(key, value) for key, value in attributes.items()}
-        return made
+                attributes = vars(original) if isinstance(original, OrderedDict) else {}
+            mapping.attributes = {
+                key: self.make_child(key, value) for key, value in attributes.items()
+            }
+        return mapping
 
-    def below(self, key: Any, node: Any) -> Any:
-        """Return the node of what stands under a key of the object that is being looked at."""
+    def make_child(self, key: Any, value: Any) -> Any:
+        """Return the node of the value at `key` of the current object."""
         self.path.append(key)
-        made = self.node(node)
+        child = self.make_node(value)
         self.path.pop()
-        return made
+        return child
 
-    def key(self, key: Any) -> Any:
-        """Return the key of the tree for a key."""
+    def make_key(self, key: Any) -> Any:
+        """Return the key of the tree for a key of a dict."""
         return key
 
-    def other(self, node: Any) -> Any:
+    def make_leaf(self, original: Any) -> Any:
         """Return the node of an object that is neither plain data nor a plain container."""
-        return self.standing_for(node, LiveObject(node))
+        return self.register_leaf(original, LiveObject(original))
 
-    def standing_for(self, original: Any, leaf: Any) -> Any:
-        """Return `leaf`, and remember what it stands for."""
+    def register_leaf(self, original: Any, leaf: Any) -> Any:
+        """Record `leaf` as the node of `original`, and return it."""
         self.originals[id(leaf)] = original
         self._made.setdefault(id(original), (original, leaf))
         return leaf
 
 
-def stand_in(tensor: torch.Tensor) -> TensorRef:
-    """Return a reference of the shape, type and device of a tensor, without its elements."""
+def describe_tensor(tensor: torch.Tensor) -> TensorRef:
+    """Return a reference with the dtype, shape and device of a tensor, without its data."""
     return TensorRef(dtype_name(tensor), shape_of(tensor) or (), (), 0, None, str(tensor.device))
 
 
 def is_array(node: Any) -> bool:
-    """Return whether an object is an array of numpy. numpy is not imported."""
+    """Return True if an object is a numpy array. numpy is not imported."""
     return type(node).__module__ == "numpy" and type(node).__name__ == "ndarray"
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...] | None:
-    """Return the shape, None for each ragged dimension; None for a lazy parameter."""
+    """Return the shape, with None for each ragged dimension; None for a lazy parameter."""
     import torch
 
     if torch.nn.parameter.is_lazy(tensor):
@@ -144,12 +146,12 @@ def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...] | None:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return torch's name of the element type, without `torch.`."""
-    return _name(tensor.dtype)
+    """Return torch's name of the dtype, without `torch.`."""
+    return _dtype_name(tensor.dtype)
 
 
 @cache
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -157,9 +159,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Memory(NamedTuple):
-    """The place of a strided tensor; equal for two tensors that are the same elements.
+    """The location of a strided tensor in memory; equal if two tensors are the same elements.
 
-    `storage` identifies the storage as long as it lives.
+    `storage` identifies a storage as long as it exists.
     """
 
     storage: int
@@ -169,10 +171,10 @@ class Memory(NamedTuple):
     dtype: torch.dtype
 
 
-def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """Return the place of a tensor; None where it has no storage of its own, or a freed one.
+def locate_tensor(tensor: torch.Tensor) -> Memory | None:
+    """Return the location of a tensor; None if it has no storage of its own, or a freed one.
 
-    Sparse, quantized, nested and lazy tensors have none, nor has a DTensor.
+    Sparse, quantized, nested and lazy tensors have none, and neither has a DTensor.
     """
     import torch
 
@@ -186,50 +188,50 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return Memory(storage._cdata, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements lie from the first to the last of these, both counted."""
+def span_of_strides(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last of a strided tensor, inclusive."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether a dimension is expanded: torch copies nothing into such a tensor."""
+def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return True if a dimension is expanded: torch copies nothing into such a tensor."""
     return any(size > 1 and not step for size, step in zip(shape, stride, strict=True))
 
 
-def cuts(shape: Sequence[int], most: int) -> Iterator[tuple[Any, ...]]:
-    """Yield indexes that together visit every element once, in blocks of at most `most`."""
+def iterate_blocks(shape: Sequence[int], max_elements: int) -> Iterator[tuple[Any, ...]]:
+    """Yield indexes of blocks with at most `max_elements` elements that cover a tensor once."""
     if 0 in shape:
         return
-    row = prod(shape[1:])
-    if not shape or shape[0] * row <= most:
+    row_size = prod(shape[1:])
+    if not shape or shape[0] * row_size <= max_elements:
         yield ()
-    elif row <= most:
-        step = most // row
-        for start in range(0, shape[0], step):
-            yield (slice(start, start + step),)
+    elif row_size <= max_elements:
+        rows = max_elements // row_size
+        for start in range(0, shape[0], rows):
+            yield (slice(start, start + rows),)
     else:
-        for at in range(shape[0]):
-            for rest in cuts(shape[1:], most):
-                yield (at, *rest)
+        for index in range(shape[0]):
+            for inner in iterate_blocks(shape[1:], max_elements):
+                yield (index, *inner)
 
 
 # what is saved
 
 
-def frozen(root: Any, *, instead: Mapping[int, Any], file: str) -> Checkpoint:
-    """Return the checkpoint that is to become `file`; no tensor is copied or moved yet.
+def freeze(root: Any, *, replacements: Mapping[int, Any], file: str) -> Checkpoint:
+    """Return the checkpoint to write to `file`; no tensor is copied or moved yet.
 
-    Shared objects and storages stay shared. `instead`
-    replaces some objects, by their `id`. Tensors become detached ones on the CPU.
+    Shared objects and storages stay shared. `replacements` maps the `id` of an object to its
+    replacement. Tensors are detached and on the CPU.
 
     Raises:
         NotRepresentable: an object is not plain data, or a tensor has no elements here.
     """
-    tree = _Frozen(instead, file)
+    tree = _Frozen(replacements, file)
     try:
-        checkpoint = Checkpoint(tree.node(root), "torch-zip", file)
+        checkpoint = Checkpoint(tree.make_node(root), "torch-zip", file)
     except RecursionError as error:
         text = "containers are nested deeper than Python's stack"
         raise NotRepresentable(text, file=file) from error
@@ -237,75 +239,88 @@ def frozen(root: Any, *, instead: Mapping[int, Any], file: str) -> Checkpoint:
 
 
 class _Frozen(LiveTree):
-    """A tree of plain data and tensors, and of nothing else."""
+    """A tree of plain data and tensors only; it refuses other objects."""
 
-    def __init__(self, instead: Mapping[int, Any], file: str) -> None:
+    def __init__(self, replacements: Mapping[int, Any], file: str) -> None:
         super().__init__()
         self._storages: dict[tuple[int, str], Storage] = {}
-        self._instead = instead
+        self._instead = replacements
         self._file = file
         self._open: set[int] = set()
 
-    def node(self, node: Any) -> Any:
-        if type(node) is int and node.bit_length() > _MOST_BITS:
-            self._refuse(node, f"has {node.bit_length():,} bits, more than torch can read")
-        node = self._instead.get(id(node), node)
-        if type(node) is not tuple:
-            return super().node(node)
-        if id(node) in self._open:
-            self._refuse(node, "contains itself")
-        self._open.add(id(node))
-        made = super().node(node)
-        self._open.discard(id(node))
-        return made
+    def make_node(self, original: Any) -> Any:
+        """Return the node for an object; refuse huge integers and tuples in themselves."""
+        if type(original) is int and original.bit_length() > _MOST_BITS:
+            self._refuse(original, f"has {original.bit_length():,} bits, more than torch can read")
+        original = self._instead.get(id(original), original)
+        if type(original) is not tuple:
+            return super().make_node(original)
+        if id(original) in self._open:
+            self._refuse(original, "contains itself")
+        self._open.add(id(original))
+        node = super().make_node(original)
+        self._open.discard(id(original))
+        return node
 
-    def key(self, key: Any) -> Any:
+    def make_key(self, key: Any) -> Any:
+        """Return the key of the tree for a key of a dict; refuse keys that are not plain."""
         if type(key) is str:
             return key
-        made = self.below(key, key)
-        if not isinstance(made, _KEYS):
+        plain_key = self.make_child(key, key)
+        if not isinstance(plain_key, _KEYS):
             self._refuse(key, "is a key, but not a plain one")
-        return made
+        return plain_key
 
-    def other(self, node: Any) -> Any:
+    def make_leaf(self, original: Any) -> Any:
+        """Return the node of a tensor, a set, a Counter, or a value of torch or numpy.
+
+        Raises:
+            NotRepresentable: the object is none of these.
+        """
         import torch
 
-        kind = type(node)
-        if isinstance(node, torch.Tensor):
+        kind = type(original)
+        if isinstance(original, torch.Tensor):
             try:
-                return self._tensor(node)
+                return self._freeze_tensor(original)
             except NotRepresentable as error:
                 message = f"{self._place}: {error.message}"
                 raise NotRepresentable(message, file=self._file, hint=error.hint) from error
         if kind is set:
-            return Opaque(Global("builtins", "set"), ([self.key(item) for item in _sorted(node)],))
+            return Opaque(
+                Global("builtins", "set"),
+                ([self.make_key(item) for item in _sort_items(original)],),
+            )
         if kind is Counter:
-            return Opaque(Global("collections", "Counter"), (self.mapping(dict(node), {}),))
+            return Opaque(
+                Global("collections", "Counter"), (self.fill_mapping(dict(original), {}),)
+            )
         if kind is torch.Size:
-            return Size(node)
+            return Size(original)
         if kind is torch.device:
-            return DeviceValue(str(node))
+            return DeviceValue(str(original))
         if kind is torch.dtype:
-            return Global("torch", _name(node))
-        number = _plain_number(node)
-        return self._refuse(node) if number is None else self.node(number)
+            return Global("torch", _dtype_name(original))
+        number = _to_plain_number(original)
+        return self._refuse(original) if number is None else self.make_node(number)
 
     def _refuse(self, node: Any, fact: str = "is not plain data") -> NoReturn:
-        kind, last = type(node), self.path[-1]
-        owner = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        name = last if isinstance(last, str) and last.isidentifier() else "value"
+        """Raise the error that an object is not plain data, with its path and a remedy."""
+        kind, last_key = type(node), self.path[-1]
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        name = last_key if isinstance(last_key, str) and last_key.isidentifier() else "value"
         raise NotRepresentable(
-            f"{self._place}: {owner}{kind.__qualname__} {fact}",
+            f"{self._place}: {module}{kind.__qualname__} {fact}",
             file=self._file,
-            hint=f"save {_plainly(node, name)} instead",
+            hint=f"save {_suggest_expression(node, name)} instead",
         )
 
     @property
     def _place(self) -> str:
         return printable(name_of(tuple(self.path)))
 
-    def _tensor(self, tensor: torch.Tensor) -> TensorRef:
-        """Return the tensor detached, of torch's own class and on the CPU."""
+    def _freeze_tensor(self, tensor: torch.Tensor) -> TensorRef:
+        """Return a reference to the tensor: detached, of torch's own class, and on the CPU."""
         import torch
 
         _refuse_class(tensor)
@@ -319,7 +334,7 @@ class _Frozen(LiveTree):
             )
         if plain.layout is torch.sparse_coo:
             parts = {"indices": plain._indices(), "values": plain._values()}
-            return self._sparse(plain, parts, is_coalesced=plain.is_coalesced())
+            return self._freeze_sparse(plain, parts, is_coalesced=plain.is_coalesced())
         by_row = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
         if by_row or plain.layout in (torch.sparse_csc, torch.sparse_bsc):
             parts = {
@@ -327,14 +342,17 @@ class _Frozen(LiveTree):
                 "plain_indices": plain.col_indices() if by_row else plain.row_indices(),
                 "values": plain.values(),
             }
-            return self._sparse(plain, parts)
+            return self._freeze_sparse(plain, parts)
         if plain.layout is not torch.strided:
-            return self._strided(plain.to_dense())
+            return self._freeze_strided(plain.to_dense())
         if plain.is_quantized:
-            return self._strided(plain, kind="quantized", parts={"quantizer": self._scales(plain)})
-        return self._strided(plain.resolve_conj().resolve_neg())
+            return self._freeze_strided(
+                plain, kind="quantized", parts={"quantizer": self._quantizer_of(plain)}
+            )
+        return self._freeze_strided(plain.resolve_conj().resolve_neg())
 
-    def _strided(self, tensor: torch.Tensor, **more: Any) -> TensorRef:
+    def _freeze_strided(self, tensor: torch.Tensor, **fields: Any) -> TensorRef:
+        """Return a reference to a strided tensor over its storage; `fields` are its fields."""
         import torch
 
         dtype = dtype_name(tensor)
@@ -342,65 +360,75 @@ class _Frozen(LiveTree):
             raise NotRepresentable(f"a tensor of {dtype} cannot be written to a file")
         if tensor.device.type in _WITHOUT_STORAGE or not torch._C._has_storage(tensor):
             tensor = tensor.cpu()
-        storage = self._storage(tensor, dtype)
+        storage = self._freeze_storage(tensor, dtype)
         if tensor.numel() and not storage.nbytes:
             raise NotRepresentable(
                 "the memory of this tensor has been freed",
                 hint="save an FSDP model as a whole, with model=",
             )
         shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return TensorRef(dtype, shape, stride, offset, storage, "cpu", **more)
+        return TensorRef(dtype, shape, stride, offset, storage, "cpu", **fields)
 
-    def _storage(self, tensor: torch.Tensor, dtype: str) -> Storage:
-        """Return the storage as elements of one type: torch reads it as the first it finds."""
+    def _freeze_storage(self, tensor: torch.Tensor, dtype: str) -> Storage:
+        """Return the storage of a tensor as elements of `dtype`.
+
+        torch reads a storage with the dtype of its first tensor, so each dtype has its own.
+        """
         data = tensor.untyped_storage()
         key = data._cdata, dtype
         if key not in self._storages:
             nbytes = data.nbytes() // BY_NAME[dtype].itemsize * BY_NAME[dtype].itemsize
-            held = ByteRange(_Memory(data, nbytes), 0, nbytes)
+            byte_range = ByteRange(_Memory(data, nbytes), 0, nbytes)
             self._storages[key] = Storage(
-                str(len(self._storages)), held, nbytes, byteorder=sys.byteorder
+                str(len(self._storages)), byte_range, nbytes, byteorder=sys.byteorder
             )
         return self._storages[key]
 
-    def _sparse(
-        self, tensor: torch.Tensor, inside: Mapping[str, torch.Tensor], **more: Any
+    def _freeze_sparse(
+        self, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], **fields: Any
     ) -> TensorRef:
+        """Return a reference to a sparse tensor, made of component tensors and fields."""
         shape = tuple(tensor.shape)
         parts = {
             "layout": Opaque(Global("torch.serialization", "_get_layout"), (str(tensor.layout),)),
-            **{name: self._tensor(part) for name, part in inside.items()},
+            **{name: self._freeze_tensor(part) for name, part in tensors.items()},
             "size": shape,
-            **more,
+            **fields,
         }
         kind = str(tensor.layout).removeprefix("torch.")
         return TensorRef(dtype_name(tensor), shape, (), 0, None, "cpu", kind=kind, parts=parts)
 
-    def _scales(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Return the quantizer as `Tensor._reduce_ex_internal` writes it."""
+    def _quantizer_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Return the quantizer of a tensor as `Tensor._reduce_ex_internal` writes it."""
         scheme = Global("torch", str(tensor.qscheme()).removeprefix("torch."))
         if scheme.name == "per_tensor_affine":
             return scheme, tensor.q_scale(), tensor.q_zero_point()
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        return scheme, self._tensor(scales), self._tensor(zeros), tensor.q_per_channel_axis()
+        return (
+            scheme,
+            self._freeze_tensor(scales),
+            self._freeze_tensor(zeros),
+            tensor.q_per_channel_axis(),
+        )
 
 
-def _sorted(items: set[Any]) -> list[Any]:
-    """Return the items in order where they have one: equal sets make equal files."""
+def _sort_items(items: set[Any]) -> list[Any]:
+    """Return the items of a set, sorted if possible, so that equal sets make equal files."""
     try:
         return sorted(items)
     except TypeError:
         return list(items)
 
 
-def _plain_number(node: Any) -> Any:
+def _to_plain_number(node: Any) -> Any:
+    """Return the Python number or string of a numpy scalar; None for other objects."""
     kinds = ((kind.__module__, kind.__name__) for kind in type(node).__mro__)
     number = node.item() if ("numpy", "generic") in kinds else None
     return number if type(number) in (bool, int, float, complex, str, bytes) else None
 
 
-def _plainly(node: Any, name: str) -> str:
-    """Return the expression that makes plain data of an object, as advice: `vars(args)`."""
+def _suggest_expression(node: Any, name: str) -> str:
+    """Return an expression that makes plain data from an object, for example `vars(args)`."""
     if isinstance(node, enum.Enum):
         return f"{name}.value"
     if isinstance(node, (str, int, os.PathLike, date)):
@@ -416,19 +444,22 @@ def _plainly(node: Any, name: str) -> str:
 
 
 def _refuse_class(tensor: torch.Tensor) -> None:
+    """Raise if a tensor has no data or only its class can read it."""
     import torch
 
-    kind = type(tensor)
+    cls = type(tensor)
     if torch.nn.parameter.is_lazy(tensor):
         raise NotRepresentable(
             "a lazy parameter has no shape and no data yet",
             hint="run the model once before saving it",
         )
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        full = callable(getattr(kind, "full_tensor", None))
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        has_full_tensor = callable(getattr(cls, "full_tensor", None))
         raise NotRepresentable(
-            f"{kind.__module__}.{kind.__qualname__} is a tensor that only its class can read",
-            hint="gather it with .full_tensor()" if full else "convert it to a plain tensor first",
+            f"{cls.__module__}.{cls.__qualname__} is a tensor that only its class can read",
+            hint="gather it with .full_tensor()"
+            if has_full_tensor
+            else "convert it to a plain tensor first",
         )
     if tensor.is_meta:
         raise NotRepresentable(
@@ -437,17 +468,17 @@ def _refuse_class(tensor: torch.Tensor) -> None:
 
 
 class _Memory(Source):
-    """A source over the storage of a tensor, on whatever device."""
+    """A source over the storage of a tensor, on any device."""
 
     name = "memory"
 
     def __init__(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Stand for the first `size` bytes of a storage."""
+        """Represent the first `size` bytes of a storage."""
         self.size = size
         self._storage = storage
         self._here: memoryview | None = None
         if storage.device.type == "cpu" and size:
-            self._here = memory_view(storage.data_ptr(), size)
+            self._here = view_memory(storage.data_ptr(), size)
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`.
@@ -459,7 +490,7 @@ class _Memory(Source):
         elif buffer:
             import torch
 
-            there = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-            there.set_(self._storage)
-            here = torch.frombuffer(buffer, dtype=torch.uint8)
-            here.copy_(there[offset : offset + len(buffer)])
+            device_bytes = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+            device_bytes.set_(self._storage)
+            target = torch.frombuffer(buffer, dtype=torch.uint8)
+            target.copy_(device_bytes[offset : offset + len(buffer)])

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.core.model import Storage, TensorRef
 from ckptool.errors import NotRepresentable
-from ckptool.tensors.casting import checked_tensor
-from ckptool.tensors.materialize import torch_dtype
+from ckptool.tensors.casting import load_checked
+from ckptool.tensors.materialize import get_torch_dtype
 from ckptool.tensors.whole import Wholes
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Factors:
-    """What an adapter adds to one weight: `up @ down`, times `scale`."""
+    """The change of one weight by an adapter: `up @ down`, times `scale`."""
 
     down: TensorRef
     up: TensorRef
@@ -36,25 +36,27 @@ class Factors:
         same = len(up) == len(down) in (2, 3, 4, 5) and up[1] == down[0] and count == up[:1]
         return (up[0], *down[1:]) if same and all(size == 1 for size in up[2:]) else None
 
-    def turned(self, shape: Sequence[int | None]) -> bool | None:
-        """Return whether the product is turned in a weight of that shape; None: a square one."""
-        fits = self.shape
+    def needs_transpose(self, shape: Sequence[int | None]) -> bool | None:
+        """Return whether the product must be transposed to fit `shape`; None if it is square."""
+        product_shape = self.shape
         return (
-            None if len(shape) == 2 and fits == (*shape[::-1],) == (*shape,) else (*shape,) != fits
+            None
+            if len(shape) == 2 and product_shape == (*shape[::-1],) == (*shape,)
+            else (*shape,) != product_shape
         )
 
 
 class Merger:
-    """Makes storages of merged weights."""
+    """Makes the storages of weights into which adapters are merged."""
 
     def __init__(self) -> None:
         """Start with nothing computed."""
         self._wholes = Wholes()
 
-    def storage(
+    def merge(
         self, weight: TensorRef, other: TensorRef | None, added: Sequence[Factors]
     ) -> Storage:
-        """Return the weight (or `other` in its place) with all that is added to it.
+        """Return the weight (or `other` in its place) with all factors added.
 
         Raises:
             TorchMissing: torch is not installed.
@@ -63,44 +65,48 @@ class Merger:
             raise NotRepresentable("an adapter cannot be merged into a tensor without bytes")
         start = weight if other is None else other
         used = [start, *(one for each in added for one in (each.down, each.up))]
-        return self._wholes.of(weight, used, lambda: _merged(start, weight, added))
+        return self._wholes.compute_storage(
+            weight, used, lambda: _merge_factors(start, weight, added)
+        )
 
 
-def _read(ref: TensorRef) -> torch.Tensor:
+def _load_float(ref: TensorRef) -> torch.Tensor:
+    """Load a checked tensor as float32, or float64 if it has that dtype."""
     import torch
 
-    made = checked_tensor(ref)
-    return made if made.dtype == torch.float64 else made.float()
+    tensor = load_checked(ref)
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _merged(start: TensorRef, weight: TensorRef, added: Sequence[Factors]) -> torch.Tensor:
-    """Return the result, with the operations of PEFT in their order."""
-    total = before = _read(start)
+def _merge_factors(start: TensorRef, weight: TensorRef, added: Sequence[Factors]) -> torch.Tensor:
+    """Return the weight plus its factors, with the operations of PEFT in their order."""
+    total = before = _load_float(start)
     for factors in added:
-        total = total + _delta(factors, total)
+        total = total + _multiply_factors(factors, total)
         if factors.magnitude is not None:
             turned = _is_transposed(factors, total.shape)
-            total = _rescaled(total, factors.magnitude, turned=turned)
-    made = total.to(torch_dtype(weight.dtype))
-    if bool((before.isfinite() & ~made.double().isfinite()).any()):
+            total = _rescale_rows(total, factors.magnitude, is_transposed=turned)
+    merged = total.to(get_torch_dtype(weight.dtype))
+    if bool((before.isfinite() & ~merged.double().isfinite()).any()):
         raise NotRepresentable(
             f"a merged weight is infinite or NaN in {weight.dtype}, its dtype in the base",
             hint="check that all values of the adapter are finite, or widen the base with "
             "ckptool cast BASE --dtype float32",
         )
-    return made
+    return merged
 
 
 def _is_transposed(factors: Factors, shape: Sequence[int]) -> bool:
-    """Return whether the product is turned: as the shapes say, else as the configuration does."""
-    turned = factors.turned(shape)
-    return factors.transposed if turned is None else turned
+    """Return True if the product must be transposed, by shape or, if square, by configuration."""
+    by_shape = factors.needs_transpose(shape)
+    return factors.transposed if by_shape is None else by_shape
 
 
-def _delta(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
+def _multiply_factors(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
+    """Return the scaled product of the factors, in the shape of `weight`."""
     import torch
 
-    down, up = _read(factors.down), _read(factors.up)
+    down, up = _load_float(factors.down), _load_float(factors.up)
     if down.dtype != up.dtype:
         down, up = down.double(), up.double()
     if down.dim() == 2:
@@ -116,16 +122,18 @@ def _delta(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
     return made * factors.scale
 
 
-def _rescaled(both: torch.Tensor, size: TensorRef, *, turned: bool) -> torch.Tensor:
-    """Return the sum with the lengths that DoRA learned for its rows."""
+def _rescale_rows(
+    weight: torch.Tensor, magnitude: TensorRef, *, is_transposed: bool
+) -> torch.Tensor:
+    """Return the weight with each row scaled to the length that DoRA learned."""
     import torch
 
-    rows = both.T if turned else both
+    rows = weight.T if is_transposed else weight
     if rows.dim() == 2:
         lengths = torch.linalg.norm(rows, dim=1)
     else:
         lengths = rows.norm(p=2, dim=tuple(range(1, rows.dim())))
-    factor = _read(size).flatten() / lengths
-    factor = factor.view(-1, *[1] * (both.dim() - 1))
-    made: torch.Tensor = (factor.T if turned else factor) * both
-    return made
+    factor = _load_float(magnitude).flatten() / lengths
+    factor = factor.view(-1, *[1] * (weight.dim() - 1))
+    rescaled: torch.Tensor = (factor.T if is_transposed else factor) * weight
+    return rescaled

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptool._lazy import pause_gc
 from ckptool.core.model import Global, Storage, StorageRef, TensorRef, Wrapping
-from ckptool.core.tree import everything
+from ckptool.core.tree import walk_everything
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import (
     CheckpointError,
@@ -46,11 +46,11 @@ _LOCK, _BEFORE = Lock(), list[int]()
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Have torch calculate in the calling thread alone.
+def use_one_thread() -> Iterator[None]:
+    """Let torch use only the calling thread.
 
-    Its threads wait for each other by spinning: on a machine that is busy a pass over half a
-    million elements at a time takes twenty times as long, and elsewhere it gains little.
+    Its threads spin while they wait for each other. On a busy machine a pass over half a million
+    elements takes twenty times as long with them, and on an idle one they gain little.
 
     Raises:
         TorchMissing: torch is not installed.
@@ -68,11 +68,11 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(_BEFORE.pop(1) if len(_BEFORE) > 1 else _BEFORE.pop())
 
 
-def torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
-    """Return the `torch.dtype` of a name.
+def get_torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
+    """Return the `torch.dtype` with this name.
 
     Raises:
-        UnsupportedFormat: the torch that is installed has none.
+        UnsupportedFormat: the installed torch does not have it.
     """
     import torch
 
@@ -87,45 +87,45 @@ def torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
     return dtype
 
 
-def wanted_dtype(dtype: torch.dtype | str | None) -> str | None:
-    """Return the bare name of an element type that a caller asks for: `float16`; None for None.
+def check_float_dtype(dtype: torch.dtype | str | None) -> str | None:
+    """Return the bare name of a requested floating dtype: `float16`; None for None.
 
     Raises:
-        UsageError: it is no floating type of this torch.
+        UsageError: torch has no floating dtype with this name.
     """
     if dtype is None:
         return None
     import torch
 
     name = str(dtype).removeprefix("torch.")
-    found = vars(torch).get(name)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    torch_dtype = vars(torch).get(name)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise UsageError(
             f"dtype {name!r} is not a floating-point dtype of torch {torch.__version__}",
             hint="use float32, float16 or bfloat16, for example",
         )
-    return str(found).removeprefix("torch.")
+    return str(torch_dtype).removeprefix("torch.")
 
 
-def called(name: str) -> str:
-    """Return how a message calls a tensor, which may stand alone."""
+def describe_name(name: str) -> str:
+    """Return the words for a tensor in a message; it may have no name."""
     return f"tensor {printable(name)!r}" if name else "the tensor"
 
 
-def set_attributes(made: Any, attributes: Mapping[Any, Any], where: str) -> None:
-    """Give `made` attributes that came from a file, but none that its class has.
+def set_attributes(instance: Any, attributes: Mapping[Any, Any], where: str) -> None:
+    """Set attributes from a file on `instance`, except those that its class has.
 
-    So no file replaces a method or a property of the object; a `CheckpointWarning` names what was
-    refused, and `where`.
+    So no file replaces a method or a property. A `CheckpointWarning` names the refused attributes
+    and `where`.
     """
     refused: list[str] = []
     for name, value in attributes.items():
-        if isinstance(name, str) and name[:2] != "__" and not hasattr(type(made), name):
-            setattr(made, name, value)
-        elif name not in vars(made):  # a jagged tensor has been given its own already
+        if isinstance(name, str) and name[:2] != "__" and not hasattr(type(instance), name):
+            setattr(instance, name, value)
+        elif name not in vars(instance):  # a jagged tensor has been given its own already
             refused.append(str(name))
     if refused:
-        names, kind = listed(refused), type(made).__name__
+        names, kind = listed(refused), type(instance).__name__
         warn(f"left out attributes of {where} that class {kind} already has: {names}")
 
 
@@ -136,14 +136,18 @@ MapLocation: TypeAlias = (
 
 
 class Placement:
-    """One `map_location`, applied to storage after storage.
+    """Moves storages to the devices that one `map_location` gives.
 
-    As in torch: None leaves every tag, a dict leaves the tags that it does not list, and a callable
-    that returns None does too.
+    As in torch: None keeps every device, a dict keeps the devices that it does not list, and so
+    does a function that returns None.
     """
 
     def __init__(self, map_location: MapLocation) -> None:
-        """Take what `torch.load` takes."""
+        """Accept the values of `map_location` that `torch.load` accepts.
+
+        Raises:
+            DeviceError: it is none of these.
+        """
         import torch
 
         if isinstance(map_location, torch.device):
@@ -156,8 +160,8 @@ class Placement:
         self._where: Any = map_location
         self._checked: set[str] = set()
 
-    def target(self, tag: str) -> str | None:
-        """Return the tag that storages of `tag` get; None if a function decides."""
+    def target_of(self, tag: str) -> str | None:
+        """Return the device for storages saved on `tag`; None if a function decides."""
         where = self._where
         if isinstance(where, Mapping):
             return str(where.get(tag, tag))
@@ -165,58 +169,59 @@ class Placement:
             return tag
         return where if isinstance(where, str) else None
 
-    def check(self, tag: str, *, name: str, file: str | None) -> None:
-        """Refuse a device that is not here, before anything is read for it."""
-        target = self.target(tag)
+    def check_device(self, tag: str, *, name: str, file: str | None) -> None:
+        """Raise `DeviceError` if the target device is not available, before any data is read."""
+        target = self.target_of(tag)
         if target is None or target in self._checked:
             return
         import torch
 
         nothing = torch.empty(0, device="cpu").untyped_storage()
-        _restored(nothing, target, tag=tag, name=name, file=file)
+        _restore_storage(nothing, target, tag=tag, name=name, file=file)
         self._checked.add(target)
 
     def place(
         self, storage: torch.UntypedStorage, tag: str, *, name: str, file: str | None
     ) -> torch.UntypedStorage:
-        """`storage`, read into the CPU's memory, on the device that it is meant for."""
-        target = self.target(tag)
+        """Move a storage from the CPU's memory to its target device."""
+        target = self.target_of(tag)
         if target is not None:
-            return _moved(storage, target)
+            return _move_storage(storage, target)
         placed = self._where(storage, tag)
         if placed is not None:
-            return _untyped(placed)
-        return _restored(storage, tag, tag=tag, name=name, file=file)
+            return _to_untyped(placed)
+        return _restore_storage(storage, tag, tag=tag, name=name, file=file)
 
 
-def _moved(storage: torch.UntypedStorage, target: str) -> torch.UntypedStorage:
+def _move_storage(storage: torch.UntypedStorage, target: str) -> torch.UntypedStorage:
     from torch.serialization import default_restore_location
 
-    return _untyped(default_restore_location(storage, target))  # type: ignore[no-untyped-call]
+    return _to_untyped(default_restore_location(storage, target))  # type: ignore[no-untyped-call]
 
 
-def _restored(
+def _restore_storage(
     storage: torch.UntypedStorage, target: str, *, tag: str, name: str, file: str | None
 ) -> torch.UntypedStorage:
+    """Move a storage to `target`; raise `DeviceError` if torch cannot."""
     try:
-        return _moved(storage, target)
+        return _move_storage(storage, target)
     except Exception as error:  # each back end refuses in its own way
-        asked = "" if target == tag else f" and map_location gives {target!r}"
+        mapping = "" if target == tag else f" and map_location gives {target!r}"
         raise DeviceError(
-            f"{called(name)} is on {tag!r}{asked}, which is not available on this machine",
+            f"{describe_name(name)} is on {tag!r}{mapping}, which is not available on this machine",
             file=file,
             hint=f'load it with map_location="cpu", or run ckptool remap --to cpu {file or "FILE"}',
         ) from error
 
 
-def _untyped(storage: Any) -> torch.UntypedStorage:
-    """Return the storage that a function returned, also where that is a typed one."""
+def _to_untyped(storage: Any) -> torch.UntypedStorage:
+    """Return the untyped storage of a storage that a function returned."""
     import torch
 
-    found = getattr(storage, "_untyped_storage", storage)
-    if not isinstance(found, torch.UntypedStorage):
+    untyped = getattr(storage, "_untyped_storage", storage)
+    if not isinstance(untyped, torch.UntypedStorage):
         raise DeviceError(f"map_location returned a {type(storage).__name__}, expected a storage")
-    return found
+    return untyped
 
 
 _ALIGNMENT = 64
@@ -230,14 +235,14 @@ _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssi
 
 
 class StorageReader:
-    """Gives each storage of a file as torch's, made once.
+    """Makes the torch storage of each storage of a file, once.
 
-    Of a storage only the span is read that `cover` was told of, all of it by default: a small view
-    of a huge storage costs its own bytes, and views that share a storage go on sharing it.
+    Only the span announced by `cover` is read, by default all of it. So a small view of a huge
+    storage costs its own bytes, and views that share a storage still share it.
     """
 
     def __init__(self, placement: Placement, *, mapped: bool, dtype: str | None) -> None:
-        """Map files privately if `mapped` and the bytes are right; cast floats to `dtype`."""
+        """Map files privately if `mapped` is True and no byte changes; cast floats to `dtype`."""
         self._placement = placement
         self._mapped = mapped
         self._dtype = dtype
@@ -246,7 +251,7 @@ class StorageReader:
         self._maps: dict[int, mmap.mmap] = {}
 
     def cover(self, storage: Storage, span: tuple[int, int]) -> None:
-        """Announce which bytes will be wanted, from and to; before any `get`."""
+        """Announce a span of bytes (start, stop) that will be read; call it before `get`."""
         known = self._spans.setdefault(id(storage), (0, 0))
         if not span[1]:
             return
@@ -258,100 +263,106 @@ class StorageReader:
     def get(
         self, storage: Storage, dtype: str, *, device: str, name: str, cast: bool = True
     ) -> tuple[torch.UntypedStorage, int]:
-        """Return the storage for elements of `dtype`, and which element of the file is its first.
+        """Return the storage for elements of `dtype`, and the index of its first element.
 
-        `cast` allows the change of floating types that was asked for. Storages whose bytes must be
-        changed for an element type are one for each type that looks at them.
+        `cast` allows the requested change of floating dtypes. If bytes must change for a dtype,
+        each dtype gets its own storage.
 
         Raises:
-            DeviceError: there is no such device here.
+            DeviceError: the device is not available on this machine.
             TruncatedFile: the file ends before the bytes do.
         """
         start, stop = self._spans.get(id(storage), (0, storage.nbytes))
-        kind = BY_NAME[dtype]
-        casts = cast and kind.floating and self._dtype not in (None, dtype)
-        swaps = storage.byteorder != sys.byteorder and kind.swap_size > 1
-        target = self._placement.target(device) or device
-        key = (id(storage), target, dtype if casts or swaps else "")
+        dtype_info = BY_NAME[dtype]
+        needs_cast = cast and dtype_info.floating and self._dtype not in (None, dtype)
+        needs_swap = storage.byteorder != sys.byteorder and dtype_info.swap_size > 1
+        target = self._placement.target_of(device) or device
+        key = (id(storage), target, dtype if needs_cast or needs_swap else "")
         if key not in self._made:
             file = storage.data.source.name if storage.data else None
-            self._placement.check(device, name=name, file=file)
-            made = self._read(storage, start, stop, device, swap=kind.swap_size if swaps else 1)
-            if casts:
-                made = self._cast(made, dtype, name, file)
-            if made.device.type != "meta":
-                made = self._placement.place(made, device, name=name, file=file)
-            self._made[key] = (storage, made)
-        return self._made[key][1], start // kind.itemsize
+            self._placement.check_device(device, name=name, file=file)
+            loaded = self._load_storage(
+                storage, start, stop, device, swap=dtype_info.swap_size if needs_swap else 1
+            )
+            if needs_cast:
+                loaded = self._cast_storage(loaded, dtype, name, file)
+            if loaded.device.type != "meta":
+                loaded = self._placement.place(loaded, device, name=name, file=file)
+            self._made[key] = (storage, loaded)
+        return self._made[key][1], start // dtype_info.itemsize
 
     def forget(self) -> None:
-        """Let go of the storages and mappings; the tensors made of them keep theirs."""
+        """Release the storages and mappings; tensors made from them keep theirs."""
         self._made.clear()
         self._maps.clear()
 
-    def _read(
+    def _load_storage(
         self, storage: Storage, start: int, stop: int, device: str, *, swap: int
     ) -> torch.UntypedStorage:
+        """Return the bytes `start` to `stop` of a storage: mapped, or read and swapped."""
         import torch
 
         size = stop - start
-        if storage.data is None or self._placement.target(device) == "meta":
-            return _allocate(size, "meta")
+        if storage.data is None or self._placement.target_of(device) == "meta":
+            return _allocate_storage(size, "meta")
         fd = storage.data.source.fd() if size and self._mapped and swap == 1 else None
         if fd is not None:
-            return self._map(fd, storage.data.slice(start, size))
-        made = _allocate(size)
-        _fill(memory_view(made.data_ptr(), size), storage.data, start)
+            return self._map_storage(fd, storage.data.slice(start, size))
+        loaded = _allocate_storage(size)
+        _read_into_view(view_memory(loaded.data_ptr(), size), storage.data, start)
         if swap > 1:
             unit = {2: torch.int16, 4: torch.int32, 8: torch.int64}[swap]
-            made.byteswap(unit)  # type: ignore[no-untyped-call]
-        return made
+            loaded.byteswap(unit)  # type: ignore[no-untyped-call]
+        return loaded
 
-    def _map(self, fd: int, data: ByteRange) -> torch.UntypedStorage:
+    def _map_storage(self, fd: int, data: ByteRange) -> torch.UntypedStorage:
         """Return a private mapping of the open file: writes to the tensor stay in memory."""
         import torch
 
         source = data.source
         if id(source) not in self._maps:
             try:
-                made = mmap.mmap(fd, source.size, access=mmap.ACCESS_COPY)
+                mapping = mmap.mmap(fd, source.size, access=mmap.ACCESS_COPY)
             except ValueError as error:
                 raise TruncatedFile(
                     f"was truncated after it was opened: it had {source.size:,} bytes",
                     file=source.name,
                 ) from error
-            self._maps[id(source)] = made
-        whole = self._maps[id(source)]
+            self._maps[id(source)] = mapping
+        mapped = self._maps[id(source)]
         return torch.frombuffer(
-            whole, dtype=torch.uint8, count=data.length, offset=data.offset
+            mapped, dtype=torch.uint8, count=data.length, offset=data.offset
         ).untyped_storage()
 
-    def _cast(
-        self, made: torch.UntypedStorage, dtype: str, name: str, file: str | None
+    def _cast_storage(
+        self, storage: torch.UntypedStorage, dtype: str, name: str, file: str | None
     ) -> torch.UntypedStorage:
-        """Return the whole storage in the wanted type, so that views and ties stay."""
+        """Return the whole storage in the requested dtype, so that views and ties stay."""
         import torch
 
-        before = torch_dtype(dtype, file=file)
-        count = made.nbytes() // BY_NAME[dtype].itemsize
-        flat = torch.empty((0,), dtype=before, device=made.device).set_(made, 0, (count,), (1,))
+        saved_dtype = get_torch_dtype(dtype, file=file)
+        count = storage.nbytes() // BY_NAME[dtype].itemsize
+        flat = torch.empty((0,), dtype=saved_dtype, device=storage.device).set_(
+            storage, 0, (count,), (1,)
+        )
         try:
-            return flat.to(torch_dtype(self._dtype or dtype)).untyped_storage()
+            return flat.to(get_torch_dtype(self._dtype or dtype)).untyped_storage()
         except RuntimeError as error:
             raise UnsupportedFormat(
-                f"{called(name)} is {dtype}, which torch cannot cast to {self._dtype}",
+                f"{describe_name(name)} is {dtype}, which torch cannot cast to {self._dtype}",
                 file=file,
                 hint="load it without dtype",
             ) from error
 
 
-def memory_view(address: int, size: int) -> memoryview:
-    """Torch's memory to read into; who uses it keeps alive what it belongs to."""
+def view_memory(address: int, size: int) -> memoryview:
+    """Return a writable view of memory owned by torch; the caller keeps its owner alive."""
     view: memoryview = _memory_view(address, size, _WRITABLE)
     return view
 
 
-def _fill(view: memoryview, data: ByteRange, start: int) -> None:
+def _read_into_view(view: memoryview, data: ByteRange, start: int) -> None:
+    """Read bytes from `start` into a view; share a large read with a second thread."""
     if len(view) < _SHARED_READ or not data.source.is_shared:
         data.read_into(view, start)
         return
@@ -359,12 +370,12 @@ def _fill(view: memoryview, data: ByteRange, start: int) -> None:
     from concurrent.futures import ThreadPoolExecutor  # brings logging, which a header needs not
 
     with ThreadPoolExecutor(1) as second:
-        rest = second.submit(data.read_into, view[half:], start + half)
+        upper_half = second.submit(data.read_into, view[half:], start + half)
         data.read_into(view[:half], start)
-        rest.result()
+        upper_half.result()
 
 
-def _allocate(size: int, device: str = "cpu") -> torch.UntypedStorage:
+def _allocate_storage(size: int, device: str = "cpu") -> torch.UntypedStorage:
     import torch
 
     try:
@@ -373,10 +384,10 @@ def _allocate(size: int, device: str = "cpu") -> torch.UntypedStorage:
         raise MemoryError(f"not enough memory for a storage of {size:,} bytes") from error
 
 
-def _quantized(
+def _make_quantized(
     ref: TensorRef, quantizer: tuple[Any, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return an empty tensor with the quantizer of `_rebuild_qtensor`, scales made."""
+    """Return an empty quantized tensor with the quantizer that `_rebuild_qtensor` was given."""
     import torch
 
     scheme, *numbers = quantizer
@@ -392,14 +403,14 @@ def _quantized(
     if type(axis) is not int or not 0 <= axis < len(ref.shape):
         raise ValueError(f"its axis {axis!r} is not one of its {len(ref.shape)} dimensions")
     if isinstance(scales, list):  # of torch 1.4
-        whole = name == "per_channel_affine"
-        scales = torch.tensor(scales, dtype=torch.float64 if whole else torch.float32)
-        zero_points = torch.tensor(zero_points, dtype=torch.int64 if whole else torch.float32)
+        is_integer = name == "per_channel_affine"
+        scales = torch.tensor(scales, dtype=torch.float64 if is_integer else torch.float32)
+        zero_points = torch.tensor(zero_points, dtype=torch.int64 if is_integer else torch.float32)
     if not scales.numel() == zero_points.numel() == ref.shape[axis]:
         raise ValueError(f"it has {scales.numel()} scales for {ref.shape[axis]} channels")
-    size = [count or 0 if at == axis else 0 for at, count in enumerate(ref.shape)]
+    shape = [count or 0 if dimension == axis else 0 for dimension, count in enumerate(ref.shape)]
     return torch._empty_per_channel_affine_quantized(
-        size,  # no memory is taken for a shape that a zero stride may have made enormous
+        shape,  # no memory is taken for a shape that a zero stride may have made enormous
         scales=scales.to(device),
         zero_points=zero_points.to(device),
         axis=axis,
@@ -412,8 +423,8 @@ _OF_PARTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc
 """Kinds of tensors that have no storage of their own."""
 
 
-def _of_parts(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor of these parts, in which the tensors have been made."""
+def _assemble_parts(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without storage of its own, made from its loaded parts."""
     import torch
 
     if ref.kind == "meta":
@@ -437,7 +448,7 @@ def _of_parts(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> t
             check_invariants=parts["values"].device.type != "meta",
         )
     if "state" in parts:
-        return _jagged(parts["state"])
+        return _make_jagged(parts["state"])
     buffer, sizes, strides, offsets = (
         parts[name] for name in ("buffer", "sizes", "strides", "offsets")
     )
@@ -449,6 +460,7 @@ def _of_parts(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> t
 def _check_nested(
     buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
 ) -> None:
+    """Raise ValueError if a component of a nested tensor is outside of its buffer."""
     import torch
 
     if any(table.dtype != torch.int64 for table in (sizes, strides, offsets)):
@@ -469,7 +481,8 @@ def _check_nested(
                 raise ValueError(f"a component reaches element {last:,} of {buffer.numel():,}")
 
 
-def _jagged(state: Mapping[str, Any]) -> torch.Tensor:
+def _make_jagged(state: Mapping[str, Any]) -> torch.Tensor:
+    """Return the jagged tensor of its state: values, offsets and lengths."""
     import torch
 
     if not hasattr(torch.nested, "nested_tensor_from_jagged"):
@@ -485,6 +498,7 @@ def _jagged(state: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
+    """Raise ValueError if offsets or lengths do not fit the values."""
     if type(ragged) is not int or not 1 <= ragged <= values.dim() or offsets.dim() != 1:
         raise ValueError(f"its ragged dimension {ragged!r} does not exist")
     starts = offsets.tolist()
@@ -507,12 +521,12 @@ def materialize(
     mmap: bool = False,
     dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
-    """Make the tensor of `ref`; options as `ckptool.load_state_dict`.
+    """Return the tensor of `ref`; options as in `ckptool.load_state_dict`.
 
-    Tensors that share a storage share it only where one `Materializer` makes them all.
+    Only tensors made by one `Materializer` share storages.
     """
     maker = Materializer(ref, map_location=map_location, mmap=mmap, dtype=dtype)
-    return maker.tensor(ref)
+    return maker.make_tensor(ref)
 
 
 class Materializer:
@@ -527,80 +541,82 @@ class Materializer:
         dtype: torch.dtype | str | None = None,
         convert: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Plan what to read for the tensors below `root`; nothing is read yet.
+        """Plan the reads for the tensors below `root`; nothing is read yet.
 
-        `convert` makes the values among a tensor's own attributes; without it only the tensors
-        among them are made.
+        `convert` converts the values among a tensor's own attributes; without it only the tensors
+        among them are converted.
 
         Raises:
             TorchMissing: torch is not installed.
-            DeviceError: `map_location` is nothing that `torch.load` takes.
-            UsageError: `dtype` is no floating element type.
+            DeviceError: `map_location` is not a value that `torch.load` accepts.
+            UsageError: `dtype` is not a floating dtype.
         """
         require_torch()
         self._convert = convert
-        self._dtype = wanted_dtype(dtype)
+        self._dtype = check_float_dtype(dtype)
         self._storages = StorageReader(Placement(map_location), mapped=mmap, dtype=self._dtype)
         self._made: dict[tuple[int, bool], tuple[TensorRef, torch.Tensor]] = {}
-        for node in everything(root):
+        for node in walk_everything(root):
             if isinstance(node, StorageRef):
                 self._storages.cover(node.storage, (0, node.storage.nbytes))
             elif isinstance(node, TensorRef) and node.storage is not None:
                 self._storages.cover(node.storage, node.reach)
 
-    def tensor(self, ref: TensorRef, name: str = "", *, cast: bool = True) -> torch.Tensor:
+    def make_tensor(self, ref: TensorRef, name: str = "", *, cast: bool = True) -> torch.Tensor:
         """Return the tensor of `ref`, always the same object for the same `ref`.
 
         A numpy array becomes a tensor. A subclass that has a storage becomes a plain tensor with
-        the attributes that the file gives it. `name` is for messages; `cast` allows the change of
-        floating types that was asked for.
+        its attributes from the file. `name` is for messages; `cast` allows the requested change of
+        floating dtypes.
 
         Raises:
-            DeviceError: it lies on a device that is not here; the message says what helps.
-            CorruptFile: torch refuses to make what the file describes.
+            DeviceError: its device is not available; the message has a remedy.
+            CorruptFile: torch rejects the description in the file.
             UnsupportedFormat: a wrapper (DTensor, ShardedTensor) of which this file has a part.
         """
         known = self._made.get((id(ref), cast))
         if known is not None:
             return known[1]
         if is_one_part(ref):
-            raise only_a_part(ref, name)
-        made = self._assembled(ref.whole or ref, name, cast=cast)
-        self._made[id(ref), cast] = (ref, made)
+            raise only_part_error(ref, name)
+        tensor = self._assemble(ref.whole or ref, name, cast=cast)
+        self._made[id(ref), cast] = (ref, tensor)
         for layer in ref.wrapping:
-            set_attributes(made, self._attributes(layer), called(name))
-        return made
+            set_attributes(tensor, self._load_attributes(layer), describe_name(name))
+        return tensor
 
-    def storage(
+    def make_storage(
         self, ref: StorageRef, name: str = ""
     ) -> torch.UntypedStorage | torch.storage.TypedStorage:
         """Return a storage that is a value of the tree, typed or untyped as in the file."""
         import torch
 
-        made, _ = self._storages.get(
+        loaded, _ = self._storages.get(
             ref.storage, ref.dtype, device=ref.storage.device, name=name, cast=False
         )
         if ref.untyped:
-            return made
-        dtype = torch_dtype(ref.dtype)
+            return loaded
+        dtype = get_torch_dtype(ref.dtype)
         return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
-            wrap_storage=made, dtype=dtype, _internal=True
+            wrap_storage=loaded, dtype=dtype, _internal=True
         )
 
     def forget(self) -> None:
-        """Let go of all that was made: only the caller's references keep it from now on."""
+        """Release all tensors and storages made so far; only the caller's references keep them."""
         self._made.clear()
         self._storages.forget()
         self._convert = None
 
-    def _assembled(self, ref: TensorRef, name: str, *, cast: bool) -> torch.Tensor:
-        """Return the tensor with its layers, but without their attributes."""
+    def _assemble(self, ref: TensorRef, name: str, *, cast: bool) -> torch.Tensor:
+        """Return the tensor with its wrapping layers, but without their attributes."""
         import torch
 
         casts = cast and self._dtype is not None and BY_NAME[ref.dtype].floating
-        dtype = torch_dtype(self._dtype if casts and self._dtype else ref.dtype, file=_file(ref))
+        dtype = get_torch_dtype(
+            self._dtype if casts and self._dtype else ref.dtype, file=_file_of(ref)
+        )
         # The scales of a quantized tensor are no weights: they keep their type.
-        parts = self._parts(ref, name, cast=cast and ref.kind != "quantized")
+        parts = self._load_parts(ref, name, cast=cast and ref.kind != "quantized")
         storage, offset = None, 0
         if ref.storage is not None:
             storage, first = self._storages.get(
@@ -609,39 +625,42 @@ class Materializer:
             offset = max(0, ref.offset - first)
         try:
             if storage is None:
-                return _with_layers(_of_parts(ref, parts, dtype), ref)
+                return _wrap_layers(_assemble_parts(ref, parts, dtype), ref)
             if ref.kind == "quantized":
-                made = _quantized(ref, parts["quantizer"], dtype, storage.device)
+                tensor = _make_quantized(ref, parts["quantizer"], dtype, storage.device)
             else:
-                made = torch.empty((0,), dtype=dtype, device=storage.device)
-            made.set_(storage, offset, ref.sizes, ref.stride)
+                tensor = torch.empty((0,), dtype=dtype, device=storage.device)
+            tensor.set_(storage, offset, ref.sizes, ref.stride)
             if ref.flags:
                 flags = dict.fromkeys(ref.flags, True)
-                torch._utils.set_tensor_metadata(made, flags)  # type: ignore[no-untyped-call]
-            return _with_layers(made, ref)
+                torch._utils.set_tensor_metadata(tensor, flags)  # type: ignore[no-untyped-call]
+            return _wrap_layers(tensor, ref)
         except (CheckpointError, torch.cuda.OutOfMemoryError):
             raise
         except _REFUSALS as error:
-            raise _refused(ref, name, error) from error
+            raise _creation_error(ref, name, error) from error
 
-    def _parts(self, ref: TensorRef, name: str, *, cast: bool) -> dict[str, Any]:
-        """Return the parts of a tensor, tensors made; empty for a plain or carried tensor."""
+    def _load_parts(self, ref: TensorRef, name: str, *, cast: bool) -> dict[str, Any]:
+        """Return the parts of a tensor with tensors loaded; empty if it has a storage only."""
         if ref.kind not in _OF_PARTS and ref.kind != "quantized":
             return {}
-        return {key: self._part(part, name, cast=cast) for key, part in (ref.parts or {}).items()}
+        return {
+            key: self._load_part(part, name, cast=cast) for key, part in (ref.parts or {}).items()
+        }
 
-    def _part(self, part: Any, name: str, *, cast: bool) -> Any:
+    def _load_part(self, part: Any, name: str, *, cast: bool) -> Any:
+        """Return a part with every tensor in it loaded."""
         if isinstance(part, TensorRef):
-            return self.tensor(part, name, cast=cast)
+            return self.make_tensor(part, name, cast=cast)
         if isinstance(part, tuple):
-            return tuple(self._part(item, name, cast=cast) for item in part)
+            return tuple(self._load_part(item, name, cast=cast) for item in part)
         if isinstance(part, dict):  # of a jagged tensor
-            return {key: self._part(item, name, cast=cast) for key, item in part.items()}
+            return {key: self._load_part(item, name, cast=cast) for key, item in part.items()}
         return part
 
-    def _attributes(self, layer: Wrapping) -> dict[Any, Any]:
-        """Return the Python attributes in the state of a layer, slots merged in, values made."""
-        convert = self._convert or (lambda state: self._part(state, "", cast=False))
+    def _load_attributes(self, layer: Wrapping) -> dict[Any, Any]:
+        """Return the Python attributes in the state of a layer, with slots, values converted."""
+        convert = self._convert or (lambda state: self._load_part(state, "", cast=False))
         state = convert(layer.state)
         groups = state if isinstance(state, tuple) else (state,)
         return {
@@ -656,8 +675,8 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attribut
 """What torch raises at arguments that it cannot use."""
 
 
-def _with_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Parameters made of it, innermost first; a class that only the file knows is left out."""
+def _wrap_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """Wrap a tensor in its Parameter layers, innermost first; leave out unknown classes."""
     import torch
 
     if not ref.is_parameter:
@@ -669,45 +688,48 @@ def _with_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def is_one_part(ref: TensorRef) -> bool:
-    """Return whether only its class makes a tensor of the parts that this file has."""
+    """Return True if a tensor of which the file has a part can only be made by its class."""
     return ref.kind == "subclass" and ref.storage is None and ref.whole is None
 
 
-def only_a_part(ref: TensorRef, name: str) -> UnsupportedFormat:
-    """Return the error for a tensor that cannot be made; `name` is for the message."""
+def only_part_error(ref: TensorRef, name: str) -> UnsupportedFormat:
+    """Return the error for a distributed tensor or a subclass that cannot be made."""
     shown = ref.class_name.rpartition(".")[2]
     if not ref.is_spread:
         return UnsupportedFormat(
-            f"{called(name)} is a {ref.class_name}, which only its class can assemble",
-            file=_file(ref),
+            f"{describe_name(name)} is a {ref.class_name}, which only its class can assemble",
+            file=_file_of(ref),
             hint="convert torchao tensors with ckptool cast --dequantize float32, or call "
             ".dequantize() before saving",
         )
     return UnsupportedFormat(
-        f"{called(name)} is a {shown}, distributed over ranks; this file has only one part",
-        file=_file(ref),
+        f"{describe_name(name)} is a {shown}, distributed over ranks; this file has only one part",
+        file=_file_of(ref),
         hint="gather it before saving (full_tensor(), get_model_state_dict with full_state_dict), "
         "or read this part with ckptool.open(FILE)[NAME].local.torch()",
     )
 
 
-def _refused(ref: TensorRef, name: str, error: Exception) -> Exception:
-    """Return the error to raise if torch, or a check before it, refused to make a tensor."""
+def _creation_error(ref: TensorRef, name: str, error: Exception) -> Exception:
+    """Return the error to raise if torch or a check rejected the description of a tensor."""
     import torch
 
     reason = str(error).strip().partition("\n")[0][:200]
     if isinstance(error, NotImplementedError):
         return DeviceError(
-            f"{called(name)} is {ref.kind}, which torch {torch.__version__} cannot create on the "
-            f"requested device ({reason})",
-            file=_file(ref),
+            f"{describe_name(name)} is {ref.kind}, which torch {torch.__version__} cannot create "
+            f"on the requested device ({reason})",
+            file=_file_of(ref),
             hint='map_location="cpu"',
         )
-    return CorruptFile(f"{called(name)} ({ref.kind}) cannot be created: {reason}", file=_file(ref))
+    return CorruptFile(
+        f"{describe_name(name)} ({ref.kind}) cannot be created: {reason}", file=_file_of(ref)
+    )
 
 
-def _file(ref: TensorRef) -> str | None:
+def _file_of(ref: TensorRef) -> str | None:
+    """Return the name of the file that has the data of a tensor, if there is one."""
     if ref.storage is not None:
         return ref.storage.data.source.name if ref.storage.data else None
     inside = next(ref.tensors_inside(), None)
-    return None if inside is None else _file(inside)
+    return None if inside is None else _file_of(inside)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.core.model import TensorRef
 from ckptool.core.quantization_config import SEPARATE_CONFIGS, QuantizationConfig
 from ckptool.errors import NotRepresentable
-from ckptool.tensors.materialize import torch_dtype
+from ckptool.tensors.materialize import get_torch_dtype
 from ckptool.tensors.unpacking import (
     CONFIG_HINT,
     Parts,
@@ -480,7 +480,7 @@ def dequantize_hqq(parts: Parts) -> TensorRef:
         raise UnknownLayout
 
     def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        codes = read_planes(weight, start, stop, shifts, bits).to(torch_dtype(dtype))
+        codes = read_planes(weight, start, stop, shifts, bits).to(get_torch_dtype(dtype))
         zeros, factors = (
             expand_blocks(table, (rows, columns), block, start, stop) for table in tables
         )

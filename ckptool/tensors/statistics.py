@@ -13,9 +13,9 @@ from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
 from ckptool.files.source import BytesDone
 from ckptool.files.threads import in_order
-from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
+from ckptool.tensors.averaging import ElementBuffer, Elements, run_of_tensor
 from ckptool.tensors.casting import FLOATS
-from ckptool.tensors.materialize import one_thread, require_torch
+from ckptool.tensors.materialize import require_torch, use_one_thread
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What the elements of a tensor span; of complex numbers, their magnitudes.
+    """Statistics of the elements of a tensor; of complex numbers, of their magnitudes.
 
     NaN and infinite elements are counted and left out of all else. Where no element is finite,
     `minimum`, `maximum`, `mean`, `std` and `histogram` are None. Integers are exact, as are
@@ -73,9 +73,9 @@ class Measures:
         """Elements that are neither NaN nor infinite."""
         return self.elements - self.nan - self.infinite
 
-    def repeated(self, times: int) -> Measures:
-        """Return the figures of the elements, each `times` times."""
-        drawn = self.histogram
+    def repeat(self, times: int) -> Measures:
+        """Return the statistics if each element occurred `times` times."""
+        histogram = self.histogram
         return replace(
             self,
             elements=self.elements * times,
@@ -83,12 +83,13 @@ class Measures:
             nan=self.nan * times,
             infinite=self.infinite * times,
             norm=self.norm * math.sqrt(times),
-            histogram=drawn and replace(drawn, counts=tuple(n * times for n in drawn.counts)),
+            histogram=histogram
+            and replace(histogram, counts=tuple(n * times for n in histogram.counts)),
         )
 
 
-def measurable(ref: TensorRef) -> str | None:
-    """Return why a tensor has no figures, in a few words; None if it has figures."""
+def find_obstacle(ref: TensorRef) -> str | None:
+    """Return the reason why a tensor has no statistics; None if it has statistics."""
     if ref.kind == "meta" or ref.device == "meta":
         return "on the meta device, without data"
     if not ref.has_content:
@@ -105,7 +106,7 @@ def measurable(ref: TensorRef) -> str | None:
 
 @dataclass(slots=True)
 class _Extent:
-    """How far elements reach, and how many are no finite numbers; those count for nothing else."""
+    """The least and the largest finite number, and counts of zeros, NaN and infinities."""
 
     low: Number = math.inf
     high: Number = -math.inf
@@ -125,7 +126,7 @@ class _Extent:
 
 @dataclass(slots=True)
 class Moments:
-    """How many elements there are, their mean, the sum of their squared distances from it."""
+    """The number of elements, their mean, and the sum of their squared distances from it."""
 
     count: int = 0
     mean: float = 0.0
@@ -133,7 +134,7 @@ class Moments:
     bins: list[int] = field(default_factory=list)
 
     def add(self, other: Moments) -> None:
-        """Add other elements (Chan, Golub and LeVeque 1979: exact where means differ)."""
+        """Add other elements (Chan, Golub and LeVeque 1979: exact even if the means differ)."""
         if not other.count:
             return
         count = self.count + other.count
@@ -146,95 +147,99 @@ class Moments:
 
 
 class Measurer:
-    """Measures tensors one after the other, with one set of buffers for each type."""
+    """Measures tensors one after the other, with one set of buffers per dtype."""
 
     def __init__(self, bins: int = 16) -> None:
-        """Histograms have `bins` bins. Torch is imported when the first element is wanted."""
+        """Make histograms with `bins` bins. Torch is imported when the first tensor is measured."""
         if bins < 1:
             raise UsageError(f"a histogram cannot have {bins} bins")
         self._bins = bins
         self._kernels: dict[str, list[_Kernel]] = {}
         """By the type of elements, those that no thread uses now."""
 
-    def measure(self, ref: TensorRef, told: BytesDone | None = None) -> Measures:
-        """Measure a tensor that has figures (`measurable`); `told` is called with the bytes done.
+    def measure(self, ref: TensorRef, on_progress: BytesDone | None = None) -> Measures:
+        """Return the statistics of a tensor; `on_progress` is called with the bytes done.
 
-        Elements that a stride of zero repeats are read once.
+        Elements repeated by a stride of zero are read once.
 
         Raises:
             TorchMissing: torch is not installed.
-            UnsupportedFormat: this torch does not have the type.
-            UsageError: a tensor that has no figures.
+            UnsupportedFormat: torch does not have the dtype.
+            UsageError: the tensor has no statistics (`find_obstacle`).
             TruncatedFile, CorruptFile: its bytes cannot be read.
         """
-        reason = measurable(ref)
+        reason = find_obstacle(ref)
         if reason is not None:
             raise UsageError(f"this tensor has no statistics ({reason})")
         once, left = ref.unrepeated, ref.nbytes
 
-        def tell(count: int) -> None:
-            """Tell of elements that one of the two passes has finished."""
+        def report_elements(count: int) -> None:
+            """Report elements that one of the two passes has finished."""
             nonlocal left
-            part = min(left, count * once.itemsize // 2)
-            left -= part
-            if told is not None and part:
-                told(part)
+            done = min(left, count * once.itemsize // 2)
+            left -= done
+            if on_progress is not None and done:
+                on_progress(done)
 
         require_torch()
-        with one_thread():
-            made = self._measured(elements_of(once), once.numel, tell)
-        tell(2 * ref.numel)
-        return made if once is ref else made.repeated(ref.numel // max(once.numel, 1))
+        with use_one_thread():
+            measures = self._measure_run(run_of_tensor(once), once.numel, report_elements)
+        report_elements(2 * ref.numel)
+        return measures if once is ref else measures.repeat(ref.numel // max(once.numel, 1))
 
-    def _measured(self, run: Elements, count: int, tell: BytesDone) -> Measures:
+    def _measure_run(self, run: Elements, count: int, on_elements: BytesDone) -> Measures:
+        """Return the statistics of a run of `count` elements, read twice."""
         extent, moments = _Extent(), Moments()
-        for part in self._blocks(_Kernel.extent, run, count, tell):
+        for part in self._map_chunks(_Kernel.measure_extent, run, count, on_elements):
             extent.add(part)
         low, high, finite = extent.low, extent.high, extent.finite
-        odd = {"zeros": extent.zeros, "nan": extent.nan, "infinite": extent.infinite}
+        counted = {"zeros": extent.zeros, "nan": extent.nan, "infinite": extent.infinite}
         if not finite:
-            return Measures(count, None, None, None, None, **odd, norm=0.0, histogram=None)
+            return Measures(count, None, None, None, None, **counted, norm=0.0, histogram=None)
         if low == high:
             mean, std, norm = float(low), 0.0, abs(float(low)) * math.sqrt(finite)
-            counts = [finite if place == self._bins // 2 else 0 for place in range(self._bins)]
+            counts = [finite if index == self._bins // 2 else 0 for index in range(self._bins)]
         else:
             axis = _Axis(run.dtype, low, high, self._bins, all_finite=finite == count)
-            work = partial(_Kernel.moments, axis=axis)
-            for block in self._blocks(work, run, count, tell):
+            work = partial(_Kernel.measure_moments, axis=axis)
+            for block in self._map_chunks(work, run, count, on_elements):
                 moments.add(block)
-            middle = moments.mean + float(axis.base) * axis.scale
+            scaled_mean = moments.mean + float(axis.base) * axis.scale
             mean = float(axis.base + moments.mean / axis.scale)
             std, counts = math.sqrt(moments.squares / finite) / axis.scale, moments.bins
-            norm = math.sqrt(moments.squares + finite * middle * middle) / axis.scale
+            norm = math.sqrt(moments.squares + finite * scaled_mean * scaled_mean) / axis.scale
         histogram = Histogram(low, high, tuple(counts))
-        return Measures(count, low, high, mean, std, **odd, norm=norm, histogram=histogram)
+        return Measures(count, low, high, mean, std, **counted, norm=norm, histogram=histogram)
 
-    def _blocks(
+    def _map_chunks(
         self,
         work: Callable[[_Kernel, Elements, int, int], _T],
         run: Elements,
         count: int,
-        tell: BytesDone,
+        on_elements: BytesDone,
     ) -> Iterator[_T]:
         """Yield the result of `work` for each chunk, in order; threads share a large run."""
-        spare = self._kernels.setdefault(run.dtype, [])
+        kernels = self._kernels.setdefault(run.dtype, [])
 
-        def block(first: int) -> list[_T]:
-            kernel = spare.pop() if spare else _Kernel(run.dtype)
+        def work_on_block(first: int) -> list[_T]:
+            """Return the results for the chunks of the block from element `first`."""
+            kernel = kernels.pop() if kernels else _Kernel(run.dtype)
             chunks = range(first, min(first + BLOCK, count), CHUNK)
-            made = [work(kernel, run, start, min(start + CHUNK, count)) for start in chunks]
-            spare.append(kernel)
-            return made
+            results = [work(kernel, run, start, min(start + CHUNK, count)) for start in chunks]
+            kernels.append(kernel)
+            return results
 
         blocks = range(0, count, BLOCK)
         divided = len(blocks) > 1 and run.data.source.is_shared
-        for first, made in zip(blocks, (in_order if divided else map)(block, blocks), strict=True):
-            yield from made
-            tell(min(BLOCK, count - first))
+        for first, results in zip(
+            blocks, (in_order if divided else map)(work_on_block, blocks), strict=True
+        ):
+            yield from results
+            on_elements(min(BLOCK, count - first))
 
 
 class _Axis:
-    """Where elements lie for float64: `(element - base) * scale`.
+    """The scale of a histogram in float64: `(element - base) * scale`.
 
     The base of 64-bit integers is their least, as float64 has 53 bits; the scale keeps the squares
     of what a damaged file may hold within float64.
@@ -254,14 +259,14 @@ class _Axis:
 
 
 class _Kernel:
-    """The arithmetic on a chunk of elements of one type, over buffers that are used again."""
+    """The arithmetic on a chunk of elements of one dtype, with reused buffers."""
 
     def __init__(self, dtype: str) -> None:
-        """Take memory for a chunk."""
+        """Allocate memory for a chunk."""
         import torch
 
         self._bias = _BIAS.get(dtype, 0)
-        seen_as, prepare = _preparations().get(dtype, (None, None))
+        seen_as, prepare = _list_preparations().get(dtype, (None, None))
         self._prepare = prepare
         self._buffer = ElementBuffer(dtype, CHUNK, seen_as=seen_as)
         self._wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
@@ -269,23 +274,24 @@ class _Kernel:
         self._bins = torch.empty(CHUNK, dtype=torch.int32, device="cpu")
         self._last: tuple[Elements, int, torch.Tensor] | None = None
 
-    def extent(self, run: Elements, start: int, stop: int) -> _Extent:
+    def measure_extent(self, run: Elements, start: int, stop: int) -> _Extent:
         """Return the extent of the elements from `start` up to `stop`, at most a chunk."""
         numbers = self._read(run, start, stop)
         nan = infinite = 0
-        low, high = _ends(numbers)
+        low, high = _least_and_largest(numbers)
         if not (math.isfinite(low) and math.isfinite(high)):
-            every, nan = numbers.numel(), int(numbers.isnan().sum())
+            total, nan = numbers.numel(), int(numbers.isnan().sum())
             numbers = numbers.masked_select(numbers.isfinite())
-            infinite = every - nan - numbers.numel()
+            infinite = total - nan - numbers.numel()
             if not numbers.numel():
                 return _Extent(nan=nan, infinite=infinite)
-            low, high = _ends(numbers)
+            low, high = _least_and_largest(numbers)
         low, high = low + self._bias, high + self._bias
-        zeros = self._zeros(numbers) if low <= 0 <= high else 0
+        zeros = self._count_zeros(numbers) if low <= 0 <= high else 0
         return _Extent(low, high, numbers.numel(), zeros, nan, infinite)
 
-    def _zeros(self, numbers: torch.Tensor) -> int:
+    def _count_zeros(self, numbers: torch.Tensor) -> int:
+        """Return the number of zeros."""
         import torch
 
         if numbers.is_floating_point():
@@ -295,7 +301,7 @@ class _Kernel:
             numbers = numbers.ne(-self._bias)
         return numbers.numel() - int(torch.count_nonzero(numbers))
 
-    def moments(self, run: Elements, start: int, stop: int, axis: _Axis) -> Moments:
+    def measure_moments(self, run: Elements, start: int, stop: int, axis: _Axis) -> Moments:
         """Return the moments, on an axis, of the finite elements from `start` up to `stop`."""
         import torch
 
@@ -311,10 +317,10 @@ class _Kernel:
         if axis.scale != 1.0:
             wide.mul_(axis.scale)
         # Divided, not multiplied: what lies on the edge of a bin is in that bin.
-        places = torch.sub(wide, axis.low, out=self._places[:count]).div_(axis.width)
-        bins = self._bins[:count].copy_(places)
-        *counts, end = torch.bincount(bins, minlength=axis.bins + 1).tolist()
-        counts[-1] += end  # the largest element lies where a next bin would begin
+        positions = torch.sub(wide, axis.low, out=self._places[:count]).div_(axis.width)
+        bins = self._bins[:count].copy_(positions)
+        *counts, overflow = torch.bincount(bins, minlength=axis.bins + 1).tolist()
+        counts[-1] += overflow  # the largest element lies where a next bin would begin
         mean = float(wide.sum()) / count
         wide.sub_(mean)
         return Moments(count, mean, float(wide.square_().sum()), counts)
@@ -332,24 +338,26 @@ class _Kernel:
         return numbers
 
 
-def _ends(numbers: torch.Tensor) -> tuple[Number, Number]:
+def _least_and_largest(numbers: torch.Tensor) -> tuple[Number, Number]:
     import torch
 
     low, high = torch.aminmax(numbers)
     return low.item(), high.item()
 
 
-def _magnitudes(parts: torch.Tensor) -> torch.Tensor:
-    """Return the magnitudes of complex numbers, given as their parts; NaN if a part is NaN."""
+def _to_magnitudes(parts: torch.Tensor) -> torch.Tensor:
+    """Return the magnitudes of complex numbers given as pairs of parts; NaN if a part is NaN."""
     import torch
 
     pairs = parts.double().view(-1, 2)
-    made = torch.view_as_complex(pairs).abs()
-    return made.masked_fill_(pairs.isnan().any(1), math.nan)  # torch: abs(inf + nan j) is inf
+    magnitudes = torch.view_as_complex(pairs).abs()
+    return magnitudes.masked_fill_(pairs.isnan().any(1), math.nan)  # torch: abs(inf + nan j) is inf
 
 
-def _preparations() -> dict[str, tuple[torch.dtype | None, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Return, for types that torch cannot calculate in, the type to read and the conversion."""
+def _list_preparations() -> dict[
+    str, tuple[torch.dtype | None, Callable[[torch.Tensor], torch.Tensor]]
+]:
+    """Return, for dtypes that torch cannot calculate in, the dtype to read and a conversion."""
     import torch
 
     small = [name for name in FLOATS if BY_NAME[name].itemsize == 1]
@@ -359,7 +367,7 @@ def _preparations() -> dict[str, tuple[torch.dtype | None, Callable[[torch.Tenso
         "uint16": (torch.int16, lambda bits: bits.int() & 0xFFFF),
         "uint32": (torch.int32, lambda bits: bits.long() & 0xFFFFFFFF),
         "uint64": (torch.int64, lambda bits: bits ^ -(1 << 63)),
-        "complex32": (torch.float16, _magnitudes),
-        "complex64": (torch.float32, _magnitudes),
-        "complex128": (torch.float64, _magnitudes),
+        "complex32": (torch.float16, _to_magnitudes),
+        "complex64": (torch.float32, _to_magnitudes),
+        "complex128": (torch.float64, _to_magnitudes),
     }

@@ -14,8 +14,8 @@ from ckptool.core.quantization_config import QuantizationConfig
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files.computed import computed
-from ckptool.tensors.casting import CHUNK, checked, chunks
-from ckptool.tensors.materialize import require_torch, torch_dtype
+from ckptool.tensors.casting import CHUNK, check_storage, iterate_chunks
+from ckptool.tensors.materialize import get_torch_dtype, require_torch
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def read_elements(tensor: TensorRef, start: int, stop: int) -> torch.Tensor:
 
     size = BY_NAME[tensor.dtype].itemsize
     raw = bytearray(tensor.data.read(start * size, (stop - start) * size))
-    return torch.frombuffer(raw, dtype=torch_dtype(tensor.dtype))
+    return torch.frombuffer(raw, dtype=get_torch_dtype(tensor.dtype))
 
 
 def read_rows(tensor: TensorRef, count: int, first: int, last: int) -> torch.Tensor:
@@ -318,7 +318,7 @@ def compute_tensor(
     """
     old, data, count = weight.storage, weight.data, prod(shape)
     storages = {id(one.storage): one.storage for one in (*parts, *checked_only)}.values()
-    checks = [checked(one, one.data) for one in storages if one and one.data is not None]
+    checks = [check_storage(one, one.data) for one in storages if one and one.data is not None]
     tables: Sequence[torch.Tensor] = ()
     last_start, chunk, lock = -1, bytearray(), Lock()
     if old is None or (count and not all(one.numel for one in parts)):
@@ -335,7 +335,7 @@ def compute_tensor(
             for check in checks:
                 check.check()
             tables = tables or prepare([read_elements(one, 0, one.numel) for one in parts])
-            for start, stop, room, skipped in chunks(offset, buffer, 4, count, step):
+            for start, stop, room, skipped in iterate_chunks(offset, buffer, 4, count, step):
                 if start != last_start:
                     chunk = bytearray((stop - start) * 4)
                     elements = torch.frombuffer(chunk, dtype=torch.float32)

@@ -12,7 +12,7 @@ from ckptool.core.model import Storage, TensorRef, row_major_strides
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files.computed import computed
-from ckptool.tensors.casting import checked_tensor
+from ckptool.tensors.casting import load_checked
 from ckptool.tensors.materialize import require_torch
 
 if TYPE_CHECKING:
@@ -20,53 +20,62 @@ if TYPE_CHECKING:
 
 
 class Wholes:
-    """Makes storages of computed tensors; the last one computed is kept while it is read."""
+    """Makes storages of computed tensors; keeps the last one computed while it is read."""
 
     def __init__(self) -> None:
-        """Start with nothing computed."""
+        """Start with no computed tensor."""
         self._last: tuple[object, memoryview] | None = None
         self._lock = Lock()
 
-    def of(
+    def compute_storage(
         self, like: TensorRef, used: Sequence[TensorRef], make: Callable[[], torch.Tensor]
     ) -> Storage:
-        """Return a storage for what `make` computes of `used`: as many elements as `like`.
+        """Return a storage of the result of `make`, computed on the first read.
+
+        `used` are the tensors that `make` reads. The result has as many elements as `like`, its
+        dtype, key and device.
 
         Raises:
             TorchMissing: torch is not installed.
         """
         require_torch()
-        held = like.storage
-        if held is None:
+        storage = like.storage
+        if storage is None:
             raise NotRepresentable("cannot compute a tensor without bytes")
         size = like.numel * BY_NAME[like.dtype].itemsize
 
         def fill(offset: int, buffer: memoryview) -> None:
+            """Write the bytes from `offset` into `buffer`; compute the tensor if it is new."""
             with self._lock:
                 if self._last is None or self._last[0] is not fill:
                     self._last = None
-                    self._last = fill, _bytes(make())
+                    self._last = fill, _view_bytes(make())
                 buffer[:] = self._last[1][offset : offset + len(buffer)]
 
-        made_of = [one.storage.data for one in used if one.storage and one.storage.data]
-        return Storage(held.key, computed(made_of, size, fill), size, held.device, sys.byteorder)
+        sources = [one.storage.data for one in used if one.storage and one.storage.data]
+        return Storage(
+            storage.key, computed(sources, size, fill), size, storage.device, sys.byteorder
+        )
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def lerped(wholes: Wholes, start: TensorRef, end: TensorRef, weight: float) -> TensorRef:
-    """Return `torch.lerp(start, end, weight)` in the dtype of `start`, with memory of its own."""
+def interpolate_linearly(
+    wholes: Wholes, start: TensorRef, end: TensorRef, weight: float
+) -> TensorRef:
+    """Return `torch.lerp(start, end, weight)` in the dtype of `start`, with its own memory."""
 
     def make() -> torch.Tensor:
+        """Return the interpolated tensor."""
         import torch
 
-        held = checked_tensor(start)
-        return torch.lerp(held, checked_tensor(end).to(held.dtype), weight)
+        first = load_checked(start)
+        return torch.lerp(first, load_checked(end).to(first.dtype), weight)
 
-    storage = wholes.of(start, (start, end), make)
+    storage = wholes.compute_storage(start, (start, end), make)
     stride = row_major_strides(start.sizes)
     return replace(start, storage=storage, offset=0, stride=stride, flags=())

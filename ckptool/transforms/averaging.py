@@ -8,14 +8,20 @@ from math import isfinite
 from typing import Any
 
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import Storage, TensorRef, over_elements, remade, row_major_strides
-from ckptool.core.names import N_AVERAGED, bare_names
+from ckptool.core.model import (
+    Storage,
+    TensorRef,
+    copy_with_items,
+    replace_elements,
+    row_major_strides,
+)
+from ckptool.core.names import N_AVERAGED, map_to_bare_names
 from ckptool.core.placeholders import refuse_placeholders
-from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, sections
-from ckptool.core.tree import inside, name_of, rebuild
+from ckptool.core.sections import MODEL_KINDS, Section, find_model_state_dict, find_sections
+from ckptool.core.tree import describe_location, name_of, rebuild
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.tensors.averaging import Averager, Elements, elements_of
-from ckptool.tensors.bytewise import same_content
+from ckptool.tensors.averaging import Averager, Elements, run_of_tensor
+from ckptool.tensors.bytewise import has_same_content
 from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
 from ckptool.transforms.extraction import single_state_dict
 from ckptool.transforms.names import distinct
@@ -69,11 +75,11 @@ class _Mixing:
     ) -> Storage:
         """Return a storage that computes the mixture of the tensors of this key."""
         if self.mode == SLERP:
-            return averager.slerp(runs, like, dtype, name, self.t)
+            return averager.interpolate_on_arc(runs, like, dtype, name, self.t)
         if self.mode == TASK:  # The difference comes first, so that equal tensors give exactly 0.
             runs, weights = [*runs[1:], runs[0]], (self.t, -self.t, 1.0)
-            return averager.mean(runs, like, dtype, name, weights=weights)
-        return averager.mean(runs, like, dtype, name, weights=self.weights)
+            return averager.average(runs, like, dtype, name, weights=weights)
+        return averager.average(runs, like, dtype, name, weights=self.weights)
 
     def __str__(self) -> str:
         if self.mode == SLERP:
@@ -126,7 +132,7 @@ def _mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> T
     if not first.permuted(order).is_contiguous:
         order = list(range(len(stride)))
         stride = row_major_strides(first.sizes)
-    runs = [elements_of(tensor.permuted(order)) for tensor in tensors]
+    runs = [run_of_tensor(tensor.permuted(order)) for tensor in tensors]
     storage = mixing.storage(averager, runs, first.storage, first.dtype, name)
     return replace(first, storage=storage, offset=0, stride=stride, flags=())
 
@@ -199,7 +205,7 @@ def _models(
         return alone, [(part, [_under(key, other) for other in others])]
     parts = _parts(first)
     if not parts:
-        model_state_dict(first)
+        find_model_state_dict(first)
     found = [_counterparts(first, parts, other) for other in others]
     return first, [(part, [one[at] for one in found]) for at, part in enumerate(parts)]
 
@@ -212,7 +218,7 @@ def _parts(checkpoint: Checkpoint) -> list[Section]:
 def _under(key: Any, checkpoint: Checkpoint) -> Section:
     """Return the state dict at a path, or the only one of a file without that path."""
     try:
-        return model_state_dict(checkpoint, key)
+        return find_model_state_dict(checkpoint, key)
     except AmbiguousName:
         raise
     except NotFound as error:
@@ -299,7 +305,7 @@ class _Plan:
         for name in own:
             self._add(name, tuple(one[name] for one in names))
         means = len(self.averaged) - before
-        text = f"{self.mixing}: {counted(means, 'tensor')}{inside(part.path)}"
+        text = f"{self.mixing}: {counted(means, 'tensor')}{describe_location(part.path)}"
         self._means.append(Change("average", text, means))
 
     def changes(self) -> Iterator[Change]:
@@ -349,7 +355,7 @@ class _Plan:
         elif not tensor.has_content and (is_equal or kind != "integer"):
             text = f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain values"
             raise UsageError(text, file=file)
-        elif is_equal and tensor is not first and not same_content(first, tensor):
+        elif is_equal and tensor is not first and not has_same_content(first, tensor):
             fact = f"({first.dtype}) has other integers here than"
         else:
             return
@@ -360,7 +366,7 @@ def _rename_like(first: Names, other: Names) -> Names:
     """Return the tensors of another file by the keys of the first, ignoring wrapper prefixes."""
     if first.keys() == other.keys():
         return other
-    mine, others = bare_names(first), bare_names(other)
+    mine, others = map_to_bare_names(first), map_to_bare_names(other)
     names = {bare: name for name, bare in mine.items()}
     bare = {others[name]: tensor for name, tensor in other.items()}
     fits = names.keys() ^ bare.keys() <= {N_AVERAGED}
@@ -381,7 +387,7 @@ def _replace_averaged(
             return node
         mean = means[id(original)]
         place = {"storage": mean.storage, "offset": mean.offset}
-        return over_elements(node, **place, stride=mean.stride, flags=mean.flags)
+        return replace_elements(node, **place, stride=mean.stride, flags=mean.flags)
 
     def is_gone(node: Any) -> bool:
         every = node if isinstance(node, (list, tuple)) and node else (node,)
@@ -389,7 +395,7 @@ def _replace_averaged(
 
     def without(mapping: dict[Any, Any]) -> dict[Any, Any]:
         kept = [(key, value) for key, value in mapping.items() if not is_gone(value)]
-        return mapping if len(kept) == len(mapping) else remade(mapping, kept)
+        return mapping if len(kept) == len(mapping) else copy_with_items(mapping, kept)
 
     return rebuild(first.root, leaf, without)
 
@@ -402,7 +408,7 @@ def _rest_changes(first: Checkpoint, made: Any) -> Iterator[Change]:
             held = f" ({counted(count, 'tensor')})" if count else ""
             text = f"the {part.kind} {printable(part.name)}{held}"
             yield Change("left-out", text, count)
-    for part in sections(made):
+    for part in find_sections(made):
         if part.kind == "values":
             names = dict.fromkeys(name_of(path[:1]) for path in part.node)
             text = f"took from {first.path}: {listed(names)}"

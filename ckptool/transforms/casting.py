@@ -18,11 +18,11 @@ from ckptool.core.model import (
     Storage,
     StorageRef,
     TensorRef,
+    copy_with_items,
     find_tensors,
-    over_elements,
-    remade,
+    replace_elements,
 )
-from ckptool.core.modules import held_apart, modules_below, own_tensors
+from ckptool.core.modules import find_opaque_content, get_own_tensors, walk_modules
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.quantization_config import plain_header, quantization_config
 from ckptool.core.quantizers import (
@@ -33,8 +33,8 @@ from ckptool.core.quantizers import (
     find_quantized,
     plain_key,
 )
-from ckptool.core.sections import MODEL_KINDS, only_its_class
-from ckptool.core.tree import everything as every_node, is_within, name_of, rebuild, walk
+from ckptool.core.sections import MODEL_KINDS, describe_opaque_content
+from ckptool.core.tree import is_within, name_of, rebuild, walk, walk_everything as every_node
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import ReadAhead
@@ -85,7 +85,7 @@ def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
     def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
         if id(old) not in holders:
             return old
-        new = remade(old, old)
+        new = copy_with_items(old, old)
         for key, inside in holders[id(old)].items():
             for rest, tensor in inside.items():
                 new[key] = _replace_inside(new[key], rest, tensor)
@@ -144,8 +144,8 @@ def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]
     """Yield the non-persistent buffers of pickled modules, which `Module.to` casts too."""
     for part in checkpoint.sections:
         is_module = part.kind == "module"
-        for prefix, module in modules_below(part.holder) if is_module else ():
-            saved = own_tensors(module)
+        for prefix, module in walk_modules(part.holder) if is_module else ():
+            saved = get_own_tensors(module)
             for name, buffer in module.attributes.get("_buffers", {}).items():
                 if isinstance(buffer, TensorRef) and name not in saved:
                     yield (*part.path, f"{prefix}{name}"), buffer
@@ -324,9 +324,9 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
         return any(id(_elements(one)) in chosen for one in find_tensors(node))
 
     for part in checkpoint.sections:
-        for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
+        for path, one in find_opaque_content(part.holder).items() if part.kind == "module" else ():
             if meets(one):
-                refuse(f"cannot be cast: {only_its_class(path, one)}")
+                refuse(f"cannot be cast: {describe_opaque_content(path, one)}")
     for state, name, found in _find_quantized_weights(checkpoint):
         if any(meets(state[one]) for one in (name, *found.companions)):
             file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
@@ -483,7 +483,7 @@ class _Plan:
                     f"several entries would become {listed(twice)} when dequantized",
                     file=self.checkpoint.path,
                 )
-            return remade(old, chain.from_iterable(entries))
+            return copy_with_items(old, chain.from_iterable(entries))
 
         root, details = rebuild(self.checkpoint.root, None, mapping), self.checkpoint.details
         details = replace(details, header=plain_header(details.header))
@@ -556,7 +556,7 @@ class _Plan:
         for rule in self.rules:
             found = index.select(rule, endings=False)
             if not found:
-                raise unmatched_error(index.unmatched(rule), self.checkpoint.path)
+                raise unmatched_error(index.describe_unmatched(rule), self.checkpoint.path)
             for at in found:
                 ruled.setdefault(at, rule)
         return ruled
@@ -670,7 +670,7 @@ class _Work:
             return node
         dtype = self._plan.wanted[id(original)].dtype
         storage = self._storages[id(node.storage), node.dtype, dtype]
-        return over_elements(node, dtype=dtype, storage=storage)
+        return replace_elements(node, dtype=dtype, storage=storage)
 
     def report(self, gather: Gather) -> Iterator[Change]:
         """Yield the totals for each pair of dtypes, then the tensors with losses, largest first."""

@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import Storage, StorageRef, TensorRef, over_elements, remade
-from ckptool.core.tree import everything, name_of, rebuild, walk
+from ckptool.core.model import Storage, StorageRef, TensorRef, copy_with_items, replace_elements
+from ckptool.core.tree import name_of, rebuild, walk, walk_everything
 from ckptool.files import MemorySource
 from ckptool.files.computed import joined
 from ckptool.transforms.step import Step
@@ -45,7 +45,7 @@ class Untie(Step):
                         items[key] = replace(value, storage=replace(value.storage))
                         count += 1
                     seen.add(value.place)
-            return mapping if count == before else remade(mapping, items)
+            return mapping if count == before else copy_with_items(mapping, items)
 
         root = rebuild(checkpoint.root, mapping=with_own)
         if not count:
@@ -111,7 +111,7 @@ Span = tuple[int, int]
 def _spans_used(root: Any) -> dict[Storage, set[Span]]:
     """Return the spans that tensors use of each storage, and all of storages that are values."""
     spans: dict[Storage, set[Span]] = defaultdict(set)
-    for node in everything(root):
+    for node in walk_everything(root):
         if isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
             part = isinstance(node, TensorRef) and not node.is_array and node.reach
             spans[node.storage].add(part or (0, node.storage.nbytes))
@@ -152,7 +152,7 @@ class _Trimmed:
 def _plan_trims(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
     """Return the trimmed form of each storage that shrinks, among the `chosen` ones or all."""
     units: dict[Storage, int] = {}
-    for tensor in everything(root):
+    for tensor in walk_everything(root):
         if isinstance(tensor, TensorRef) and tensor.storage is not None:
             units[tensor.storage] = max(units.get(tensor.storage, 1), tensor.itemsize)
     plans: dict[Storage, _Trimmed] = {}
@@ -193,7 +193,7 @@ def _move_tensors(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
         if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
         new = trimmed[leaf.storage]
-        return over_elements(leaf, storage=new.storage, offset=new.offset(leaf))
+        return replace_elements(leaf, storage=new.storage, offset=new.offset(leaf))
 
     return rebuild(root, moved)
 
@@ -202,7 +202,7 @@ def _trim_changes(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Chang
     """Yield a change for each of the storages that shrink most, and one for the rest."""
     names: dict[Storage, list[str]] = {storage: [] for storage in trimmed}
     for path, leaf in walk(root):
-        for part in everything(leaf) if isinstance(leaf, TensorRef) else ():
+        for part in walk_everything(leaf) if isinstance(leaf, TensorRef) else ():
             if isinstance(part, TensorRef) and part.storage in names:
                 names[part.storage].append(name_of(path))
     order = sorted(trimmed, key=lambda old: trimmed[old].storage.nbytes - old.nbytes)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import DeviceValue, Opaque, Storage, StorageRef, TensorRef
-from ckptool.core.tree import everything, name_of, rebuild, walk
+from ckptool.core.tree import name_of, rebuild, walk, walk_everything
 from ckptool.errors import DeviceError, UsageError
 from ckptool.transforms.step import Step, listed_option
 from ckptool.words import counted, listed, printable
@@ -74,7 +74,7 @@ def _check_target(target: Any) -> None:
 
 def device_tags(root: Any) -> Counter[str]:
     """Count the tensors, storages and values per device tag below `root`."""
-    return Counter(tag for node in everything(root) for tag in _tags_of(node))
+    return Counter(tag for node in walk_everything(root) for tag in _tags_of(node))
 
 
 def _tags_of(node: Any) -> Iterator[str]:
@@ -271,10 +271,10 @@ def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
     Raises:
         DeviceError: if there is one; the message shows it and its mesh or group.
     """
-    every = everything(checkpoint.root)
+    every = walk_everything(checkpoint.root)
     moving = [node for node in every if isinstance(node, TensorRef) or _places(node)]
     for node in moving if any(map(_places, moving)) else ():
-        inside = list(everything(node))
+        inside = list(walk_everything(node))
         ties = [part.class_name for part in inside if _places(part)]
         if ties and any(decide(tag) != tag for part in inside for tag in _tags_of(part)):
             paths = (path for path, leaf in walk(checkpoint.root) if leaf is node)

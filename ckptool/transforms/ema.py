@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import OrderedMap, Path, TensorRef, remade
-from ckptool.core.names import BUFFER_NAMES, N_AVERAGED, bare_names
-from ckptool.core.sections import MODEL_KINDS, Section, named_tensors
+from ckptool.core.model import OrderedMap, Path, TensorRef, copy_with_items
+from ckptool.core.names import BUFFER_NAMES, N_AVERAGED, map_to_bare_names
+from ckptool.core.sections import MODEL_KINDS, Section, get_named_tensors
 from ckptool.core.tree import name_of
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.formats.distributed.zero import MASTER, SLICED
@@ -92,7 +92,7 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
     fitting = [
         (one, named)
         for one in models
-        if (named := _match_model_keys(average, named_tensors(one.node)))
+        if (named := _match_model_keys(average, get_named_tensors(one.node)))
     ]
     if len(fitting) != 1:
         names = listed(one.name or "the root" for one in models)
@@ -113,10 +113,10 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
     if isinstance(root, dict) and all(key in root for key in _LIGHTNING):
         average, model = (named.get((key,)) for key in _LIGHTNING[:2])
         if average is not None and model is not None:
-            yield _Average(average.path, named_tensors(average.node), average, model)
+            yield _Average(average.path, get_named_tensors(average.node), average, model)
         return
     for part in parts:
-        tensors = named_tensors(part.node)
+        tensors = get_named_tensors(part.node)
         prefix = average_prefix(tensors)
         inner = _under(prefix, tensors) if prefix else {}
         if prefix == _TIMM and has_online_model(tensors):
@@ -131,7 +131,7 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
             model = replace(part, node=OrderedMap(online)) if online else None
             yield _Average(part.path, inner, replace(part, node=OrderedMap(inner)), model)
         elif any(isinstance(key, str) and _EMA.search(key) for key in part.path):
-            yield _Average(part.path, named_tensors(plain_state_dict(checkpoint, part)), part)
+            yield _Average(part.path, get_named_tensors(plain_state_dict(checkpoint, part)), part)
     for path, node in _lists(root, ()):
         yield _Average(path, node)
     for optimizer, model, weights in weights_for_evaluation(checkpoint):
@@ -187,7 +187,7 @@ def _match_model_keys(average: _Average, raw: _Tensors) -> _Tensors | None:
 
 def _by_bare(tensors: _Tensors) -> dict[str, str]:
     """Return keys by their form without wrapper prefixes; the counter of averages is left out."""
-    bare = bare_names(tensors).items()
+    bare = map_to_bare_names(tensors).items()
     return {new: name for name, new in bare if name.rpartition(".")[2] != N_AVERAGED}
 
 
@@ -238,13 +238,13 @@ def _find_subsequence(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] 
 def _make_checkpoint(
     checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors
 ) -> Checkpoint:
-    raw, averages = named_tensors(model.node), {**named}
+    raw, averages = get_named_tensors(model.node), {**named}
     tied = {raw[name].place: one for name, one in averages.items()}
     for name, one in raw.items():
         if name not in averages and one.place is not None and one.place in tied:
             averages[name] = tied[one.place]
     state = plain_state_dict(checkpoint, model)
-    root = remade(state, ((name, averages.get(name, state[name])) for name in raw))
+    root = copy_with_items(state, ((name, averages.get(name, state[name])) for name in raw))
     kept = [name for name in raw if name not in averages]
     where = printable(name_of(average.path)) or "the root"
     text = f"took {counted(len(averages), 'averaged weight')} from {where}"
@@ -267,7 +267,7 @@ def _remove_at(node: Any, path: Path) -> Any:
     rest = {name: one for name, one in node.items() if name != key}
     if below:
         rest[key] = _remove_at(node[key], tuple(below))
-    return remade(node, rest)
+    return copy_with_items(node, rest)
 
 
 @dataclass(frozen=True)
@@ -311,15 +311,15 @@ class Masters(Step):
             rest = len(weights) - count
             text += f"; {counted(rest, 'tensor')} without a master {are(rest)} unchanged"
         kept = {
-            name: remade(state, ((k, v) for k, v in state.items() if k != MASTER))
+            name: copy_with_items(state, ((k, v) for k, v in state.items() if k != MASTER))
             for name, state in states.items()
         }
         changes = {
-            "module": remade(module, weights),
-            "optimizer": remade(optimizer, {**optimizer, "state": kept}),
+            "module": copy_with_items(module, weights),
+            "optimizer": copy_with_items(optimizer, {**optimizer, "state": kept}),
         }
         made = checkpoint.with_root(
-            remade(root, {**root, **changes}), Change("master", text, count)
+            copy_with_items(root, {**root, **changes}), Change("master", text, count)
         )
         other_changes = tuple(change for change in made.changes if change.kind != "cast")
         return replace(made, changes=other_changes, reports=())

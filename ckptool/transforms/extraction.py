@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 from ckptool.core.addressing import NameIndex, resolve, select, unmatched_error
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
-from ckptool.core.modules import holds_tensors, is_module
+from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, copy_with_items, find_tensors
+from ckptool.core.modules import has_tensors, is_module
 from ckptool.core.sections import (
     MODEL_KINDS,
     OF_THE_MODEL,
     Section,
-    model_state_dict,
-    sections,
-    values_inside,
-    wrapped_names,
+    find_model_state_dict,
+    find_sections,
+    list_value_keys,
+    list_wrappable_keys,
 )
-from ckptool.core.tree import everything, is_within, name_of, rebuild, walk, where
+from ckptool.core.tree import describe_path, is_within, name_of, rebuild, walk, walk_everything
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.files.source import MemorySource
 from ckptool.formats import load_format
@@ -61,13 +61,13 @@ class _Pruning:
     """The containers of a tree, and the entries to remove because `choose` leaves out their paths.
 
     `choose` also gets the other entries of a state dict that belong to the model
-    (`sections.wrapped_names`), with an `_extra_state` as one entry.
+    (`sections.list_wrappable_keys`), with an `_extra_state` as one entry.
     """
 
     def __init__(self, root: Any, choose: Choose, base: Path) -> None:
         self._root = root
         self._base = base
-        self._parts = {id(one.holder): one for one in sections(root) if one.kind != "values"}
+        self._parts = {id(one.holder): one for one in find_sections(root) if one.kind != "values"}
         self._entries: dict[Path, _Entry] = {}
         noted = self._find()
         kept = choose([base + path for path in noted])
@@ -100,7 +100,7 @@ class _Pruning:
                 note(path, node)
                 return False
             part = self._parts.get(id(node))
-            names = wrapped_names(part.node) if part and part.kind == "state_dict" else ()
+            names = list_wrappable_keys(part.node) if part and part.kind == "state_dict" else ()
             add(_Entry(path, node, is_container=True, names=frozenset(names)))
             return True
 
@@ -176,7 +176,7 @@ class _Pruning:
         return root, [*_left_out_changes(dropped_texts), *self._warn_of_stale_optimizers(staying)]
 
     def _name(self, path: Path) -> str:
-        return where(self._base + path)
+        return describe_path(self._base + path)
 
     def _kind(self, entry: _Entry) -> Iterator[str]:
         """Yield the kind of a container that is a section or an object."""
@@ -212,9 +212,11 @@ class _Pruning:
 
 def without_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
     """Return a state dict, or another mapping, without some entries, also in its `_metadata`."""
-    made = remade(node, ((key, value) for key, value in node.items() if key not in dropped))
+    made = copy_with_items(
+        node, ((key, value) for key, value in node.items() if key not in dropped)
+    )
     if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
-        names = wrapped_names(node)
+        names = list_wrappable_keys(node)
         kept = [name for name in names if name not in dropped]
         versions = remaining_metadata(made.metadata, names, kept)
         made.attributes = {**made.attributes, "_metadata": versions}
@@ -249,7 +251,7 @@ _VALUES = (bool, int, float, complex, str, type(None))
 def single_state_dict(
     checkpoint: Checkpoint, key: Any = None, *, values: bool = True
 ) -> Checkpoint:
-    """Return a checkpoint whose root is the one flat state dict (`sections.model_state_dict`).
+    """Return a checkpoint whose root is the one flat state dict (`sections.find_model_state_dict`).
 
     A pickled module becomes its `state_dict()` (`plain_state_dict`). Changes of kind `left-out`
     list everything else; without `values`, also the values among the tensors.
@@ -258,7 +260,7 @@ def single_state_dict(
         AmbiguousName: if there are several state dicts and no `key`.
         NotFound: if there is no state dict, or none at `key`.
     """
-    chosen = model_state_dict(checkpoint, key)
+    chosen = find_model_state_dict(checkpoint, key)
     return (_state_dict_alone if values else _weights_alone)(checkpoint, chosen)
 
 
@@ -279,11 +281,13 @@ def _state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
 def _weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     """Return `_state_dict_alone` without the values among the tensors, which no model loads."""
     alone = _state_dict_alone(checkpoint, chosen)
-    names = [name for name in values_inside(alone.root) if not holds_tensors(alone.root[name])]
+    names = [name for name in list_value_keys(alone.root) if not has_tensors(alone.root[name])]
     if not names:
         return alone
     gone = frozenset(names)
-    root = remade(alone.root, ((key, one) for key, one in alone.root.items() if key not in gone))
+    root = copy_with_items(
+        alone.root, ((key, one) for key, one in alone.root.items() if key not in gone)
+    )
     text = f"{listed(map(str, names), most=20)} (values in the state dict)"
     return alone.with_root(root, Change("left-out", text, len(names)))
 
@@ -344,7 +348,7 @@ def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
 
     One for each section, and for loose tensors, values and objects.
     """
-    for part in sections(root):
+    for part in find_sections(root):
         if part.kind == "values":
             yield from _loose(part, chosen)
         elif part.holder is not holder and not is_within(part.path, chosen):
@@ -386,7 +390,7 @@ def part_of(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpo
             hint="leave out --key to take the whole file",
         )
     if model_only:
-        model = model_state_dict(checkpoint, key)
+        model = find_model_state_dict(checkpoint, key)
         return _weights_alone(checkpoint, model), model.path
     if key is None:
         return checkpoint, ()
@@ -448,7 +452,7 @@ def chosen_of(
         chosen = select(index, include, exclude, endings=False)
         if chosen.unmatched:
             raise unmatched_error(chosen.unmatched[0], checkpoint.path)
-        return {path for path, _ in chosen.of(index)}
+        return {path for path, _ in chosen.pick_from(index)}
 
     root, changes = _Pruning(part.root, choose, base).result(file)
     if root is None or not any(part.with_root(root).tensors()):
@@ -494,8 +498,8 @@ class Salvage(Step):
             UsageError: if a list or an object would lose some of its tensors.
         """
         every = list(checkpoint.tensors())
-        lost = [path for path, tensor in every if any(map(_is_lost, everything(tensor)))]
-        parts = (part for _, tensor in every for part in everything(tensor))
+        lost = [path for path, tensor in every if any(map(_is_lost, walk_everything(tensor)))]
+        parts = (part for _, tensor in every for part in walk_everything(tensor))
         storages = (part.storage for part in parts if isinstance(part, TensorRef))
         unsummed = (one.data.source for one in storages
                     if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip

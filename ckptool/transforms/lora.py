@@ -14,10 +14,10 @@ from glob import escape as escaped_glob
 from typing import Any, NoReturn
 
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import TensorRef, over_elements, row_major_strides
+from ckptool.core.model import TensorRef, replace_elements, row_major_strides
 from ckptool.core.names import PEFT
 from ckptool.core.placeholders import refuse_placeholders
-from ckptool.core.sections import Section, model_state_dict, named_tensors
+from ckptool.core.sections import Section, find_model_state_dict, get_named_tensors
 from ckptool.errors import LimitExceeded, NotFound, NotRepresentable, UsageError
 from ckptool.files.place import place_of
 from ckptool.limits import DEFAULT_LIMITS
@@ -84,12 +84,12 @@ def merge_lora(
     if len(scales) not in (1, count) or not all(map(math.isfinite, scales)):
         raise UsageError(f"scale needs one finite number, or one for each of {count} adapters")
     refuse_placeholders(base)
-    part = model_state_dict(base, key)
+    part = find_model_state_dict(base, key)
     if adapters:
         _refuse_adapted(base, part)
     plan = _Plan(base, part)
     own = None if adapters else _Adapter.of(base, part, scales[0], alpha, own=True)
-    others = (_Adapter.of(one, model_state_dict(one), factor, alpha)
+    others = (_Adapter.of(one, find_model_state_dict(one), factor, alpha)
               for one, factor in zip(adapters, scales * count, strict=False))  # fmt: skip
     changes = [plan.add(one) for one in ([own] if own else others)]
     dropped = own.parts if own else set()
@@ -111,7 +111,7 @@ def merge_lora(
 
 def _refuse_adapted(base: Checkpoint, part: Section) -> None:
     """Refuse a base with its own LoRA factors: its PeftModel would apply an adapter twice."""
-    found = ((name, _PART.fullmatch(name)) for name in named_tensors(part.node))
+    found = ((name, _PART.fullmatch(name)) for name in get_named_tensors(part.node))
     own = [name for name, one in found if one and (one["down"] or one["up"])]
     if own:
         raise UsageError(
@@ -147,7 +147,7 @@ class _Adapter:
     ) -> _Adapter:
         """Read an adapter from its own file or, with `own`, from within its base."""
         config = _Config.beside(file, alpha)
-        tensors = named_tensors(part.node)
+        tensors = get_named_tensors(part.node)
         found = {name: one for name in tensors if (one := _PART.fullmatch(name))}
         factored = [one for one in found.values() if not one["alpha"]]
         groups: dict[str, dict[str, TensorRef]] = {one["module"]: {} for one in factored}
@@ -326,7 +326,7 @@ class _Plan:
 
     def __post_init__(self) -> None:
         """Index the base's tensors by the keys of the model."""
-        for name in named_tensors(self.part.node):
+        for name in get_named_tensors(self.part.node):
             bare = _bare(name)
             self._names.setdefault(bare, []).append(name)
             if bare.endswith(".weight"):
@@ -377,7 +377,7 @@ class _Plan:
             by_place.setdefault(node[name].place, []).extend(factors)
         chosen = {
             name: tensor
-            for name, tensor in named_tensors(node).items()
+            for name, tensor in get_named_tensors(node).items()
             if name not in dropped and (tensor.place in by_place or name in self._replaced)
         }
         refuse_apart(self.base, {id(tensor) for tensor in chosen.values()})
@@ -386,7 +386,7 @@ class _Plan:
         for name, tensor in chosen.items():
             other = self._replaced.get(name)
             if other is not None and other.dtype == tensor.dtype and tensor.place not in by_place:
-                made[name] = over_elements(
+                made[name] = replace_elements(
                     tensor, storage=other.storage, offset=other.offset, stride=other.stride,
                     flags=other.flags,
                 )  # fmt: skip
@@ -399,9 +399,9 @@ class _Plan:
                 )
             place = name if other is not None else tensor.place
             if place not in known:
-                storage = merger.storage(tensor, other, by_place.get(tensor.place, ()))
+                storage = merger.merge(tensor, other, by_place.get(tensor.place, ()))
                 stride = row_major_strides(tensor.sizes)
-                known[place] = over_elements(
+                known[place] = replace_elements(
                     tensor, storage=storage, offset=0, stride=stride, flags=()
                 )
             made[name] = known[place]
@@ -437,7 +437,7 @@ class _Plan:
         square, differs = None, False
         for name, module in taken.items():
             one, shape = adapter.factors[module], self.part.node[name].shape
-            turned = one.turned(shape)
+            turned = one.needs_transpose(shape)
             square = module if turned is None else square
             differs |= len(shape) == 2 and turned not in (None, one.transposed)
         if square is not None and differs:

@@ -10,9 +10,9 @@ from typing import Any
 
 from ckptool.core.checkpoint import MEMORY, Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, TensorRef
-from ckptool.core.tree import everything, rebuild
+from ckptool.core.tree import rebuild, walk_everything
 from ckptool.errors import DeviceError, warn
-from ckptool.tensors.live import LiveObject, LiveTree, is_array, stand_in
+from ckptool.tensors.live import LiveObject, LiveTree, describe_tensor, is_array
 
 
 def changed_dict(
@@ -49,12 +49,12 @@ def remap_dict(
     live = _Live()
     root = live.checkpoint(state_dict).root
     originals = live.originals
-    relocation = _Relocation(decide, [originals.get(id(node)) for node in everything(root)])
+    relocation = _Relocation(decide, [originals.get(id(node)) for node in walk_everything(root)])
 
     def move(node: Any) -> Any:
         original = originals.get(id(node))
         moved = relocation.moved(original)
-        return node if moved is original else live.node(moved)
+        return node if moved is original else live.make_node(moved)
 
     made: OrderedDict[Any, Any] = live.live(rebuild(root, move))
     return made
@@ -69,22 +69,22 @@ class _Live(LiveTree):
 
     def checkpoint(self, mapping: Mapping[Any, Any]) -> Checkpoint:
         """Return the checkpoint for `mapping`; its root is an ordered dict in any case."""
-        return Checkpoint(self.mapping(mapping, OrderedMap()), MEMORY, "")
+        return Checkpoint(self.fill_mapping(mapping, OrderedMap()), MEMORY, "")
 
-    def other(self, node: Any) -> Any:
+    def make_leaf(self, node: Any) -> Any:
         """Return the node for a tensor or object; a dict of another class keeps its class."""
         torch = _torch()
         if isinstance(node, OrderedDict):
-            return self.mapping(node, OrderedMap())
+            return self.fill_mapping(node, OrderedMap())
         if isinstance(node, dict):
-            items = [(key, self.node(value)) for key, value in node.items()]
+            items = [(key, self.make_node(value)) for key, value in node.items()]
             return Opaque(LiveObject(node), steps=[("set", items)])
         if torch is not None and isinstance(node, torch.Tensor):
-            return self.standing_for(node, stand_in(node))
+            return self.register_leaf(node, describe_tensor(node))
         if is_array(node):
             array = TensorRef(str(node.dtype), node.shape, (), 0, None, "cpu", kind="numpy")
-            return self.standing_for(node, array)
-        return super().other(node)
+            return self.register_leaf(node, array)
+        return super().make_leaf(node)
 
     def live(self, node: Any) -> Any:
         """Return the object for a node, in new containers."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ckptool.core.names import similar
+from ckptool.core.names import find_similar
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.words import counted, listed, printable
 
@@ -197,7 +197,7 @@ class AppliedRules:
             for name, steps in self.steps.items()
         ]
         near = dict.fromkeys(
-            name for wanted in idle[:_MOST_IDLE] for name in similar(wanted, names)
+            name for wanted in idle[:_MOST_IDLE] for name in find_similar(wanted, names)
         )
         return f"; did you mean {listed(near)}?" if near else ""
 

@@ -10,33 +10,33 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import Opaque, OrderedMap, remade
-from ckptool.core.modules import child_modules, module_state, own_tensors
+from ckptool.core.model import Opaque, OrderedMap, copy_with_items
+from ckptool.core.modules import get_child_modules, get_own_tensors, to_module_state
 from ckptool.core.names import (
     COLLISION_HINT,
     RULES_HINT,
     WRAPPERS,
     Renamer,
     StripResult,
-    add_name,
     check_collisions,
-    counts,
-    prefixed,
+    is_wrappable,
+    make_module_prefixer,
+    make_prefixer,
+    split_partly_wrapped,
     strip_names,
-    wrapped_in_part,
 )
 from ckptool.core.optimizers import FLAT_KEY
 from ckptool.core.sections import (
     MODEL_KINDS,
     Section,
+    find_loose_optimizers,
+    find_model_state_dict,
     is_flat_optimizer,
     is_optimizer,
-    loose_optimizers,
-    model_state_dict,
-    optimizer_names,
-    wrapped_names,
+    list_optimizer_names,
+    list_wrappable_keys,
 )
-from ckptool.core.tree import everything, inside, rebuild, where
+from ckptool.core.tree import describe_location, describe_path, rebuild, walk_everything
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.transforms.name_rules import AppliedRules, Rule, RuleMatch, rules_of
 from ckptool.transforms.step import Step
@@ -247,7 +247,7 @@ class NamePlan:
             self.instead[id(part.holder)] = _renamed_object(part.holder, renamed)
             return
         items = ((renamed.get(name, name), value) for name, value in part.holder.items())
-        made = remade(part.holder, items)
+        made = copy_with_items(part.holder, items)
         if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
             telling = {name: renamed.get(name, name) for name in names if self.tells(name)}
             moved = moved_metadata(made.metadata, telling, rename_module)
@@ -266,10 +266,10 @@ class NamePlan:
             NameCollision: if two names or keys would become the same.
         """
         every = list(parts)
-        loose = (loose_optimizers(part.holder) for part in every if part.kind == "values")
+        loose = (find_loose_optimizers(part.holder) for part in every if part.kind == "values")
         for part in chain(every, *loose):
             if part.kind == "optimizer":
-                own = optimizer_names(part.node)
+                own = list_optimizer_names(part.node)
                 found = followed(own, self._namings)
                 renamed = {name: new for name, new in found.items() if new != name}
                 self._rename_optimizer(part, own, renamed if found else alone(own))
@@ -277,7 +277,7 @@ class NamePlan:
             self._follow_flat(root)
 
     def _follow_flat(self, root: Any) -> None:
-        dicts = (node for node in everything(root) if isinstance(node, dict))
+        dicts = (node for node in walk_everything(root) if isinstance(node, dict))
         for flat in filter(is_flat_optimizer, dicts):
             found = (FLAT_KEY.fullmatch(key) for key in flat if isinstance(key, str))
             parts = [one.groups() for one in found if one]
@@ -290,7 +290,7 @@ class NamePlan:
             if renamed:
                 check_collisions(flat, renamed, file=self.file or None, hint=self.collision_hint)
                 items = ((renamed.get(key, key), value) for key, value in flat.items())
-                self.instead[id(flat)] = remade(flat, items)
+                self.instead[id(flat)] = copy_with_items(flat, items)
                 text = (
                     f"renamed {counted(len(renamed), 'key')} of the flat optimizer state to match"
                 )
@@ -303,7 +303,7 @@ class NamePlan:
         if not renamed or not is_optimizer(optimizer):
             return
         state = optimizer["state"]
-        self.instead[id(state)] = remade(
+        self.instead[id(state)] = copy_with_items(
             state, [(renamed.get(key, key) if isinstance(key, str) else key, value)
                     for key, value in state.items()]
         )  # fmt: skip
@@ -312,14 +312,18 @@ class NamePlan:
                 (key, _renamed_items(value, renamed) if key in ("params", "param_names") else value)
                 for key, value in group.items()
             ]
-            self.instead[id(group)] = remade(group, items)
-        which = f"the optimizer {where(part.path)}" if part.path else "the optimizer"
+            self.instead[id(group)] = copy_with_items(group, items)
+        which = f"the optimizer {describe_path(part.path)}" if part.path else "the optimizer"
         text = f"renamed {counted(len(renamed), 'parameter')} in {which} to match"
         self.changes.append(Change("follow", text, len(renamed)))
 
     def _check(self, part: Section, names: Iterable[Any], renamed: dict[str, str]) -> None:
         check_collisions(
-            names, renamed, file=self.file or None, place=where(part.path), hint=self.collision_hint
+            names,
+            renamed,
+            file=self.file or None,
+            place=describe_path(part.path),
+            hint=self.collision_hint,
         )
 
 
@@ -337,7 +341,7 @@ def with_items(
         if id(old) not in items:
             return old
         found.add(id(old))
-        return remade(old, items[id(old)])
+        return copy_with_items(old, items[id(old)])
 
     root = rebuild(checkpoint.root, None, mapping)
     if found != items.keys():
@@ -368,7 +372,9 @@ def changed(names: Iterable[str], rename: Renamer) -> dict[str, str]:
 
 def stays(part: Section) -> Change:
     """Return the warning that the keys of a pickled module cannot change."""
-    text = f"the pickled module at {where(part.path)} is unchanged: its class defines its keys"
+    text = (
+        f"the pickled module at {describe_path(part.path)} is unchanged: its class defines its keys"
+    )
     return Change("warning", text, len(part.node))
 
 
@@ -420,11 +426,11 @@ def unwrapped_modules(
     Raises:
         NameCollision: if two keys would become the same.
     """
-    names = wrapped_names(module_state(root) or OrderedMap())
+    names = list_wrappable_keys(to_module_state(root) or OrderedMap())
     wanted = strip_names(names, only=only, levels=levels, at=at)
     start: Opaque | None = root
     for name in at.split(".") if at else ():
-        start = start and child_modules(start).get(name)
+        start = start and get_child_modules(start).get(name)
     if start is None or not wanted.renamed:
         return Unwrapped()
     kinds = (only,) if isinstance(only, str) else tuple(only or WRAPPERS)
@@ -432,9 +438,9 @@ def unwrapped_modules(
     todo = [(start, frozenset[int](), 0, True)]
     while todo:
         module, above, taken, outermost = todo.pop()
-        children = child_modules(module)
+        children = get_child_modules(module)
         word = next(iter(children), None)
-        wraps = len(children) == 1 and word in WRAPPERS and not own_tensors(module)
+        wraps = len(children) == 1 and word in WRAPPERS and not get_own_tensors(module)
         goes = wraps and word in kinds and (levels is None or taken < levels)
         if word == "module":
             is_parallel = "DataParallel" in module.class_name.rpartition(".")[2]
@@ -447,7 +453,7 @@ def unwrapped_modules(
             for child in children.values()
             if id(child) not in inside
         )
-    after = wrapped_names(module_state(_replace_nodes(root, instead)) or OrderedMap())
+    after = list_wrappable_keys(to_module_state(_replace_nodes(root, instead)) or OrderedMap())
     if len(after) != len(names):  # modules that the file has under several keys
         raise NameCollision("two keys of a module would become the same key", hint=COLLISION_HINT)
     renamed = {name: new for name, new in zip(names, after, strict=True) if new != name}
@@ -500,8 +506,8 @@ class Rename(Step):
         made = _Renaming(rules_of(self.rules, self.prefixes), checkpoint.path)
         plan = NamePlan(checkpoint.path, RULES_HINT)
         every = distinct(checkpoint.sections)
-        for part in every if self.key is None else [model_state_dict(checkpoint, self.key)]:
-            names = wrapped_names(part.node)
+        for part in every if self.key is None else [find_model_state_dict(checkpoint, self.key)]:
+            names = list_wrappable_keys(part.node)
             if part.kind == "state_dict":
                 plan.rename(part, names, made.renamed(names), made.module)
             elif part.kind == "module":
@@ -627,12 +633,12 @@ class Strip(Step):
         checkpoint = (
             checkpoint.with_late_values()
         )  # the names in an optimizer may be in separate files
-        plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
+        plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
         options = self._options
         parts = distinct(checkpoint.sections)
         _check_path(checkpoint, parts, self.at)
         for part in parts:
-            names = wrapped_names(part.node)
+            names = list_wrappable_keys(part.node)
             if part.kind == "state_dict":
                 result = strip_names(names, **options)
                 plan.rename(part, names, result.renamed, result.rename_module)
@@ -648,9 +654,8 @@ class Strip(Step):
                 if found.instead and found.wanted is not None:
                     plan.changes.append(_strip_change(part, found.wanted, found.renamed))
                 if found.keeps:
-                    text = (
-                        f"the pickled module at {where(part.path)} keeps keys with wrapper prefixes"
-                    )
+                    where = describe_path(part.path)
+                    text = f"the pickled module at {where} keeps keys with wrapper prefixes"
                     plan.changes.append(
                         Change("warning", f"{text}: its class defines them", len(names))
                     )
@@ -681,7 +686,7 @@ class Wrap(Step):
         Raises:
             UsageError: if it is not a known wrapper.
         """
-        prefixed(self.wrapper, self.at)
+        make_prefixer(self.wrapper, self.at)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with wrapped keys.
@@ -691,9 +696,9 @@ class Wrap(Step):
             NotFound: if there is no entry at `key`, or no key starts with the path `at`.
         """
         checkpoint = checkpoint.with_late_values()
-        plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
-        rename, every = prefixed(self.wrapper, self.at), distinct(checkpoint.sections)
-        parts = every if self.key is None else [model_state_dict(checkpoint, self.key)]
+        plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
+        rename, every = make_prefixer(self.wrapper, self.at), distinct(checkpoint.sections)
+        parts = every if self.key is None else [find_model_state_dict(checkpoint, self.key)]
         _check_path(checkpoint, parts, self.at)
         for part in parts:
             if part.kind == "state_dict":
@@ -710,7 +715,7 @@ def _check_path(checkpoint: Checkpoint, parts: list[Section], at: str | None) ->
     if at is None:
         return
     models = [part for part in parts if part.kind in MODEL_KINDS]
-    names = [name for part in models for name in wrapped_names(part.node)]
+    names = [name for part in models for name in list_wrappable_keys(part.node)]
     if not any(name.startswith(f"{at}.") for name in names):
         known = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
         raise NotFound(
@@ -720,17 +725,17 @@ def _check_path(checkpoint: Checkpoint, parts: list[Section], at: str | None) ->
 
 
 def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
-    names = wrapped_names(part.node)
-    renamed = changed(names, prefixed(wrapper, at))
+    names = list_wrappable_keys(part.node)
+    renamed = changed(names, make_prefixer(wrapper, at))
     before = f"{at}.{wrapper}." if at else f"{wrapper}."
-    own = [name for name in renamed if counts(name)]
+    own = [name for name in renamed if is_wrappable(name)]
     if own and all(name.startswith(before) for name in own):
-        text = f'the keys{inside(part.path)} already started with "{before}"'
+        text = f'the keys{describe_location(part.path)} already started with "{before}"'
         plan.changes.append(Change("warning", text, len(renamed)))
-    plan.rename(part, names, renamed, add_name(wrapper, at))
+    plan.rename(part, names, renamed, make_module_prefixer(wrapper, at))
     if renamed:
         keys = counted(len(renamed), "key")
-        text = f'added "{before}" to {keys}{inside(part.path)}'
+        text = f'added "{before}" to {keys}{describe_location(part.path)}'
         plan.changes.append(Change("add", text, len(renamed)))
 
 
@@ -738,11 +743,11 @@ def _warn_of_partial_wrapper(
     part: Section, names: list[str], only: str | Sequence[str] | None
 ) -> Iterator[Change]:
     """Warn if most keys have `module.`, which stays because not all keys have it."""
-    within, others = wrapped_in_part(names, only=only)
+    within, others = split_partly_wrapped(names, only=only)
     if within:
         text = (
-            f'kept "module." on {counted(len(within), "key")}{inside(part.path)}, because '
-            f"{printable(others[0])} does not have it; to remove it: "
+            f'kept "module." on {counted(len(within), "key")}{describe_location(part.path)}, '
+            f"because {printable(others[0])} does not have it; to remove it: "
             "ckptool rename --prefix module.="
         )
         yield Change("warning", text, len(within))
@@ -751,5 +756,6 @@ def _warn_of_partial_wrapper(
 def _strip_change(part: Section, result: StripResult, renamed: dict[str, str]) -> Change:
     prefixes = " and ".join(f'"{wrapper}."' for wrapper in result.wrappers)
     levels = f" ({result.levels} levels)" if result.levels > 1 else ""
-    text = f"removed {prefixes} from {counted(len(renamed), 'key')}{inside(part.path)}{levels}"
+    keys = f"{counted(len(renamed), 'key')}{describe_location(part.path)}"
+    text = f"removed {prefixes} from {keys}{levels}"
     return Change("strip", text, len(renamed))

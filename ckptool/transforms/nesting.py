@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef
-from ckptool.core.tree import walk, where
+from ckptool.core.tree import describe_path, walk
 from ckptool.errors import NameCollision, NotRepresentable
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable
@@ -37,7 +37,7 @@ class Flatten(Step):
         root, lost = OrderedMap(), list[str]()
 
         def enter(path: Path, node: Any) -> bool:
-            here = where(path)
+            here = describe_path(path)
             if isinstance(node, Opaque):
                 raise NotRepresentable(
                     f"{here} is an object of class {printable(node.class_name)} with tensors "

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from ckptool.core.addressing import NameIndex, select, unmatched_error
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import OrderedMap, TensorRef
-from ckptool.core.names import bare_names, common_wrapper
+from ckptool.core.names import find_common_wrapper, map_to_bare_names
 from ckptool.core.quantizers import find_quantized
-from ckptool.core.sections import Section, model_state_dict
-from ckptool.core.tree import inside
+from ckptool.core.sections import Section, find_model_state_dict
+from ckptool.core.tree import describe_location
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.formats import Source, open_checkpoint
 from ckptool.transforms.extraction import plain_state_dict
@@ -72,7 +72,7 @@ class Overlay(Step):
             NotRepresentable: if a quantized weight would lose its companions.
             UsageError: if a shape or dtype differs, or a key is new and `add` is False.
         """
-        part = model_state_dict(checkpoint)
+        part = find_model_state_dict(checkpoint)
         if not isinstance(part.holder, dict):
             raise UsageError(
                 "the model is a pickled module, whose class defines its tensors",
@@ -91,12 +91,12 @@ class Overlay(Step):
     def _overlay_section(
         self, checkpoint: Checkpoint, part: Section, other: Checkpoint
     ) -> Checkpoint:
-        theirs = plain_state_dict(other, model_state_dict(other, self.key))
+        theirs = plain_state_dict(other, find_model_state_dict(other, self.key))
         taken = self._select_tensors(theirs, other)
         own = {name: one for name, one in part.node.items() if isinstance(one, TensorRef)}
-        bare = bare_names(own)
+        bare = map_to_bare_names(own)
         by_bare = {short: name for name, short in bare.items()}
-        wrapper = common_wrapper(bare)
+        wrapper = find_common_wrapper(bare)
         pairs = {by_bare[short]: one for short, one in taken.items() if short in by_bare}
         added = {wrapper + short: one for short, one in taken.items() if short not in by_bare}
         if not pairs:
@@ -117,7 +117,7 @@ class Overlay(Step):
         instead = {**pairs, **tied}
         items = [(name, instead.get(name, value)) for name, value in part.holder.items()]
         text = (
-            f"replaced {counted(len(pairs), 'tensor')}{inside(part.path)} with those of "
+            f"replaced {counted(len(pairs), 'tensor')}{describe_location(part.path)} with those of "
             f"{printable(other.path)}"
         )
         changes = [Change("overlay", text, len(pairs))]
@@ -136,13 +136,13 @@ class Overlay(Step):
     def _select_tensors(self, theirs: OrderedMap, other: Checkpoint) -> dict[str, TensorRef]:
         """Return the tensors of the other file by their keys in the model."""
         tensors = {name: one for name, one in theirs.items() if isinstance(one, TensorRef)}
-        bare = bare_names(tensors)
+        bare = map_to_bare_names(tensors)
         index = NameIndex([((bare[name],), one) for name, one in tensors.items()])
         chosen = select(index, tuple(self.include), (), endings=False)
         for one in chosen.unmatched:
             raise unmatched_error(one, other.path)
         front = f"{self.at}." if self.at is not None else ""
-        return {front + path[0]: one for path, one in chosen.of(index)}
+        return {front + path[0]: one for path, one in chosen.pick_from(index)}
 
     def _no_common_key(
         self,

@@ -16,21 +16,28 @@ from ckptool.core.model import (
     Path,
     TensorRef,
     Wrapping,
+    copy_with_items,
     find_tensors,
-    over_elements,
-    remade,
+    replace_elements,
 )
 from ckptool.core.modules import (
-    held_apart,
-    holds_tensors,
+    find_opaque_content,
+    has_tensors,
     is_module,
-    model_state,
-    module_state,
-    modules_below,
+    to_model_state,
+    to_module_state,
+    walk_modules,
 )
 from ckptool.core.placeholders import refuse_placeholders
-from ckptool.core.sections import MODEL_KINDS, Section, only_its_class
-from ckptool.core.tree import everything, held_items, mentions, path_of, rebuild, where
+from ckptool.core.sections import MODEL_KINDS, Section, describe_opaque_content
+from ckptool.core.tree import (
+    describe_path,
+    list_items,
+    rebuild,
+    to_path,
+    walk_everything,
+    walk_mentions,
+)
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
@@ -82,9 +89,9 @@ def class_of(node: Any) -> str:
 
 def refusals(root: Any) -> Iterator[tuple[Path, Any]]:
     """Yield every mention of a rejected node with its path, but not the content of the node."""
-    for link, node in mentions(root, enter=lambda node: not is_refused(node)):
+    for link, node in walk_mentions(root, enter=lambda node: not is_refused(node)):
         if is_refused(node):
-            yield path_of(link), node
+            yield to_path(link), node
 
 
 _NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
@@ -118,7 +125,7 @@ def _by_structure(node: Opaque) -> Any:
     if kinds <= {"build", "set"} and base in ("object", "dict"):
         return _as_dict(node, inside)
     if kinds == {"append"} and base in ("object", "list"):
-        return [*inside, *(value for _, value in held_items(node))]
+        return [*inside, *(value for _, value in list_items(node))]
     return list(inside) if base == "list" and not kinds else None
 
 
@@ -152,7 +159,7 @@ def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
 
 def _as_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
     """Return the items of an instance of a dict subclass, with its attributes as items."""
-    items = {**dict(content), **dict(held_items(node))}
+    items = {**dict(content), **dict(list_items(node))}
     state, attributes = node.state, node.attributes
     if not (state is node or attributes or state in _NO_STATE):
         return None
@@ -194,7 +201,7 @@ def _plain_tensor(tensor: TensorRef) -> TensorRef:
     if "array" in parts:
         return replace(tensor, kind="strided", parts=None)
     if tensor.is_array:
-        return over_elements(tensor)
+        return replace_elements(tensor)
     if tensor.storage is None or not any(is_refused(layer.type) for layer in tensor.wrapping):
         return tensor
     layers = [_plain_layer(layer) for layer in tensor.wrapping]
@@ -227,7 +234,7 @@ def _path(node: Opaque) -> str | None:
 def _deque(node: Opaque) -> list[Any] | None:
     match node.args:
         case () | ((), _):
-            return [value for _, value in held_items(node)]
+            return [value for _, value in list_items(node)]
     return None
 
 
@@ -298,11 +305,11 @@ def _content_outside_state(module: Opaque) -> tuple[list[str], list[str]]:
 
     Tensors with another key in the state dict (`_flat_weights` of an LSTM) do not count.
     """
-    in_state = find_tensors(dict(module_state(module) or {}))
+    in_state = find_tensors(dict(to_module_state(module) or {}))
     known = {tensor.place or id(tensor) for tensor in in_state}
-    lost = [only_its_class(path, one) for path, one in held_apart(module).items()]
+    lost = [describe_opaque_content(path, one) for path, one in find_opaque_content(module).items()]
     names: dict[str, None] = {}
-    for prefix, part in modules_below(module):
+    for prefix, part in walk_modules(module):
         rest = {name: one for name, one in part.attributes.items() if name not in _HELD}
         for name, value in {**part.attributes.get("_buffers", {}), **rest}.items():
             tensors = list(find_tensors(value))
@@ -442,9 +449,9 @@ def _refuse_nothing(before: Checkpoint, after: Checkpoint, hint: str | None) -> 
     Raises:
         NotRepresentable: if that would happen; the message lists the objects.
     """
-    has_tensors = holds_tensors(before.root)
-    if not (holds_tensors(after.root) if has_tensors else _has_content(after)):
-        what = "every tensor of the file" if has_tensors else "all content"
+    had_tensors = has_tensors(before.root)
+    if not (has_tensors(after.root) if had_tensors else _has_content(after)):
+        what = "every tensor of the file" if had_tensors else "all content"
         classes = dict.fromkeys(class_of(node) for _, node in refusals(before.root))
         raise NotRepresentable(
             f"{what} is in objects, so nothing would remain: {listed(classes, most=4)}",
@@ -460,13 +467,13 @@ def _has_content(checkpoint: Checkpoint) -> bool:
 def _sentence(path: Path, node: Any) -> str:
     tensors = 0 if isinstance(node, (Global, TensorRef)) else sum(1 for _ in find_tensors(node))
     inside = f", with {tensors} tensor{'s' if tensors > 1 else ''}" if tensors else ""
-    return f"{where(path)} ({printable(class_of(node))}{inside})"
+    return f"{describe_path(path)} ({printable(class_of(node))}{inside})"
 
 
 def _describe_remaining(path: Path, node: Any) -> str:
     lost = _content_outside_state(node)[0] if is_module(node) else ()
     beside = f", except for its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
-    return f"{where(path)} ({class_of(node)}{beside})"
+    return f"{describe_path(path)} ({class_of(node)}{beside})"
 
 
 Forms = Callable[[Any], Any]
@@ -481,7 +488,7 @@ def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
             return _plain_tensor(leaf)
         if not is_module(leaf):
             return plain_form(leaf)
-        state = model_state(leaf)
+        state = to_model_state(leaf)
         if state is None or (not partly and _content_outside_state(leaf)[0]):
             return leaf
         return plain_state_dict(checkpoint, Section((), "module", state, leaf))
@@ -528,11 +535,11 @@ def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[
         return not is_refused(node) or (is_container and not is_module(node))
 
     settings: dict[str, None] = {}
-    for link, node in mentions(root, enter=has_more):
+    for link, node in walk_mentions(root, enter=has_more):
         form = form_of(node) if isinstance(node, TensorRef) else forms.get(id(node), node)
         if form is node:
             continue
-        name = where(path_of(link))
+        name = describe_path(to_path(link))
         yield Change(
             "plain", f"{name}: converted {printable(class_of(node))} to {_describe_form(form)}", 1
         )
@@ -549,12 +556,12 @@ def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[
 def _objects_in_keys(root: Any) -> set[int]:
     """Return the ids of objects in dict keys and items of sets, also inside tuples."""
     keys: list[Any] = []
-    for node in everything(root):
+    for node in walk_everything(root):
         if isinstance(node, dict):
             keys.extend(node)
         elif isinstance(node, Opaque) and node.class_name in _SETS and node.args:
             keys.extend(node.args[0])
-    return {id(node) for node in everything(keys) if isinstance(node, Opaque)}
+    return {id(node) for node in walk_everything(keys) if isinstance(node, Opaque)}
 
 
 def _describe_form(form: Any) -> str:
@@ -590,7 +597,7 @@ def _with_kept_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
     rest = _kept_entries(attributes)
     if len(kept) == len(mapping) and len(rest) == len(attributes):
         return mapping
-    made = remade(mapping, kept)
+    made = copy_with_items(mapping, kept)
     if isinstance(made, OrderedMap):
         made.attributes = rest
     return made

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptool.core.addressing import NameIndex
 from ckptool.core.checkpoint import Change
-from ckptool.core.model import Storage, TensorRef, over_elements, row_major_strides
-from ckptool.core.sections import Section, named_tensors
+from ckptool.core.model import Storage, TensorRef, replace_elements, row_major_strides
+from ckptool.core.sections import Section, get_named_tensors
 from ckptool.dtypes import PACKED
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.files import ByteRange
 from ckptool.files.computed import joined
 from ckptool.formats.distributed.placements import row_major_data
-from ckptool.tensors.averaging import interpolated, more_rows
+from ckptool.tensors.averaging import make_rows, resample_positions
 from ckptool.transforms.casting import FLOATING
 from ckptool.words import counted, printable, shell
 
@@ -41,7 +41,7 @@ _One: TypeAlias = "Callable[[str, TensorRef, str], tuple[TensorRef, str]]"
 
 def _by_glob(kind: str, glob: str, one: _One) -> SectionRule:
     def step(part: Section, file: str) -> SectionWork:
-        tensors = named_tensors(part.node)
+        tensors = get_named_tensors(part.node)
         index = NameIndex([((*part.path, name), node) for name, node in tensors.items()], file)
         places = {index.nodes[at][1].place for at in index.select(glob, endings=False)}
         work, known = SectionWork(list(part.node.items()), set(), []), dict[Any, TensorRef]()
@@ -95,7 +95,7 @@ def resizing(rule: str) -> SectionRule:
             if not zero and (tensor.dtype not in FLOATING or not shape[0]):
                 text = f"{printable(name)!r} has no mean: it is {tensor.dtype} {list(shape)}"
                 raise UsageError(text, file=file, hint=f"--resize {shell(f'{rule}:zero')}")
-            data = joined([data, more_rows(tensor, count, zero=zero)])
+            data = joined([data, make_rows(tensor, count, zero=zero)])
             text = f"{counted(count, 'row')} added, {'zero' if zero else 'the mean of the others'}"
         else:
             data = data.slice(0, rows * prod(shape[1:]) * tensor.itemsize)
@@ -131,7 +131,7 @@ def interpolating(rule: str) -> SectionRule:
         old, prefix = (sides[0], sides[0]), tokens - sides[0] ** 2
         data = row_major_data(tensor, printable(name), file)
         if grid != old:
-            data = interpolated(tensor, prefix, old, grid)
+            data = resample_positions(tensor, prefix, old, grid)
         new = (*shape[:-2], prefix + prod(grid), shape[-1])
         text = f"a grid of {old[0]}x{old[1]} -> {grid[0]}x{grid[1]}, bicubic"
         kept = f", {counted(prefix, 'token')} before it kept" if prefix else ""
@@ -148,7 +148,7 @@ def _check(name: str, tensor: TensorRef, file: str) -> None:
 
 def _over_data(tensor: TensorRef, name: str, shape: tuple[int, ...], data: ByteRange) -> TensorRef:
     """Return the tensor with another shape and elements, in row-major order."""
-    return over_elements(
+    return replace_elements(
         tensor, shape=shape, stride=row_major_strides(shape), offset=0, flags=(),
         storage=Storage(name, data, data.length, tensor.device),
     )  # fmt: skip

@@ -11,18 +11,18 @@ from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
-from ckptool.core.names import STATISTICS, bare_names
+from ckptool.core.names import STATISTICS, map_to_bare_names
 from ckptool.core.optimizers import (
-    groups_of,
+    find_model,
     has_training_weights,
-    model_of,
-    names_in,
+    list_groups,
+    list_names,
 )
-from ckptool.core.sections import MODEL_KINDS, Section, named_tensors, optimizer_names
-from ckptool.core.tree import distinct as once
+from ckptool.core.sections import MODEL_KINDS, Section, get_named_tensors, list_optimizer_names
+from ckptool.core.tree import drop_ties as once
 from ckptool.errors import NotFound
 from ckptool.formats import load_format
-from ckptool.tensors.whole import Wholes, lerped
+from ckptool.tensors.whole import Wholes, interpolate_linearly
 from ckptool.transforms.names import distinct
 from ckptool.words import printable
 
@@ -49,11 +49,11 @@ def weights_for_evaluation(
     models = distinct(one for one in checkpoint.sections if one.kind in MODEL_KINDS)
     for section in filter(has_training_weights, optimizers):
         are_alone = len(models) == len(optimizers) == 1
-        model = models[0] if are_alone else model_of(section, models, optimizers)
+        model = models[0] if are_alone else find_model(section, models, optimizers)
         found = {} if model is None else keys_of_parameters(checkpoint, section, model)
-        tensors = {} if model is None else named_tensors(model.node)
+        tensors = {} if model is None else get_named_tensors(model.node)
         wholes, made = Wholes(), {}
-        for keys, group in zip(groups_of(section), section.node["param_groups"], strict=True):
+        for keys, group in zip(list_groups(section), section.node["param_groups"], strict=True):
             for key in keys if group.get("train_mode") is True else ():
                 held, name = section.node["state"].get(key), found.get(key)
                 end = held.get("z") if isinstance(held, dict) else None
@@ -68,7 +68,7 @@ def weights_for_evaluation(
                         file=checkpoint.path or None,
                         hint="call optimizer.eval() before saving the checkpoint",
                     )
-                made[name] = lerped(wholes, start, end, 1 - 1 / beta)
+                made[name] = interpolate_linearly(wholes, start, end, 1 - 1 / beta)
         if model is not None and made:
             yield section, model, made
 
@@ -85,17 +85,19 @@ def keys_of_parameters(checkpoint: Checkpoint, section: Section, model: Section)
     Matches by name or, with one group, by position; empty if neither is certain. A name that the
     model does not have gets the key "".
     """
-    groups, tensors = groups_of(section), named_tensors(model.node)
+    groups, tensors = list_groups(section), get_named_tensors(model.node)
     keys = [key for group in groups for key in group]
-    names = names_in(section)
+    names = list_names(section)
     if names:
-        bare = bare_names(names)
-        own = {new: name for name, new in bare_names(tensors).items()}
+        bare = map_to_bare_names(names)
+        own = {new: name for name, new in map_to_bare_names(tensors).items()}
         return {key: own.get(bare[name], "") for key, name in zip(keys, names, strict=True)}
     listed = once(((name,), one) for name, one in tensors.items())
     held = [str(path[0]) for path, _ in listed if _last(path) not in STATISTICS]
     metadata = getattr(model.node, "metadata", None)
-    is_proved = len(groups) == 1 and len(held) == len(keys) and not optimizer_names(section.node)
+    is_proved = (
+        len(groups) == 1 and len(held) == len(keys) and not list_optimizer_names(section.node)
+    )
     if is_proved and keeps_order(checkpoint, list(tensors), metadata):
         return dict(zip(keys, held, strict=True))
     return {}

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, cast
 
 from ckptool.core.checkpoint import Change, Checkpoint
-from ckptool.core.model import Opaque, Path, TensorRef, remade
-from ckptool.core.sections import MODEL_KINDS, likely_models, only_model
+from ckptool.core.model import Opaque, Path, TensorRef, copy_with_items
+from ckptool.core.sections import MODEL_KINDS, choose_only_model, find_likely_models
 from ckptool.core.tree import is_within, name_of
 from ckptool.core.values import is_value, summarize
 from ckptool.errors import AmbiguousName, NotFound, UsageError
@@ -173,7 +173,7 @@ def _apply_edits(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any
                 items.append((key, added.pop(key)))
             elif key not in edit.gone:
                 items.append((edit.renamed.get(key, key), _apply_edits(value, edits, (*path, key))))
-        return remade(node, [*items, *added.items()])
+        return copy_with_items(node, [*items, *added.items()])
     values = [
         edit.added[at] if at in edit.added else _apply_edits(value, edits, (*path, at))
         for at, value in enumerate(node)
@@ -402,7 +402,7 @@ class Set(Step):
         made = replace(checkpoint, details=details)
         root = _apply_edits(checkpoint.root, edits) if edits else checkpoint.root
         if root is checkpoint.root and isinstance(root, dict):
-            root = remade(root, root)  # a new tree, so that the file counts as changed
+            root = copy_with_items(root, root)  # a new tree, so that the file counts as changed
         return made.with_root(root, *changes)
 
 
@@ -491,8 +491,8 @@ def _refuse_parameters(checkpoint: Checkpoint, text: str, path: Path) -> None:
     Raises:
         UsageError: if the path leads to one.
     """
-    models = likely_models(checkpoint)
-    main = only_model(models)
+    models = find_likely_models(checkpoint)
+    main = choose_only_model(models)
     for part in checkpoint.sections:
         is_inside = part.kind in MODEL_KINDS and is_within(path, part.path)
         is_main = main is not None and part.path == main.path and is_within(part.path, path)

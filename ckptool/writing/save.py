@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.core.checkpoint import Change, Checkpoint, alone
-from ckptool.core.placeholders import placeholders_of, refuse_placeholders
-from ckptool.core.sections import what_there_is
+from ckptool.core.checkpoint import Change, Checkpoint, gather_alone
+from ckptool.core.placeholders import find_placeholders, refuse_placeholders
+from ckptool.core.sections import describe_sections
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, without_query
 from ckptool.files import Source
 from ckptool.files.computed import ComputedSource
@@ -176,7 +176,7 @@ def save(
         check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
     notes = [*plan.notes, *remarks(checkpoint, path, format, name)]
-    if found := placeholders_of(checkpoint):
+    if found := find_placeholders(checkpoint):
         notes.append(f"{found.text}; {found.hint}")
     if all(change.kind != "fit" for change in checkpoint.changes):
         notes += load_format(checkpoint.format).describe_layout(checkpoint)
@@ -399,7 +399,7 @@ def _other_models(path: str | os.PathLike[str], plan: WritePlan) -> Iterator[str
 
 def _receipt(plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: bool) -> Receipt:
     reports = () if dry_run else job.checkpoint.reports
-    gather = group.all if group is not None and plan.index else alone
+    gather = group.all if group is not None and plan.index else gather_alone
     return Receipt(
         path=plan.index or job.path,
         format=plan.format,
@@ -467,7 +467,7 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
     empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
     if not plan.tensors and (empty or load_format(plan.format).flat) and not checkpoint.in_memory:
         was = replace(checkpoint, root=checkpoint.original)
-        there = [*what_there_is(was), *plan.left_out]
+        there = [*describe_sections(was), *plan.left_out]
         if not there:  # the copy of an empty file is complete
             return
         raise NotRepresentable(

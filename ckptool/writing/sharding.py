@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
-from ckptool.core.tree import everything
+from ckptool.core.tree import walk_everything
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import load_format, load_writable_format, shard_format_of
 from ckptool.formats.base import NewFile, WritePlan
@@ -215,7 +215,7 @@ def _torch_parts(checkpoint: Checkpoint) -> _Parts:
 def _shareable(value: Any) -> dict[int, int]:
     """Return the shareable parts of an entry, with their bytes outside the pickle."""
     found: dict[int, int] = {}
-    for node in everything(value):
+    for node in walk_everything(value):
         storage: Storage | None = None
         if isinstance(node, (TensorRef, StorageRef)):
             storage = node.storage

@@ -10,7 +10,7 @@ from threading import Event
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import StorageRef, TensorRef
-from ckptool.core.tree import everything
+from ckptool.core.tree import walk_everything
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
@@ -90,7 +90,7 @@ def _records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
     """Return the records that are copied into a file of `format` without their CRC-32."""
     handed_on = load_format(format).hands_on_crc
     starts: dict[int, list[int]] = {}
-    for node in everything(checkpoint.root):
+    for node in walk_everything(checkpoint.root):
         storage = node.storage if isinstance(node, (TensorRef, StorageRef)) else None
         data = None if storage is None else storage.whole or storage.data
         if storage is None or data is None or not data.length:

@@ -15,7 +15,7 @@ import ckptool
 from ckptool.comparison import contents
 from ckptool.comparison.aligning import align
 from ckptool.core.model import TensorRef
-from ckptool.core.sections import model_state_dict
+from ckptool.core.sections import find_model_state_dict
 from ckptool.core.tree import walk
 from ckptool.errors import NameCollision, NotFound, TorchMissing, UsageError
 from ckptool.tensors.comparing import Comparer
@@ -104,7 +104,7 @@ def test_every_fixture_has_the_weights_of_what_it_is_converted_to(fixtures, memo
         except ckptool.CheckpointError:
             continue  # it has no weights that the format can hold
         with ckptool.open(name) as source:
-            found = ckptool.diff(source, target, key=model_state_dict(source).path or None)
+            found = ckptool.diff(source, target, key=find_model_state_dict(source).path or None)
         tensors = {what for row in found.changed for what in row.what}
         assert tensors <= {"device", "requires_grad", "kind"}, (name, whats(found))
         assert not found.only_in_b, name
@@ -238,7 +238,7 @@ class TestValues:
     def test_ties_are_compared_once(self, compare, monkeypatch):
         shared, other = torch.ones(5), torch.zeros(5)
         calls = []
-        real = contents.same_content
+        real = contents.has_same_content
         monkeypatch.setattr(contents, "same_content", lambda *of: calls.append(of) or real(*of))
         found = compare({"l.a": shared, "l.b": shared}, {"l.a": other, "l.b": other})
         assert (len(calls), len(found.changed), found.read) == (1, 2, 2)

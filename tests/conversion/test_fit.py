@@ -9,7 +9,7 @@ from torch import nn
 
 import ckptool
 from ckptool.conversion.fit import Fit, Reference
-from ckptool.core.sections import model_state_dict
+from ckptool.core.sections import find_model_state_dict
 from ckptool.errors import MatchError, NameCollision, NotFound, NotRepresentable
 from ckptool.loading.target import ModelTarget
 from ckptool.matching import Allowance, slots_of
@@ -64,7 +64,7 @@ def made(tmp_path):
 def slots(made):
     def of(model):
         made_of = made(model.state_dict(), f"{id(model)}.pth")
-        return ModelTarget("", slots_of(model_state_dict(made_of)))
+        return ModelTarget("", slots_of(find_model_state_dict(made_of)))
 
     return of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ckptool
-from ckptool.core.addressing import NameIndex, nearest, resolve, select
+from ckptool.core.addressing import NameIndex, find_nearest, resolve, select
 from ckptool.core.tree import name_of
 from ckptool.errors import AmbiguousName, NotFound
 from tests.trees import checkpoint, state_dict, tensor
@@ -78,7 +78,9 @@ def test_several_answers_at_one_stage_are_an_error_with_all_of_them(root, name, 
 def chosen(root, include=(), exclude=(), *, endings=True):
     index = NameIndex(checkpoint(root).leaves)
     found = select(index, include, exclude, endings=endings)
-    return [name_of(path) for path, _ in found.of(index)], [one.pattern for one in found.unmatched]
+    return [name_of(path) for path, _ in found.pick_from(index)], [
+        one.pattern for one in found.unmatched
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_verb_that_writes_takes_no_ends_of_paths():
 
 def test_what_is_near_contains_the_word_else_is_alike_else_is_all_there_is():
     names = ["model/fc.weight", "model/bn.bias"]
-    assert nearest("FC", names) == ["model/fc.weight"]
-    assert nearest("*.fc.*", names) == ["model/fc.weight"]
-    assert nearest("model/bm.bias", names) == ["model/bn.bias"]
-    assert nearest("zzz", names, ["model"]) == ["model"]
+    assert find_nearest("FC", names) == ["model/fc.weight"]
+    assert find_nearest("*.fc.*", names) == ["model/fc.weight"]
+    assert find_nearest("model/bm.bias", names) == ["model/bn.bias"]
+    assert find_nearest("zzz", names, ["model"]) == ["model"]

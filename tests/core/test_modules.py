@@ -9,7 +9,7 @@ import torch
 
 import ckptool
 from ckptool.core.model import Global, Opaque
-from ckptool.core.modules import child_modules, is_module, module_state, own_tensors
+from ckptool.core.modules import get_child_modules, get_own_tensors, is_module, to_module_state
 from ckptool.errors import LimitExceeded, NameCollision
 from ckptool.limits import Limits
 from ckptool.transforms import Strip, single_state_dict
@@ -46,7 +46,7 @@ def test_names_order_and_shapes_are_those_of_state_dict(tmp_path, wrap, protocol
     net = wrap(Net())
     torch.save(net, tmp_path / "net.pth", pickle_protocol=protocol)
     with opened(tmp_path / "net.pth") as checkpoint:
-        found = module_state(checkpoint.root)
+        found = to_module_state(checkpoint.root)
     expected = {name: tuple(value.shape) for name, value in net.state_dict().items()}
     assert found is not None
     assert {name: ref.shape for name, ref in found.items()} == expected
@@ -80,18 +80,18 @@ def test_versions_are_those_of_torchs_classes():
             if issubclass(cls, torch.nn.modules.batchnorm._NormBase):
                 buffers = {"running_mean": None, "running_var": None, "num_batches_tracked": None}
                 net = module(f"{home}.{cls.__qualname__}", buffers=buffers)
-            assert module_state(net).metadata == {"": {"version": cls._version}}, cls
+            assert to_module_state(net).metadata == {"": {"version": cls._version}}, cls
             seen += cls._version != 1
     assert seen > 30
 
 
 def test_a_version_of_its_own_and_of_a_class_that_is_not_known():
-    assert module_state(module(_version=7)).metadata == {"": {"version": 7}}
-    assert module_state(module(_version="7")).metadata == {"": {"version": 1}}
+    assert to_module_state(module(_version=7)).metadata == {"": {"version": 7}}
+    assert to_module_state(module(_version="7")).metadata == {"": {"version": 1}}
     norm = module(buffers={"running_mean": tensor(), "num_batches_tracked": tensor()})
-    assert module_state(norm).metadata == {"": {"version": 2}}
+    assert to_module_state(norm).metadata == {"": {"version": 2}}
     frozen = module(buffers={"running_mean": tensor(), "running_var": tensor()})
-    assert module_state(frozen).metadata == {"": {"version": 1}}
+    assert to_module_state(frozen).metadata == {"": {"version": 1}}
 
 
 def test_metadata_follows_when_wrappers_go():
@@ -105,7 +105,7 @@ def test_anything_else_is_no_module():
     lacking = module()
     del lacking.steps[0][1]["_buffers"]
     for node in (None, {}, {"_parameters": {}, "_buffers": {}, "_modules": {}}, lacking, tensor()):
-        assert module_state(node) is None
+        assert to_module_state(node) is None
         assert not is_module(node)
 
 
@@ -113,20 +113,20 @@ def test_a_module_inside_itself_is_not_entered_again():
     inner = module(parameters={"weight": tensor()})
     outer = module(children={"inner": inner})
     inner.attributes["_modules"]["back"] = outer
-    assert list(module_state(outer)) == ["inner.weight"]
+    assert list(to_module_state(outer)) == ["inner.weight"]
 
 
 def test_a_shared_module_gives_its_names_under_each_path():
     shared = module(parameters={"weight": tensor()})
     net = module(children={"a": shared, "b": shared, "none": None})
-    assert list(module_state(net)) == ["a.weight", "b.weight"]
-    assert list(child_modules(net)) == ["a", "b"]
+    assert list(to_module_state(net)) == ["a.weight", "b.weight"]
+    assert list(get_child_modules(net)) == ["a", "b"]
 
 
 def test_names_that_are_no_strings_are_no_names():
     net = module(parameters={1: tensor(), "w": tensor()}, children={2: module()})
-    assert list(module_state(net)) == ["w"]
-    assert child_modules(net) == {}
+    assert list(to_module_state(net)) == ["w"]
+    assert get_child_modules(net) == {}
 
 
 def test_modules_shared_exponentially_are_refused():
@@ -136,16 +136,16 @@ def test_modules_shared_exponentially_are_refused():
     with pytest.raises(
         LimitExceeded, match="the same containers occur repeatedly, with more than 350,000 entries"
     ):
-        module_state(net)
+        to_module_state(net)
 
 
 def test_modules_nested_too_deep_are_refused():
     net = module(parameters={"weight": tensor()})
     for _ in range(9):
         net = module(children={"a": net})
-    assert module_state(net, Limits(max_depth=9)) is not None
+    assert to_module_state(net, Limits(max_depth=9)) is not None
     with pytest.raises(LimitExceeded, match="deeper than 8"):
-        module_state(net, Limits(max_depth=8))
+        to_module_state(net, Limits(max_depth=8))
 
 
 def test_non_persistent_buffers_are_left_out_however_the_set_is_spelled():
@@ -156,13 +156,13 @@ def test_non_persistent_buffers_are_left_out_however_the_set_is_spelled():
             buffers={"kept": tensor(), "passing": tensor(), "none": None},
             _non_persistent_buffers_set=names,
         )
-        assert list(own_tensors(net)) == ["kept"]
+        assert list(get_own_tensors(net)) == ["kept"]
 
 
 def test_a_compiled_module_is_the_call_that_pickles_it():
     inner = parallel(module(parameters={"weight": tensor()}))
     compiled = Opaque(Global("torch._dynamo.eval_frame", "OptimizedModule"), (inner, None))
-    assert list(module_state(compiled)) == ["_orig_mod.module.weight"]
+    assert list(to_module_state(compiled)) == ["_orig_mod.module.weight"]
     assert not is_module(Opaque(compiled.func, ({},)))
 
 

@@ -12,12 +12,12 @@ from ckptool.core.names import (
     WRAPPERS,
     Family,
     check_collisions,
-    families,
-    numbered,
-    prefixed,
-    ranges,
+    find_wrappers,
+    format_ranges,
+    group_families,
+    make_prefixer,
+    split_numbers,
     strip_names,
-    wrappers_of,
 )
 from ckptool.errors import NameCollision, UsageError
 
@@ -70,7 +70,7 @@ def test_levels_go_from_the_outside_until_nothing_changes(names, expected, level
     result = strip_names(names)
     assert [result.renamed.get(name, name) for name in names] == expected
     assert (result.levels, result.wrappers) == (levels, wrappers)
-    assert wrappers_of(names) == wrappers
+    assert find_wrappers(names) == wrappers
 
 
 def test_levels_stops_earlier():
@@ -117,12 +117,12 @@ def test_two_names_that_would_become_one_are_refused_by_both_names():
 
 
 def test_adding_leaves_the_counter_of_averaged_weights():
-    add = prefixed("module")
+    add = make_prefixer("module")
     assert [add(name) for name in ("n_averaged", "fc.w")] == ["n_averaged", "module.fc.w"]
-    assert prefixed("_orig_mod", "f")("f.w") == "f._orig_mod.w"
-    assert prefixed("_orig_mod", "f")("g.w") == "g.w"
+    assert make_prefixer("_orig_mod", "f")("f.w") == "f._orig_mod.w"
+    assert make_prefixer("_orig_mod", "f")("g.w") == "g.w"
     with pytest.raises(UsageError):
-        prefixed("model")
+        make_prefixer("model")
 
 
 COMPONENT = st.sampled_from(["a", "b", "0", "mlp_module", "n_averaged", "_orig_mod_x", *WRAPPERS])
@@ -138,7 +138,7 @@ def apply(names, **options):
 
 @given(NAMES, st.sampled_from(WRAPPERS))
 def test_what_is_added_comes_off_again(names, word):
-    added = [prefixed(word)(name) for name in names]
+    added = [make_prefixer(word)(name) for name in names]
     assert apply(added, levels=1) == names
 
 
@@ -174,7 +174,7 @@ def test_module_stays_unless_every_name_begins_with_it(names, word):
 
 
 def labels(*names):
-    return [family.label for family in families((name, None) for name in names)]
+    return [family.label for family in group_families((name, None) for name in names)]
 
 
 def expanded(label):
@@ -193,7 +193,7 @@ def span(run):
 
 def test_layers_are_one_family():
     names = [f"layers.{n}.mlp.weight" for n in range(32)]
-    assert families((name, 0) for name in names) == [
+    assert group_families((name, 0) for name in names) == [
         Family("layers.{0..31}.mlp.weight", tuple(names), tuple(range(32)))
     ]
 
@@ -208,7 +208,7 @@ def test_a_name_alone_is_itself():
 
 def test_signatures_part_families_in_the_order_of_their_first_names():
     rows = [("l.0.w", "a"), ("l.1.w", "b"), ("x", "a"), ("l.2.w", "a"), ("l.3.w", "b")]
-    assert families(rows) == [
+    assert group_families(rows) == [
         Family("l.{0,2}.w", ("l.0.w", "l.2.w"), (0, 3)),
         Family("l.{1,3}.w", ("l.1.w", "l.3.w"), (1, 4)),
         Family("x", ("x",), (2,)),
@@ -247,7 +247,7 @@ def test_only_whole_components_that_are_plain_numbers_are_folded(other):
 
 
 def test_a_name_that_comes_twice_is_there_twice():
-    assert families([("a.0", 0), ("a.1", 0), ("a.0", 0)]) == [
+    assert group_families([("a.0", 0), ("a.1", 0), ("a.0", 0)]) == [
         Family("a.{0..1}", ("a.0", "a.1", "a.0"), (0, 1, 2))
     ]
 
@@ -259,20 +259,20 @@ def test_a_name_of_a_million_numbers_costs_no_more_than_its_length():
 
 def test_many_names_that_make_no_box():
     names = [f"a.{n}.b.{n * n % 1009}.c.{n % 7}.d.{n % 1013}" for n in range(20_000)]
-    found = families((name, None) for name in names)
+    found = group_families((name, None) for name in names)
     assert sum(len(family.names) for family in found) == len(names)
 
 
 def test_a_name_taken_apart():
-    assert numbered("a.3.b/0") == (("a.", ".b/", ""), (3, 0))
-    assert numbered("conv1.w") == (("conv1.w",), ())
+    assert split_numbers("a.3.b/0") == (("a.", ".b/", ""), (3, 0))
+    assert split_numbers("conv1.w") == (("conv1.w",), ())
 
 
 @pytest.mark.parametrize(
     ("numbers", "text"), [([5], "{5}"), ([2, 0, 1], "{0..2}"), ([0, 2, 3, 9], "{0,2..3,9}")]
 )
 def test_ranges(numbers, text):
-    assert ranges(numbers) == text
+    assert format_ranges(numbers) == text
 
 
 components = st.one_of(st.integers(0, 3).map(str), st.sampled_from(["w", "conv1", "00", "a/1"]))
@@ -281,7 +281,7 @@ some_names = st.lists(components, min_size=1, max_size=6).map(".".join)
 
 @given(st.lists(st.tuples(some_names, st.booleans()), unique=True, max_size=60))
 def test_each_name_is_in_one_family_and_its_label_expands_to_it_alone(rows):
-    found = families(rows)
+    found = group_families(rows)
     assert sorted(n for f in found for n in f.numbers) == list(range(len(rows)))
     for family in found:
         assert sorted(expanded(family.label)) == sorted(family.names)

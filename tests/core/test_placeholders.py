@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 import ckptool
 from ckptool.cli import main
-from ckptool.core.placeholders import placeholders_of
+from ckptool.core.placeholders import find_placeholders
 from ckptool.errors import MatchError, NotRepresentable
 from tests.conversions import convert_by_options
 from tests.sources import PROJECT
@@ -56,7 +56,7 @@ def tensors(path, key):
 
 def said(path):
     with ckptool.open(path) as checkpoint:
-        found = placeholders_of(checkpoint)
+        found = find_placeholders(checkpoint)
     return found and found.text
 
 

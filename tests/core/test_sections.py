@@ -8,19 +8,19 @@ import pytest
 
 from ckptool.core.model import Global, Opaque, OrderedMap, Wrapping
 from ckptool.core.sections import (
-    likely_models,
-    model_state_dict,
-    optimizer_names,
-    sections,
-    with_numbers,
-    wrapped_names,
+    find_likely_models,
+    find_model_state_dict,
+    find_sections,
+    list_optimizer_names,
+    list_wrappable_keys,
+    restore_integer_keys,
 )
 from ckptool.errors import AmbiguousName, NotFound
 from tests.trees import checkpoint, module, opened, parallel, scalar, state_dict, storage, tensor
 
 
 def kinds(root):
-    return {section.name: section.kind for section in sections(root)}
+    return {section.name: section.kind for section in find_sections(root)}
 
 
 def adam(*names):
@@ -51,10 +51,10 @@ def test_a_training_checkpoint():
         "state_dict": "state_dict", "optimizer": "optimizer", "scheduler": "scheduler",
         "": "values",
     }  # fmt: skip
-    values = sections(root)[-1]
+    values = find_sections(root)[-1]
     assert list(values.node) == [("epoch",), ("rng",), ("args",)]
     assert [path for path, _ in values.tensors()] == [("rng",)]
-    assert [path for path, _ in sections(root)[1].tensors()] == [
+    assert [path for path, _ in find_sections(root)[1].tensors()] == [
         ("optimizer", "state", 0, "step"), ("optimizer", "state", 0, "exp_avg"),
         ("optimizer", "state", 1, "step"), ("optimizer", "state", 1, "exp_avg"),
     ]  # fmt: skip
@@ -119,8 +119,8 @@ def test_a_training_checkpoint():
 def test_what_is_what(name, root, expected):
     found = kinds(root)
     if name == "a class derived from dict":
-        assert [section.kind for section in sections(root)] == ["state_dict", "values"]
-        assert sections(root)[0].wrappers == ("module",)
+        assert [section.kind for section in find_sections(root)] == ["state_dict", "values"]
+        assert find_sections(root)[0].wrappers == ("module",)
     else:
         assert found == expected
 
@@ -164,25 +164,25 @@ def learned(name="w"):
 )  # fmt: skip
 def test_what_may_be_the_model_and_one_of_several_is_never_guessed(root, models):
     read = checkpoint(root)
-    assert [part.name for part in likely_models(read)] == models
+    assert [part.name for part in find_likely_models(read)] == models
     if len(models) == 1:
-        assert model_state_dict(read).name == models[0]
+        assert find_model_state_dict(read).name == models[0]
     else:
         with pytest.raises(AmbiguousName if models else NotFound):
-            model_state_dict(read)
+            find_model_state_dict(read)
 
 
 def test_what_no_one_calls_weights_is_there_for_who_asks():
     root = {"model": state_dict(["fc.w"]), "vocab": table(), "loss": loss(),
             "optimizer": {"m": tensor()}}  # fmt: skip
     assert kinds(root) == {"model": "state_dict", "optimizer": "optimizer", "": "values"}
-    assert list(sections(root)[-1].node) == [("vocab", "a"), ("vocab", "b"), ("loss",)]
-    assert list(model_state_dict(checkpoint(root), "vocab").node) == ["a", "b"]
-    assert list(model_state_dict(checkpoint(root), "optimizer").node) == ["m"]
+    assert list(find_sections(root)[-1].node) == [("vocab", "a"), ("vocab", "b"), ("loss",)]
+    assert list(find_model_state_dict(checkpoint(root), "vocab").node) == ["a", "b"]
+    assert list(find_model_state_dict(checkpoint(root), "optimizer").node) == ["m"]
     with pytest.raises(
         NotFound, match="'loss' has no state dict of a model; it has the state_dict model, the"
     ):
-        model_state_dict(checkpoint(root), "loss")
+        find_model_state_dict(checkpoint(root), "loss")
 
 
 def test_every_leaf_belongs_to_exactly_one_section():
@@ -191,7 +191,7 @@ def test_every_leaf_belongs_to_exactly_one_section():
     from ckptool.core.tree import walk
 
     every = [path for path, _ in walk(root) if _.__class__.__name__ == "TensorRef"]
-    held = [path for section in sections(root) for path, _ in section.tensors()]
+    held = [path for section in find_sections(root) for path, _ in section.tensors()]
     assert sorted(map(str, held)) == sorted(map(str, every))
 
 
@@ -203,46 +203,46 @@ def test_sections_say_which_wrappers_their_names_carry():
         "opt": adam("module.a.w"),
         "numbered": adam(0),
     }
-    assert [section.wrappers for section in sections(root)] == [
+    assert [section.wrappers for section in find_sections(root)] == [
         ("module", "_orig_mod"), (), ("module",), ("module",), (),
     ]  # fmt: skip
 
 
 def test_names_that_count():
     named = {"w": tensor(), "epoch": 1, "a._extra_state": 5, "_extra_state": None, 3: tensor()}
-    assert wrapped_names(named) == ["w", "a._extra_state", "_extra_state"]
+    assert list_wrappable_keys(named) == ["w", "a._extra_state", "_extra_state"]
     optimizer = {"state": {"a": {}}, "param_groups": [
         {"params": ["a", "b"], "param_names": ["c"]}, {"params": [3]}, {"params": "odd"},
     ]}  # fmt: skip
-    assert optimizer_names(optimizer) == ["a", "b", "c"]
+    assert list_optimizer_names(optimizer) == ["a", "b", "c"]
 
 
 def test_the_only_state_dict_is_found_and_a_module_is_one():
     root = {"epoch": 1, "net": state_dict(["w"]), "opt": adam(0)}
-    section = model_state_dict(checkpoint(root))
+    section = find_model_state_dict(checkpoint(root))
     assert (section.path, section.kind) == (("net",), "state_dict")
     assert section.node is root["net"]
-    whole = model_state_dict(checkpoint(module(parameters={"w": tensor()})))
+    whole = find_model_state_dict(checkpoint(module(parameters={"w": tensor()})))
     assert (whole.path, whole.kind, list(whole.node)) == ((), "module", ["w"])
 
 
 def test_several_are_listed_with_their_tensors_and_never_guessed_between():
     root = {"model": state_dict(["a", "b"]), "model_ema": state_dict(["a"])}
     with pytest.raises(AmbiguousName) as caught:
-        model_state_dict(checkpoint(root))
+        find_model_state_dict(checkpoint(root))
     assert "model (2 tensors), model_ema (1 tensor)" in str(caught.value)
     assert caught.value.hint == "choose one with `key='model'` or `key='model_ema'`"
-    assert model_state_dict(checkpoint(root), "model_ema").node is root["model_ema"]
+    assert find_model_state_dict(checkpoint(root), "model_ema").node is root["model_ema"]
 
 
 def test_one_dict_under_two_names_is_one():
     shared = state_dict(["a"])
-    assert model_state_dict(checkpoint({"model": shared, "best": shared})).path == ("model",)
+    assert find_model_state_dict(checkpoint({"model": shared, "best": shared})).path == ("model",)
 
 
 def test_none_lists_what_there_is():
     with pytest.raises(NotFound) as caught:
-        model_state_dict(checkpoint({"opt": adam(0), "epoch": 1, "loops": {"a": 1, "b": 2}}))
+        find_model_state_dict(checkpoint({"opt": adam(0), "epoch": 1, "loops": {"a": 1, "b": 2}}))
     assert "the optimizer opt, epoch, loops" in str(caught.value)
     assert caught.value.hint == "ckptool info file.pth"
 
@@ -253,23 +253,23 @@ def test_a_key_may_name_the_level_above_a_loose_dict_or_a_suffix():
             "opt": adam(0), "two": {"a": state_dict(["x"]), "b": state_dict(["y"])},
             "few": {"w": tensor(), "a": 1, "b": 2, "c": 3}}  # fmt: skip
     opened_root = checkpoint(root)
-    assert model_state_dict(opened_root, "state_dict").path == ("state_dict", "state_dict")
-    assert model_state_dict(opened_root, "model").path == ("run", "model")
-    assert model_state_dict(opened_root, "opt/state/0").path == ("opt", "state", 0)
-    assert list(model_state_dict(opened_root, "few").node) == ["w", "a", "b", "c"]
-    assert model_state_dict(opened_root, ("run",)).path == ("run", "model")
+    assert find_model_state_dict(opened_root, "state_dict").path == ("state_dict", "state_dict")
+    assert find_model_state_dict(opened_root, "model").path == ("run", "model")
+    assert find_model_state_dict(opened_root, "opt/state/0").path == ("opt", "state", 0)
+    assert list(find_model_state_dict(opened_root, "few").node) == ["w", "a", "b", "c"]
+    assert find_model_state_dict(opened_root, ("run",)).path == ("run", "model")
     with pytest.raises(AmbiguousName, match="two/a"):
-        model_state_dict(opened_root, "two")
+        find_model_state_dict(opened_root, "two")
     for key in ("opt", "nothing"):
         with pytest.raises(NotFound):
-            model_state_dict(opened_root, key)
+            find_model_state_dict(opened_root, key)
 
 
 def test_a_key_is_a_container_and_not_the_word_beside_it():
     root = {"run": {"model": state_dict(["v"])}, "args": {"model": "resnet"}}
-    assert model_state_dict(checkpoint(root), "model").path == ("run", "model")
+    assert find_model_state_dict(checkpoint(root), "model").path == ("run", "model")
     with pytest.raises(NotFound):
-        model_state_dict(checkpoint({"model": 3}), "model")
+        find_model_state_dict(checkpoint({"model": 3}), "model")
 
 
 @pytest.mark.parametrize(
@@ -298,13 +298,13 @@ def test_real_files(fixtures, file, expected):
 def test_ties_are_counted_under_each_name():
     shared = storage()
     root = {"a": tensor(over=shared), "b": tensor(over=shared)}
-    assert len(sections(root)[0].tensors()) == 2
+    assert len(find_sections(root)[0].tensors()) == 2
 
 
 def test_what_an_optimizer_keeps_of_one_parameter_is_no_state_dict():
     kept = {"step": scalar(), "exp_avg": tensor(), "exp_avg_sq": tensor()}
     root = {"state_dict": {"fc.weight": tensor()}, "optimizer": {"fc.weight": kept}}
-    found = [part.name for part in sections(root) if part.kind == "state_dict"]
+    found = [part.name for part in find_sections(root) if part.kind == "state_dict"]
     assert found == ["state_dict"]
 
 
@@ -313,6 +313,6 @@ def test_text_becomes_the_number_of_the_groups_unless_the_number_is_there_too():
     first, second, both = object(), object(), object()
     groups = [{"params": [0, 1, 2]}]
     root = {"optim": {"state": {"0": first, 1: second, "1": both, "x": 3}, "param_groups": groups}}
-    assert with_numbers(root)["optim"]["state"] == {0: first, 1: second, "1": both, "x": 3}
+    assert restore_integer_keys(root)["optim"]["state"] == {0: first, 1: second, "1": both, "x": 3}
     plain = {"optim": {"state": {0: first}, "param_groups": groups}}
-    assert with_numbers(plain) is plain
+    assert restore_integer_keys(plain) is plain

@@ -21,7 +21,7 @@ from ckptool.core.model import (
     TensorRef,
     Wrapping,
 )
-from ckptool.core.tree import everything, held_items, name_of, rebuild, walk
+from ckptool.core.tree import list_items, name_of, rebuild, walk, walk_everything
 from ckptool.errors import AmbiguousName, LimitExceeded, NameCollision, NotFound
 from ckptool.limits import Limits
 from tests.trees import checkpoint, module, parallel, scalar, state_dict, storage, tensor
@@ -89,8 +89,8 @@ def test_what_default_dicts_counters_and_deques_hold():
     deque = Opaque(Global("collections", "deque"), ((), 4), steps=[("append", [1, tensor()])])
     assert names({"d": default, "c": counter, "q": deque}) == ["d", "d/a", "c", "c/w",
                                                               "q", "q/0", "q/1"]  # fmt: skip
-    assert held_items(default) == [("a", 1)]
-    assert held_items(Opaque(Global("m", "L"), (), steps=[("append", [5]), ("append", [6])])) == [
+    assert list_items(default) == [("a", 1)]
+    assert list_items(Opaque(Global("m", "L"), (), steps=[("append", [5]), ("append", [6])])) == [
         (0, 5), (1, 6),
     ]  # fmt: skip
 
@@ -327,7 +327,7 @@ def test_no_depth_is_too_deep(kind):
 
     rebuild(node, leaf=retag)
     rebuild(wraps[kind](tensor()), leaf=leaf)
-    assert sum(1 for found in everything(node) if isinstance(found, TensorRef)) >= 1
+    assert sum(1 for found in walk_everything(node) if isinstance(found, TensorRef)) >= 1
 
 
 def test_leaf_gets_each_leaf_once_and_no_plain_value():
@@ -370,7 +370,7 @@ def test_the_array_that_carries_a_tensor_is_left_to_leaf():
     made = rebuild(carried, leaf=retag)
     assert made.parts["data"] is data
     assert made.device == "new"
-    assert data not in list(everything(carried))
+    assert data not in list(walk_everything(carried))
 
 
 def test_objects_are_copied_with_their_content_and_can_be_replaced():
@@ -421,14 +421,14 @@ def test_everything_looks_into_objects_keys_and_parts_once():
     sparse = replace(tensor(), kind="sparse_coo", storage=None, parts={"values": values})
     device = DeviceValue("cpu")
     root = [sparse, {device: 1}, Opaque(Global("m", "T"), (sparse, "x"))]
-    found = list(everything(root))
+    found = list(walk_everything(root))
     assert [node for node in found if isinstance(node, TensorRef)] == [sparse, values]
     assert device in found
     assert len({id(node) for node in found}) == len(found)
     node = [1]
     for _ in range(60):
         node = [node, node]
-    assert len(list(everything(node))) == 61
+    assert len(list(walk_everything(node))) == 61
 
 
 def test_a_name_that_several_nodes_have_is_listed_once():

@@ -3,7 +3,7 @@
 import math
 
 from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size
-from ckptool.core.values import class_of, json_value, shape_text, summarize
+from ckptool.core.values import class_name_of, format_shape, summarize, to_json_value
 from tests.inspection.handmade import floats, tensor
 
 
@@ -12,8 +12,8 @@ def test_a_value_as_json_holds_it():
         (1, 1), (True, True), (None, None), ("x", "x"), (1.5, 1.5), (math.nan, "nan"),
         (math.inf, "inf"), (1j, "1j"), (b"x", "b'x'"),
     ]:  # fmt: skip
-        assert json_value(value) == wanted, value
-        assert type(json_value(value)) is type(wanted), value
+        assert to_json_value(value) == wanted, value
+        assert type(to_json_value(value)) is type(wanted), value
 
 
 def test_a_node_in_a_few_words():
@@ -52,10 +52,10 @@ def test_words_are_few_however_long_the_value():
 
 
 def test_a_ragged_dimension_is_a_question_mark():
-    assert shape_text((2, None, 3)) == "[2, ?, 3]"
-    assert shape_text(()) == "[]"
+    assert format_shape((2, None, 3)) == "[2, ?, 3]"
+    assert format_shape(()) == "[]"
 
 
 def test_the_class_of_plain_python():
-    assert class_of(b"") == "builtins.bytes"
-    assert class_of(DeviceValue("cpu")) == "torch.device"
+    assert class_name_of(b"") == "builtins.bytes"
+    assert class_name_of(DeviceValue("cpu")) == "torch.device"

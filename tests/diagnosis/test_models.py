@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import ckptool
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.sections import likely_models, only_model
+from ckptool.core.sections import choose_only_model, find_likely_models
 from ckptool.errors import CheckpointError
 
 Linear, Loss = torch.nn.Linear, torch.nn.CrossEntropyLoss
@@ -73,7 +73,7 @@ def convert(command):
 
 def chosen(source: Checkpoint):
     """Return the model, and its tensors as the file has them."""
-    model = only_model(likely_models(source))
+    model = choose_only_model(find_likely_models(source))
     return model, [one.torch() for _, one in model.tensors()] if model else []
 
 

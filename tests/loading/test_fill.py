@@ -19,7 +19,7 @@ from ckptool.loading.fill import (
     stored_bytes,
 )
 from ckptool.loading.load_into import load_into
-from ckptool.tensors.live import cuts, extent, repeats
+from ckptool.tensors.live import is_expanded, iterate_blocks, span_of_strides
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_cuts_take_every_element_once_and_in_order(shape, most, random):
     axes = list(range(len(shape)))
     random.shuffle(axes)
     whole = torch.arange(torch.Size(shape).numel()).view(shape).permute(axes)
-    blocks = [whole[at].reshape(-1) for at in cuts(whole.shape, most)]
+    blocks = [whole[at].reshape(-1) for at in iterate_blocks(whole.shape, most)]
     assert all(0 < len(block) <= most for block in blocks)
     assert [number for block in blocks for number in block.tolist()] == whole.reshape(-1).tolist()
 
@@ -147,8 +147,8 @@ BASE = torch.zeros(6, 8)
 def test_an_expanded_tensor_has_a_smaller_extent_than_elements_and_repeats_them():
     row = torch.zeros(3)
     for view, elements in ((row.expand(4, 3), 3), (row[:1].expand(5), 1), (row[:, None], 3)):
-        assert extent(view.shape, view.stride()) == elements
-        assert repeats(view.shape, view.stride()) == (view.numel() > elements)
+        assert span_of_strides(view.shape, view.stride()) == elements
+        assert is_expanded(view.shape, view.stride()) == (view.numel() > elements)
 
 
 def parameter(*shape, **options):

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from ckptool.core.model import Global, Opaque, OrderedMap, TensorRef, Wrapping
-from ckptool.core.sections import sections
+from ckptool.core.sections import find_sections
 from ckptool.matching import (
     EXTRA,
     Ambiguity,
@@ -102,7 +102,7 @@ def test_a_cast_is_lossy_by_what_the_types_hold():
 
 
 def only(root):
-    return slots_of(sections(root)[0])
+    return slots_of(find_sections(root)[0])
 
 
 def parameter_ref(*shape):

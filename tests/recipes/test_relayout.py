@@ -523,12 +523,12 @@ def test_a_plan_that_makes_too_much_is_refused(tmp_path):
 
 def test_a_hundred_thousand_tensors_are_stacked_and_come_back(tmp_path):
     from ckptool.core.checkpoint import Checkpoint
-    from ckptool.core.model import plain_tensor
+    from ckptool.core.model import make_plain_tensor
     from ckptool.files import ByteRange, MemorySource
 
     source = MemorySource(bytes(range(16)), "memory")
     root = {
-        f"{n}.experts.{e}.{w}": plain_tensor(w, "uint8", (2, 4), ByteRange(source, at * 8, 8))
+        f"{n}.experts.{e}.{w}": make_plain_tensor(w, "uint8", (2, 4), ByteRange(source, at * 8, 8))
         for n in range(100)
         for e in range(500)
         for at, w in enumerate(("w1", "w3"))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptool.core.sections import model_state_dict
+from ckptool.core.sections import find_model_state_dict
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import list_tensors
@@ -127,7 +127,7 @@ def test_the_recipe_gives_the_tensors_of_the_other_library(name):
     proof = PROOFS[name]
     with opened(name) as checkpoint:
         made = relayout(checkpoint, recipe_of(name), proof["params"])
-        found = contents(made.with_root(model_state_dict(made).node))
+        found = contents(made.with_root(find_model_state_dict(made).node))
     assert found == hashes(load_file(FOLDER / name / "target.safetensors"))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ckptool
 from ckptool.cli import main
-from ckptool.core.sections import sections
+from ckptool.core.sections import find_sections
 from ckptool.core.tree import walk
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import refusals
@@ -57,7 +57,7 @@ def a_pickle(data: bytes) -> None:
     """The machine alone, and what is asked of every tree."""
     with contextlib.suppress(ckptool.CheckpointError):
         root = read(data).root
-        for asked in (walk, sections, refusals, blockers):
+        for asked in (walk, find_sections, refusals, blockers):
             deque(asked(root), maxlen=0)
 
 

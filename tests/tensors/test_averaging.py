@@ -9,7 +9,7 @@ from ckptool.core.model import Storage, TensorRef
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.tensors import averaging, casting
-from ckptool.tensors.averaging import Averager, ElementBuffer, Elements, elements_of
+from ckptool.tensors.averaging import Averager, ElementBuffer, Elements, run_of_tensor
 
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
@@ -112,7 +112,7 @@ def test_the_elements_of_a_view_are_in_row_major_order():
             "cpu",
             flags=flags,
         )
-        wanted, found = seen.resolve_neg().flatten(), elements_of(ref)
+        wanted, found = seen.resolve_neg().flatten(), run_of_tensor(ref)
         buffer = ElementBuffer("float32", seen.numel())
         assert torch.equal(buffer.read(found, 0, seen.numel()), wanted), view
         for start in (20, 3, 9, 9, 0):  # forwards and back

@@ -16,12 +16,12 @@ from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
 from ckptool.formats import open_checkpoint
 from ckptool.tensors import bytewise
 from ckptool.tensors.bytewise import (
+    align_runs,
+    compare_checksums,
+    count_nonfinite_elements,
+    has_same_content,
     is_floating,
     is_infinity_or_zero,
-    nonfinite,
-    same_by_checksum,
-    same_content,
-    side_by_side,
 )
 from tests.tensors.refs import tensor
 
@@ -33,8 +33,8 @@ def bits(raw, dtype, shape, stride=None, **more):
 
 
 def both_ways(a, b):
-    found = same_content(a, b)
-    assert found == same_content(b, a)
+    found = has_same_content(a, b)
+    assert found == has_same_content(b, a)
     return found
 
 
@@ -52,7 +52,7 @@ def changed(raw, at):
 def test_every_byte_counts():
     for length in [4, 60, 64, 68, 240]:
         a = bits(RAW[:length], "float32", (length // 4,))
-        assert same_content(a, bits(RAW[:length], "float32", (length // 4,))), length
+        assert has_same_content(a, bits(RAW[:length], "float32", (length // 4,))), length
         for at in range(length):
             assert not both_ways(a, bits(changed(RAW[:length], at), "float32", (length // 4,))), (
                 length
@@ -65,15 +65,15 @@ def test_only_its_own_bytes_count():
     for at in range(240):
         same = both_ways(a, bits(changed(RAW, at), "int16", (20,), offset=30))
         assert same == (not 60 <= at < 100)
-    assert same_content(a, bits(RAW[60:100], "int16", (20,)))
+    assert has_same_content(a, bits(RAW[60:100], "int16", (20,)))
 
 
 @pytest.mark.usefixtures("in_small_steps")
 def test_bits_are_compared_and_not_numbers():
     nan = struct.pack("<2f", float("nan"), 0.0)
-    assert same_content(bits(nan, "float32", (2,)), bits(nan, "float32", (2,)))
+    assert has_same_content(bits(nan, "float32", (2,)), bits(nan, "float32", (2,)))
     zeros = struct.pack("<2f", float("nan"), -0.0)
-    assert not same_content(bits(nan, "float32", (2,)), bits(zeros, "float32", (2,)))
+    assert not has_same_content(bits(nan, "float32", (2,)), bits(zeros, "float32", (2,)))
 
 
 LAYOUTS = [
@@ -108,10 +108,10 @@ def test_what_lies_alike_is_not_put_in_order():
     for shape, stride in LAYOUTS:
         a = bits(RAW, "int16", shape, stride)
         dense = stride not in ((8, 2), (9, 1), (1, 1))
-        assert (side_by_side(a, a) is not None) == dense
+        assert (align_runs(a, a) is not None) == dense
     turned = bits(RAW, "int16", (5, 4), (1, 5))
-    assert side_by_side(turned, bits(RAW, "int16", (5, 4))) is None
-    assert side_by_side(turned, bits(RAW, "int16", (5, 4), (1, 5), byteorder="big")) is None
+    assert align_runs(turned, bits(RAW, "int16", (5, 4))) is None
+    assert align_runs(turned, bits(RAW, "int16", (5, 4), (1, 5), byteorder="big")) is None
 
 
 def test_big_endian_files_and_flags():
@@ -119,11 +119,11 @@ def test_big_endian_files_and_flags():
         little = bits(RAW, dtype, (30,) if dtype != "float16" else (120,))
         big = replace(little, storage=replace(little.storage, byteorder="big"))
         assert not both_ways(little, big), dtype
-        assert same_content(big, big), dtype
+        assert has_same_content(big, big), dtype
         assert both_ways(big, bits(big.read(), dtype, little.shape)), dtype
         negative = replace(little, flags=("neg",))
         assert not both_ways(little, negative), dtype
-        assert same_content(negative, negative), dtype
+        assert has_same_content(negative, negative), dtype
         assert both_ways(negative, bits(negative.read(), dtype, little.shape)), dtype
 
 
@@ -139,22 +139,22 @@ def test_conjugated_numbers():
 def test_packed_elements():
     for dtype, count in [("float6_e2m3fn", 8), ("float4_e2m1fn_x2", 6), ("quint4x2", 12)]:
         raw = RAW[:6]
-        assert same_content(bits(raw, dtype, (count,)), bits(raw, dtype, (count,))), dtype
-        assert not same_content(
+        assert has_same_content(bits(raw, dtype, (count,)), bits(raw, dtype, (count,))), dtype
+        assert not has_same_content(
             bits(raw, dtype, (count,)), bits(changed(raw, 5), dtype, (count,))
         ), dtype
 
 
 def test_no_elements_are_equal():
     for shape in [(0,), (4, 0, 3)]:
-        assert same_content(bits(b"", "float32", shape), bits(RAW, "float32", shape, offset=7)), (
-            shape
-        )
+        assert has_same_content(
+            bits(b"", "float32", shape), bits(RAW, "float32", shape, offset=7)
+        ), shape
 
 
 def test_a_number_without_dimensions():
-    assert same_content(bits(RAW, "int64", (), offset=1), bits(RAW[8:16], "int64", ()))
-    assert not same_content(bits(RAW, "int64", ()), bits(RAW[8:16], "int64", ()))
+    assert has_same_content(bits(RAW, "int64", (), offset=1), bits(RAW[8:16], "int64", ()))
+    assert not has_same_content(bits(RAW, "int64", ()), bits(RAW[8:16], "int64", ()))
 
 
 @given(
@@ -169,7 +169,7 @@ def test_streams_are_equal_however_they_are_cut(content, cuts, others, change, l
     if change is not None and change < len(other):
         other = changed(other, change)
     done = []
-    found = bytewise._same_streams(blocks(content, cuts), blocks(other, others), done.append)
+    found = bytewise._has_same_blocks(blocks(content, cuts), blocks(other, others), done.append)
     assert found == (content == other)
     assert sum(done) == len(content) if found else sum(done) <= len(content)
 
@@ -184,10 +184,10 @@ def blocks(content, cuts):
 def test_all_bytes_are_told(stride):
     done = []
     a = bits(RAW, "int8", (100,), stride)
-    assert same_content(a, a, done.append)
+    assert has_same_content(a, a, done.append)
     assert sum(done) == 100
     done.clear()
-    assert not same_content(a, bits(changed(RAW, 40), "int8", (100,), stride), done.append)
+    assert not has_same_content(a, bits(changed(RAW, 40), "int8", (100,), stride), done.append)
     assert sum(done) < 100
 
 
@@ -198,10 +198,10 @@ def test_files_are_read_by_two_threads_and_an_error_in_one_is_told(tmp_path):
     for path in paths:
         path.write_bytes(content)
     with_files = [over(FileSource(path), len(content)) for path in paths]
-    assert same_content(*with_files)
+    assert has_same_content(*with_files)
     paths[1].write_bytes(content[:-1000])  # under our feet
     with pytest.raises(CheckpointError, match="ended at 239,000"):
-        same_content(*with_files)
+        has_same_content(*with_files)
 
 
 def over(source, size, crc32=None):
@@ -222,7 +222,7 @@ def test_compressed_records(tmp_path):
 
     plain = over(MemorySource(content, "n"), len(content))
     assert both_ways(inflated(), plain)
-    assert same_content(inflated(), inflated())
+    assert has_same_content(inflated(), inflated())
     other = over(MemorySource(changed(content, len(content) - 1), "n"), len(content))
     assert not both_ways(inflated(), other)
 
@@ -250,26 +250,26 @@ def test_what_checksums_say():
         (PART, (5, 6), None),
     ]:
         a, b = (stated(*layout, crc) for crc in crcs)
-        assert same_by_checksum(a, b) is verdict, layout
+        assert compare_checksums(a, b) is verdict, layout
 
 
 def test_what_checksums_do_not_say():
     a = stated(*PART, 5)
-    assert same_by_checksum(a, stated(*PART, 5, offset=4)) is None
-    assert same_by_checksum(a, stated(*PART, 5, size=42)) is None
-    assert same_by_checksum(a, stated(*PART, 5, byteorder="big")) is None
-    assert same_by_checksum(stated(*WHOLE, 5), stated(*TURNED, 5)) is None
-    assert same_by_checksum(a, replace(a, flags=("neg",))) is None
+    assert compare_checksums(a, stated(*PART, 5, offset=4)) is None
+    assert compare_checksums(a, stated(*PART, 5, size=42)) is None
+    assert compare_checksums(a, stated(*PART, 5, byteorder="big")) is None
+    assert compare_checksums(stated(*WHOLE, 5), stated(*TURNED, 5)) is None
+    assert compare_checksums(a, replace(a, flags=("neg",))) is None
     holed = stated((5, 2), (4, 1), 5)
-    assert same_by_checksum(holed, holed) is None
+    assert compare_checksums(holed, holed) is None
     meta = TensorRef("int16", (2,), (1,), 0, None, "meta", kind="meta")
-    assert same_by_checksum(meta, meta) is None
+    assert compare_checksums(meta, meta) is None
 
 
 def test_pairs_of_layouts_agree_with_content():
     for (shape, stride), (_, other) in product(LAYOUTS[:7], repeat=2):
         a, b = bits(RAW, "int16", shape, stride), bits(RAW, "int16", shape, other)
-        assert same_content(a, b) == (a.read() == b.read())
+        assert has_same_content(a, b) == (a.read() == b.read())
 
 
 WIDE = ["float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"]
@@ -306,19 +306,19 @@ def test_any_bits_are_counted_as_torch_counts_them(dtype, data):
     word = st.one_of(st.binary(min_size=2, max_size=2), st.sampled_from(special))
     words = data.draw(st.lists(word, min_size=size // 2, max_size=3 * size))
     raw = b"".join(words)[: len(words) * 2 // size * size]
-    assert nonfinite(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw))
+    assert count_nonfinite_elements(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw))
 
 
 def test_every_code_of_a_type_of_one_byte():
     for dtype in NARROW:
         raw = bytes(range(256)) * 3
-        assert nonfinite(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw)), dtype
+        assert count_nonfinite_elements(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw)), dtype
 
 
 def test_every_pattern_of_16_bits():
     raw = b"".join(code.to_bytes(2, "little") for code in range(1 << 16))
     for dtype in ("float16", "bfloat16"):
-        assert nonfinite(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw))
+        assert count_nonfinite_elements(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw))
 
 
 @pytest.mark.parametrize("dtype", [name for name in WIDE if name != "complex32"])
@@ -331,7 +331,7 @@ def test_pieces_and_blocks_of_a_large_view(dtype, tmp_path):
     with open_checkpoint(tmp_path / "views.pth") as checkpoint:
         views = [tensor, tensor.t(), tensor[::2, 1::3]]
         told = []
-        found = [nonfinite(ref, told.append) for ref in checkpoint.root]
+        found = [count_nonfinite_elements(ref, told.append) for ref in checkpoint.root]
         assert found == [judged(view) for view in views]
         assert sum(told) == sum(view.nbytes for view in views)
 
@@ -340,21 +340,21 @@ def test_what_strides_repeat_is_read_once_and_counted_as_often_as_it_is_there():
     one = ref_of("float32", torch.tensor([math.nan, math.inf, 1.0]).numpy().tobytes())
     wide = replace(one, shape=(1000, 3), stride=(0, 1))
     told = []
-    assert nonfinite(wide, told.append) == (1000, 1000)
+    assert count_nonfinite_elements(wide, told.append) == (1000, 1000)
     assert sum(told) == 12
 
 
 def test_big_endian_bytes_are_read_as_what_they_mean():
     raw = torch.tensor([math.nan, 1.0, math.inf]).numpy().byteswap().tobytes()
-    assert nonfinite(ref_of("float32", raw, byteorder="big")) == (1, 1)
+    assert count_nonfinite_elements(ref_of("float32", raw, byteorder="big")) == (1, 1)
 
 
 def test_numbers_that_cannot_be_nan_are_not_read():
     for dtype in DTYPES:
         if not is_floating(dtype.name):
             unread = TensorRef(dtype.name, (4,), (1,), 0, None, "cpu")
-            assert nonfinite(unread) == (0, 0)
-    assert nonfinite(ref_of("float32", b"")) == (0, 0)
+            assert count_nonfinite_elements(unread) == (0, 0)
+    assert count_nonfinite_elements(ref_of("float32", b"")) == (0, 0)
 
 
 @given(

@@ -15,7 +15,7 @@ import torch
 
 from ckptool import save
 from ckptool.errors import NotRepresentable
-from ckptool.tensors.live import frozen
+from ckptool.tensors.live import freeze
 from tests.tensors.judge import assert_same
 
 
@@ -162,7 +162,9 @@ def test_elements_that_are_repeated_are_no_others(tmp_path):
 
 def test_all_of_a_storage_in_another_order_is_not_copied():
     turned = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    assert not frozen([turned, torch.ones(3, 1, 4).permute(2, 1, 0)], instead={}, file="f").changes
+    assert not freeze(
+        [turned, torch.ones(3, 1, 4).permute(2, 1, 0)], replacements={}, file="f"
+    ).changes
 
 
 class Color(enum.IntEnum):

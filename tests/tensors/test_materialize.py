@@ -24,7 +24,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import open_checkpoint
 from ckptool.tensors import Materializer, materialize, require_torch, set_attributes
-from ckptool.tensors.materialize import called
+from ckptool.tensors.materialize import describe_name
 from tests.tensors.judge import assert_same
 from tests.tensors.refs import composed, floats, ints, storage, tensor, torch_global
 from tests.tensors.samples import DTYPES, SAMPLES, of_dtype
@@ -95,7 +95,7 @@ def test_a_ref_is_one_tensor(tmp_path):
     file = saved(tmp_path / "f.pt", {"w": torch.zeros(2)})
     with open_checkpoint(file) as checkpoint:
         maker = Materializer(checkpoint.root)
-        assert maker.tensor(checkpoint["w"]) is maker.tensor(checkpoint["w"])
+        assert maker.make_tensor(checkpoint["w"]) is maker.make_tensor(checkpoint["w"])
 
 
 def test_a_subclass_with_a_storage_becomes_a_plain_tensor_with_its_attributes(tmp_path):
@@ -158,11 +158,11 @@ def test_torch_is_there():
     ("name", "shown"), [("fc.weight", "tensor 'fc.weight'"), ("", "the tensor")]
 )
 def test_how_a_tensor_is_called(name, shown):
-    assert called(name) == shown
+    assert describe_name(name) == shown
 
 
 def test_a_name_cannot_reach_the_terminal():
-    assert "\x1b" not in called("a\x1b[2Jb")
+    assert "\x1b" not in describe_name("a\x1b[2Jb")
 
 
 def test_the_default_device_of_the_user_changes_no_figures(tmp_path):
@@ -224,8 +224,8 @@ def test_big_endian_views_share_their_storage():
     whole = tensor(struct.pack(">4f", 0, 1, 2, 3), "float32", (4,), byteorder="big")
     part = whole[2:]
     maker = Materializer([whole, part])
-    maker.tensor(whole)[2] = 9
-    assert maker.tensor(part).tolist() == [9, 3]
+    maker.make_tensor(whole)[2] = 9
+    assert maker.make_tensor(part).tolist() == [9, 3]
 
 
 def test_a_file_of_a_big_endian_machine(tmp_path):
@@ -327,7 +327,7 @@ def test_casts_keep_ties_and_views_and_leave_integers_alone(tmp_path):
     file = saved(tmp_path / "f.pt", tree)
     with open_checkpoint(file) as checkpoint:
         maker = Materializer(checkpoint.root, dtype=torch.bfloat16)
-        made = {name: maker.tensor(checkpoint[name]) for name in tree}
+        made = {name: maker.make_tensor(checkpoint[name]) for name in tree}
     for name, tensor_ in made.items():
         theirs = tree[name]
         assert type(tensor_) is type(theirs)
@@ -343,7 +343,7 @@ def test_casts_reach_the_values_of_sparse_tensors_but_not_scales(tmp_path):
     tree = {"s": SAMPLES["sparse"]()["csr"], "q": SAMPLES["quantized"]()["channel"]}
     with open_checkpoint(saved(tmp_path / "f.pt", tree)) as checkpoint:
         maker = Materializer(checkpoint.root, dtype="torch.float16")
-        sparse, quantized = maker.tensor(checkpoint["s"]), maker.tensor(checkpoint["q"])
+        sparse, quantized = maker.make_tensor(checkpoint["s"]), maker.make_tensor(checkpoint["q"])
     assert sparse.dtype is torch.float16
     assert torch.equal(sparse.to_dense().float(), tree["s"].to_dense())
     assert quantized.q_per_channel_scales().dtype is torch.float64
@@ -361,7 +361,7 @@ def test_a_type_that_torch_cannot_cast_is_named(monkeypatch):
     if not hasattr(torch, "float4_e2m1fn_x2"):
         pytest.skip("needs the type")
     with pytest.raises(UnsupportedFormat, match="float4_e2m1fn_x2"):
-        Materializer(ref, dtype="float32").tensor(ref, "w")
+        Materializer(ref, dtype="float32").make_tensor(ref, "w")
 
 
 def test_a_type_that_torch_lacks_is_named(monkeypatch):
@@ -379,7 +379,7 @@ def test_no_memory_is_said_as_such(monkeypatch):
     monkeypatch.setattr(MODULE, "_moved", lambda made, target: made)
     monkeypatch.setattr(torch, "UntypedStorage", refuse)
     with pytest.raises(MemoryError, match="8 bytes"):
-        maker.tensor(ref)
+        maker.make_tensor(ref)
 
 
 def test_a_storage_on_meta_has_no_bytes():
@@ -393,8 +393,8 @@ def test_types_that_look_at_one_storage_share_it():
     one = TensorRef("float32", (4,), (1,), 0, held, "cpu")
     other = TensorRef("uint8", (16,), (1,), 0, held, "cpu")
     maker = Materializer([one, other])
-    maker.tensor(other).zero_()
-    assert maker.tensor(one).tolist() == [0, 0, 0, 0]
+    maker.make_tensor(other).zero_()
+    assert maker.make_tensor(one).tolist() == [0, 0, 0, 0]
 
 
 def quantized(quantizer, shape=(2, 3)):

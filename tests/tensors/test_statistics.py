@@ -11,8 +11,8 @@ from ckptool.core.model import Global, Storage, TensorRef
 from ckptool.errors import CorruptFile, TruncatedFile, UsageError
 from ckptool.files import ByteRange, FileSource, InflatedSource
 from ckptool.tensors import statistics
-from ckptool.tensors.materialize import one_thread
-from ckptool.tensors.statistics import Histogram, Measurer, measurable
+from ckptool.tensors.materialize import use_one_thread
+from ckptool.tensors.statistics import Histogram, Measurer, find_obstacle
 from tests.tensors import samples
 from tests.tensors.refs import composed, tensor
 
@@ -283,7 +283,7 @@ def test_torch_has_as_many_threads_afterwards_as_before():
         with pytest.raises(UsageError):
             Measurer().measure(tensor(bytes(40), "bits8", (40,)))
         assert torch.get_num_threads() == 3
-        first, second = one_thread(), one_thread()
+        first, second = use_one_thread(), use_one_thread()
         for step in (first.__enter__, second.__enter__):
             step()
         first.__exit__(None, None, None)  # of another thread, which began before
@@ -329,7 +329,7 @@ def test_what_has_no_figures_says_why():
         (composed("subclass", (2, 3), {}), "not a plain array"),
         (TensorRef("float32", (2,), (1,), 0, None, "meta", kind="meta"), "meta device"),
     ]:
-        assert why in measurable(ref), ref
+        assert why in find_obstacle(ref), ref
         with pytest.raises(UsageError, match=why):
             Measurer().measure(ref)
 

@@ -164,7 +164,7 @@ NEARBY = ["encoder.layers.0.weight", "encoder.layers.0.bias", "decoder.norm.weig
 
 def test_the_closest_name_comes_first():
     assert similar("encoder.layer.0.weigth", NEARBY)[0] == "encoder.layers.0.weight"
-    assert similar("decoder.norms.weight", NEARBY, most=1) == ["decoder.norm.weight"]
+    assert similar("decoder.norms.weight", NEARBY, max_count=1) == ["decoder.norm.weight"]
 
 
 def test_a_word_finds_the_names_that_have_a_component_like_it():

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from ckptool.core.model import Global, Opaque, OrderedMap
-from ckptool.core.modules import module_state
-from ckptool.core.names import WRAPPERS, add_name, prefixed, strip_names
+from ckptool.core.modules import to_module_state
+from ckptool.core.names import WRAPPERS, make_module_prefixer, make_prefixer, strip_names
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.transforms import Strip, Wrap
 from ckptool.transforms.names import moved_metadata, remaining_metadata
@@ -153,38 +153,38 @@ def test_pickled_wrappers_give_way_to_the_module_inside():
     })  # fmt: skip
     made = strip({"model": parallel(parallel(net))})
     assert made.root["model"].class_name == "net.Net"
-    assert list(module_state(made.root["model"])) == ["w", "block.v"]
+    assert list(to_module_state(made.root["model"])) == ["w", "block.v"]
     assert texts(made) == [
         ("strip", 'removed "module." and "_orig_mod." from 2 keys in model (3 levels)')
     ]
     kept = strip({"model": parallel(parallel(net))}, levels=1).root["model"]
-    assert list(module_state(kept)) == ["module.w", "module.block._orig_mod.v"]
+    assert list(to_module_state(kept)) == ["module.w", "module.block._orig_mod.v"]
     only = strip({"model": parallel(net)}, only="_orig_mod").root["model"]
-    assert list(module_state(only)) == ["module.w", "module.block.v"]
+    assert list(to_module_state(only)) == ["module.w", "module.block.v"]
 
 
 def test_a_compiled_module_that_pickled_as_a_call():
     net = module(parameters={"w": tensor()})
     compiled = Opaque(Global("torch._dynamo.eval_frame", "OptimizedModule"), (net, None))
-    assert list(module_state(strip(compiled).root)) == ["w"]
-    assert list(module_state(strip(parallel(compiled)).root)) == ["w"]
+    assert list(to_module_state(strip(compiled).root)) == ["w"]
+    assert list(to_module_state(strip(parallel(compiled)).root)) == ["w"]
 
 
 def test_a_submodule_is_unwrapped_where_it_is_asked_for():
     net = module(children={"features": parallel(module(parameters={"w": tensor()})),
                            "head": module(parameters={"v": tensor()})})  # fmt: skip
     assert strip(net).changes == ()
-    assert list(module_state(strip(net, at="features").root)) == ["features.w", "head.v"]
+    assert list(to_module_state(strip(net, at="features").root)) == ["features.w", "head.v"]
 
 
 def test_a_class_that_only_looks_like_a_wrapper_stays_with_a_warning():
     net = module("my.Holder", children={"module": module(parameters={"w": tensor()})})
     made = strip(net)
-    assert list(module_state(made.root)) == ["module.w"]
+    assert list(to_module_state(made.root)) == ["module.w"]
     assert [change.kind for change in made.changes] == ["warning"]
     averaged = module("torch.optim.swa_utils.AveragedModel", buffers={"n_averaged": tensor()},
                       children={"module": module(parameters={"w": tensor()})})  # fmt: skip
-    assert list(module_state(strip(averaged).root)) == ["n_averaged", "module.w"]
+    assert list(to_module_state(strip(averaged).root)) == ["n_averaged", "module.w"]
 
 
 def test_a_state_dict_of_a_class_derived_from_dict():
@@ -233,7 +233,7 @@ def test_adding_once_more_warns_and_a_pickled_module_stays():
     assert list(made.root) == ["module.module.w"]
     assert [change.kind for change in made.changes] == ["warning", "add"]
     whole = Wrap()(checkpoint(module(parameters={"w": tensor()})))
-    assert list(module_state(whole.root)) == ["w"]
+    assert list(to_module_state(whole.root)) == ["w"]
     assert [change.kind for change in whole.changes] == ["warning"]
 
 
@@ -289,7 +289,7 @@ def test_a_real_pickled_wrapper_becomes_the_pickled_module(fixtures):
         assert read.root.class_name.endswith("DataParallel")
         made = Strip()(read).root
         assert made.class_name == "net.Net"
-        assert list(module_state(made))[:2] == ["conv1.weight", "conv1.bias"]
+        assert list(to_module_state(made))[:2] == ["conv1.weight", "conv1.bias"]
 
 
 def test_a_module_before_most_names_stays_and_is_told():
@@ -356,8 +356,8 @@ def test_a_wrapper_on_a_submodule():
     ],
 )
 def test_what_comes_to_stand_around_a_module_has_an_entry_of_its_own(at, old, names, new):
-    renamed = {name: prefixed("module", at)(name) for name in names}
-    made = moved(entries(*old), renamed, add_name("module", at))
+    renamed = {name: make_prefixer("module", at)(name) for name in names}
+    made = moved(entries(*old), renamed, make_module_prefixer("module", at))
     assert list(versions(made).items()) == list(new.items())
 
 

@@ -24,7 +24,7 @@ from hypothesis import given, strategies as st
 
 import ckptool
 from ckptool.core.model import Global, Opaque, OrderedMap, Wrapping
-from ckptool.core.placeholders import placeholders_of
+from ckptool.core.placeholders import find_placeholders
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.symbolic import unpickle
@@ -102,7 +102,7 @@ def refused_because(change, path, source):
         return "so nothing would remain"
     if path.stem.startswith(_LOST[change]):
         return "would lose"
-    return "without values" if change is without_rest and placeholders_of(source) else None
+    return "without values" if change is without_rest and find_placeholders(source) else None
 
 
 def test_objects_become_what_python_has_for_them(tmp_path):

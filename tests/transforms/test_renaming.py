@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 import ckptool
 from ckptool.core.model import Global, Opaque, OrderedMap
-from ckptool.core.modules import module_state
+from ckptool.core.modules import to_module_state
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.transforms import (
     Rename,
@@ -181,7 +181,7 @@ def test_a_lone_text_is_no_list_of_rules():
 def test_a_pickled_module_stays_with_a_warning():
     net = module(parameters={"w": tensor()})
     made = renamed({"net": net, "model": state_dict(["w"])}, "w=>v")
-    assert list(module_state(made.root["net"])) == ["w"]
+    assert list(to_module_state(made.root["net"])) == ["w"]
     assert list(made.root["model"]) == ["v"]
     assert [change.kind for change in made.changes] == ["rename", "warning"]
     alone = renamed(net, "w=>v")

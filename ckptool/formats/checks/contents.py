@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.finding import Finding
 from ckptool.core.model import Global, Opaque, StorageRef, TensorRef
-from ckptool.core.tree import everything
+from ckptool.core.tree import walk_everything
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.formats.archive import open_archive
@@ -115,7 +115,7 @@ def _find_pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
         text = "the pickle leaves gaps in its memo or objects on its stack, which no pickler does"
         yield Finding("pickle", text)
     reported: set[str] = set()
-    for node in everything(checkpoint.root):
+    for node in walk_everything(checkpoint.root):
         for name, fact in _find_odd_calls(node):
             if name not in reported:
                 reported.add(name)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.finding import Finding
-from ckptool.core.model import MAX_ELEMENTS, Global, Opaque, TensorRef, plain_tensor
+from ckptool.core.model import MAX_ELEMENTS, Global, Opaque, TensorRef, make_plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
@@ -391,7 +391,7 @@ def _tensor(name: str, one: _Tensor, limits: Limits) -> TensorRef:
     file = one.chunks[0].item.path if one.chunks else name
     with add_error_context(None, f"tensor {printable(name)!r}", hint=_HINT):
         data = tiled(file, one.shape, itemsize, tiles)
-    return plain_tensor(name, one.dtype, one.shape, data)
+    return make_plain_tensor(name, one.dtype, one.shape, data)
 
 
 def _value(name: str, item: _Item, limits: Limits) -> Opaque:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.model import OrderedMap, TensorRef, plain_tensor
+from ckptool.core.model import OrderedMap, TensorRef, make_plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
@@ -119,4 +119,4 @@ def _whole(
         shape = tuple(map(max, zip(*ends, strict=True)))
         itemsize = BY_NAME[first.dtype].itemsize
         data = tiled(folder, shape, itemsize, [tile for tile, _ in parts])
-    return plain_tensor(name, first.dtype, shape, data)
+    return make_plain_tensor(name, first.dtype, shape, data)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.model import Global, Opaque, Path, Size, TensorRef, plain_tensor
-from ckptool.core.tree import everything, name_of
+from ckptool.core.model import Global, Opaque, Path, Size, TensorRef, make_plain_tensor
+from ckptool.core.tree import name_of, walk_everything
 from ckptool.errors import NotRepresentable
 from ckptool.files.place import place_of
 from ckptool.formats.base import FolderFormat, Member, NewFile, WritePlan
@@ -305,7 +305,7 @@ def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
     shape = tensor.sizes
     whole = tensor.storage if tensor.is_verbatim else None
     known = whole.crc32 if whole and whole.nbytes == data.length and not whole.compressed else None
-    return plain_tensor(name, tensor.dtype, shape, data, crc32=known)
+    return make_plain_tensor(name, tensor.dtype, shape, data, crc32=known)
 
 
 def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) -> Iterator[str]:
@@ -313,7 +313,7 @@ def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) 
     yield from describe_losses(
         {name: leaf for name, (_, leaf) in entries.items() if isinstance(leaf, TensorRef)}
     )
-    dicts = [node for node in everything(root) if isinstance(node, dict)]
+    dicts = [node for node in walk_everything(root) if isinstance(node, dict)]
     if sum(not node for node in dicts):
         yield "empty dicts"
     if any(type(key) is not str for node in dicts for key in node):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.model import Storage, TensorRef, remade, row_major_strides
+from ckptool.core.model import Storage, TensorRef, copy_with_items, row_major_strides
 from ckptool.core.tree import name_of, rebuild, walk
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
@@ -216,7 +216,9 @@ def _join_tensor(
 
 def _replace_tensors(root: Any, whole: Mapping[int, TensorRef]) -> Any:
     def mapping(node: dict[Any, Any]) -> dict[Any, Any]:
-        return remade(node, ((key, whole.get(id(value), value)) for key, value in node.items()))
+        return copy_with_items(
+            node, ((key, whole.get(id(value), value)) for key, value in node.items())
+        )
 
     made = rebuild(root, mapping=mapping)
     for path, leaf in walk(made):

@@ -15,8 +15,8 @@ from math import prod
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
-from ckptool.core.tree import everything, rebuild
+from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors, make_plain_tensor
+from ckptool.core.tree import rebuild, walk_everything
 from ckptool.errors import CheckpointError, CorruptFile
 from ckptool.files.computed import joined
 from ckptool.formats.base import (
@@ -61,7 +61,7 @@ class XlaXser(Format):
         """Return True for a torch.save file with references to tensors."""
         if not TORCH_ZIP.recognize(probe):
             return False
-        return any(map(_is_reference, everything(TORCH_ZIP.read(probe).root)))
+        return any(map(_is_reference, walk_everything(TORCH_ZIP.read(probe).root)))
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of the file with tensors instead of references."""
@@ -222,4 +222,4 @@ def _parameters(
     for key, size in named:
         data = whole.slice(start, prod(size) * first.itemsize)
         start += data.length
-        yield key, plain_tensor(key, first.dtype, size, data, first.device)
+        yield key, make_plain_tensor(key, first.dtype, size, data, first.device)

@@ -19,7 +19,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Change, Checkpoint, Details
-from ckptool.core.model import Opaque, TensorRef, plain_tensor, remade
+from ckptool.core.model import Opaque, TensorRef, copy_with_items, make_plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange
@@ -291,11 +291,11 @@ def _join_files(
     whole = {key: one for key, one in first.items() if key not in _PARTS}
     whole["optimizer"] = optimizer
     if not step.has_slices:
-        return _with_notes(remade(first, whole), notes)
+        return _with_notes(copy_with_items(first, whole), notes)
     weights = _cast_masters(module, states)
     whole["module"] = _weights(first, models, weights.root["module"])
     return replace(
-        _with_notes(remade(first, whole), (*notes, *weights.details.notes)),
+        _with_notes(copy_with_items(first, whole), (*notes, *weights.details.notes)),
         changes=weights.changes,
         reports=weights.reports,
     )
@@ -495,7 +495,7 @@ def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find:
         data = late(first.file, size, partial(_join_pieces, vectors, find))
     else:
         data = vectors[pieces[0][0]].cut(*pieces[0][1:]) if pieces else first.cut(0, 0)
-    return plain_tensor(name, first.dtype, shape, data, first.device)
+    return make_plain_tensor(name, first.dtype, shape, data, first.device)
 
 
 def _join_pieces(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, None]:
@@ -568,7 +568,7 @@ def _weights(
         if isinstance(one, TensorRef) and one.shape == (0,) and name not in kept:
             what = f"the weight {printable(str(name))!r} is not in any file"
             raise CorruptFile(what, file=models[0].path, hint=ONE_SAVE)
-    return remade(module, {**module, **found})
+    return copy_with_items(module, {**module, **found})
 
 
 def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[str, dict[Any, Any]]:

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint, Details
-from ckptool.core.model import OrderedMap, TensorRef, find_tensors, plain_tensor
+from ckptool.core.model import OrderedMap, TensorRef, find_tensors, make_plain_tensor
 from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
@@ -196,7 +196,7 @@ class _Reader(Cursor):
             text = f"array of type {printable(str(dtype))} is not a tensor"
             self.unknown.append(text)
             return text
-        return plain_tensor(str(begin), dtype, shape, ByteRange(self.source, begin, length))
+        return make_plain_tensor(str(begin), dtype, shape, ByteRange(self.source, begin, length))
 
     def _whole(self, found: dict[str, Any]) -> TensorRef:
         """Return the array for a dict of chunks."""
@@ -207,7 +207,7 @@ class _Reader(Cursor):
         if len({one.dtype for one in parts}) > 1:
             raise self._damaged_error("a chunked array has chunks of different dtypes")
         data, shape = joined([one.data for one in parts]), self._shape(sizes)
-        return plain_tensor(str(self.position), parts[0].dtype, shape, data)
+        return make_plain_tensor(str(self.position), parts[0].dtype, shape, data)
 
     def _shape(self, sizes: Any) -> tuple[int, ...]:
         shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint, Details
-from ckptool.core.model import OrderedMap, TensorRef, plain_tensor
+from ckptool.core.model import OrderedMap, TensorRef, make_plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
@@ -195,7 +195,7 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
         made = ComputedSource(source.name, elements * 4, fill)
         made.made_of = (data,)
         data = ByteRange(made, 0, made.size)
-    return plain_tensor(one.name, plain or "float32", one.shape, data)
+    return make_plain_tensor(one.name, plain or "float32", one.shape, data)
 
 
 def _unknown(source: Source, one: _Entry, elements: int) -> TensorRef:
@@ -208,7 +208,7 @@ def _unknown(source: Source, one: _Entry, elements: int) -> TensorRef:
         raise UnsupportedFormat(what, file=source.name)
 
     data = ByteRange(ComputedSource(source.name, elements * 4, refuse), 0, elements * 4)
-    return plain_tensor(one.name, "float32", one.shape, data)
+    return make_plain_tensor(one.name, "float32", one.shape, data)
 
 
 def _dequantize_into(

@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint, Details
-from ckptool.core.model import OrderedMap, TensorRef, find_tensors, plain_tensor
+from ckptool.core.model import OrderedMap, TensorRef, find_tensors, make_plain_tensor
 from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
@@ -203,7 +203,7 @@ def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef 
     else:
         content = data.slice(offset or 0, size)
     order = {">": "big", "<": "little"}.get(node.dtype.byteorder, sys.byteorder)
-    return plain_tensor(path, dtype, node.shape, content, byteorder=order)
+    return make_plain_tensor(path, dtype, node.shape, content, byteorder=order)
 
 
 def _content(data: ByteRange, path: str) -> tuple[ByteRange, None]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint, Details
-from ckptool.core.model import OrderedMap, TensorRef, plain_tensor, row_major_strides
+from ckptool.core.model import OrderedMap, TensorRef, make_plain_tensor, row_major_strides
 from ckptool.errors import CorruptFile
 from ckptool.files import InflatedSource
 from ckptool.formats.archive import ARRAY, open_archive
@@ -150,7 +150,7 @@ def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
         return None
     data = record.data.slice(header.length, record.data.length - header.length)
     order = "big" if code[1] == ">" else "little"
-    tensor = plain_tensor(record.name, dtype, header.shape, data, byteorder=order)
+    tensor = make_plain_tensor(record.name, dtype, header.shape, data, byteorder=order)
     stride = row_major_strides(header.shape[::-1])[::-1]
     return replace(tensor, stride=stride) if header.fortran_order else tensor
 

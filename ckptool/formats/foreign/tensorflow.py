@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.finding import Finding
-from ckptool.core.model import Global, Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
+from ckptool.core.model import (
+    Global,
+    Opaque,
+    OrderedMap,
+    TensorRef,
+    find_tensors,
+    make_plain_tensor,
+)
 from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
@@ -327,7 +334,7 @@ class _Data:
         order = self._index.byteorder
         with add_error_context(self._index.path, hint=_HINT):
             data = self._join_parts(key, entry, dtype) if entry.slices else self._run(entry)
-            return plain_tensor(_name(key), dtype, entry.shape, data, byteorder=order)
+            return make_plain_tensor(_name(key), dtype, entry.shape, data, byteorder=order)
 
     def _run(self, entry: _Entry) -> ByteRange:
         """Return the bytes of a variable, or of one part of it."""
@@ -344,7 +351,7 @@ class _Data:
                 if part is None or (part.dtype, part.shape) != (entry.dtype, sizes) or part.slices:
                     what = "is missing" if part is None else "has another shape or type"
                     raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {what}")
-                data = plain_tensor("its part", dtype, sizes, self._run(part)).data
+                data = make_plain_tensor("its part", dtype, sizes, self._run(part)).data
                 tiles.append(Tile(offsets, sizes, data))
             return tiled(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.values import documented
+from ckptool.core.values import to_document
 from ckptool.files.atomic import atomic_output
 from ckptool.render.page.document import page
 from ckptool.render.text import size
@@ -50,7 +50,7 @@ class PageReceipt(Result):
             "source": self.source,
             "other": self.other,
             "file": self.path,
-            **documented(self, "source", "other", "path"),
+            **to_document(self, "source", "other", "path"),
         }
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptool.core.values import shape_text
+from ckptool.core.values import format_shape
 from ckptool.inspection.listing import MAX_PARTS
 from ckptool.render.diff import Row, diff_rows
 from ckptool.render.figures import bars
@@ -137,7 +137,7 @@ def in_words(row: Row) -> str:
 _FIGURES = ("minimum", "maximum", "mean", "std", "norm", "zeros", "nan", "infinite")
 _WORDS: dict[str, Callable[[TensorStats], str]] = {
     "dtype": lambda tensor: tensor.row.dtype,
-    "shape": lambda tensor: shape_text(tensor.row.shape),
+    "shape": lambda tensor: format_shape(tensor.row.shape),
     "device": lambda tensor: tensor.row.device,
     "marks": lambda tensor: ", ".join(_marks(tensor)),
     "remarks": lambda tensor: "; ".join(filter(None, (*tensor.remarks, tensor.reason))),

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ckptool._version import __version__
-from ckptool.core.values import shape_text
+from ckptool.core.values import format_shape
 from ckptool.diagnosis.info import Info
 from ckptool.render.diff import diff_rows, summary_lines
 from ckptool.render.info import SECTION_HEADINGS, counts_text, format_text, section_rows, size_text
@@ -191,7 +191,7 @@ def first_tensors(report: Report) -> str:
         [
             words(shorten(one.row.name, _LONGEST)),
             one.row.dtype,
-            shape_text(one.row.shape),
+            format_shape(one.row.shape),
             words(one.row.device),
             size(one.row.nbytes),
         ]
