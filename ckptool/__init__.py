@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptool._lazy import importer
+from ckptool._lazy import make_importer
 from ckptool._version import __version__
 
 if TYPE_CHECKING:
@@ -77,12 +77,12 @@ __all__ = [
     "rename", "report", "save", "scan", "stats", "strip_module", "verify",
 ]  # fmt: skip
 
-_imported = importer(__name__, globals(), _HOMES)
+_import_name = make_importer(__name__, globals(), _HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if not name[0].isupper():
-        return _imported(name)
+        return _import_name(name)
     from ckptool import errors, results
 
     return getattr(errors if name in errors.__all__ else results, name)

@@ -1,4 +1,4 @@
-"""Imports when something is first used, and rest for the garbage collector meanwhile."""
+"""Imports on first use, with garbage collection paused."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 
 class Result:
-    """What prints as its page on the command line does, and has one line as its repr."""
+    """A result that prints like its page on the command line, and has a repr of one line."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Return the page; where there is none, the line."""
-        from ckptool.render import page_of
+        """Return the page; for classes without one, the line."""
+        from ckptool.render import format_page
 
-        return page_of(self)
+        return format_page(self)
 
     def __repr__(self) -> str:
-        """Return one line that says what it is, safe for a terminal."""
-        from ckptool.render import line_of
+        """Return a description in one line, safe for a terminal."""
+        from ckptool.render import format_line
 
-        return line_of(self)
+        return format_line(self)
 
     def _repr_html_(self) -> str:
         """Return the page for a notebook, with every name in it escaped."""
@@ -37,7 +37,7 @@ class Result:
 def pause_gc() -> Iterator[None]:
     """Disable garbage collection in a block or a decorated function.
 
-    Searching a tree, or all of torch, for what is dead takes longer than what is done, and finds
+    A collection that searches a tree, or all of torch, takes longer than the work itself, and finds
     nothing.
     """
     enabled = gc.isenabled()
@@ -49,16 +49,17 @@ def pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-def importer(
+def make_importer(
     package: str, namespace: dict[str, Any], homes: Mapping[str, Sequence[str]]
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package whose names are at home in modules (module -> names).
 
-    What has been imported once stands in the package's own `namespace` from then on.
+    Imported objects are stored in the package's `namespace`.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 
-    def imported(name: str) -> Any:
+    def import_name(name: str) -> Any:
+        """Import the object of this name on first use."""
         home = home_of.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -68,4 +69,4 @@ def importer(
         namespace[name] = value
         return value
 
-    return imported
+    return import_name

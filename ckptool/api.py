@@ -44,7 +44,9 @@ def open(
         NotFound: if `master` is True and the file has no master weights.
     """
     return opened_and_changed(
-        path, lambda one: transforms.Masters()(one) if master else one, limits=limits
+        path,
+        lambda checkpoint: transforms.Masters()(checkpoint) if master else checkpoint,
+        limits=limits,
     )
 
 
@@ -80,11 +82,11 @@ def report(
 
     with ExitStack() as stack:
         sources = [source] if other is None else [source, other]
-        files = [stack.enter_context(open_or_reuse(one)) for one in sources]
+        files = [stack.enter_context(open_or_reuse(checkpoint)) for checkpoint in sources]
         for file in files:  # checked before anything is read
             check_target(file, target, overwrite=overwrite, in_place=False)
-        found = reports.report(*files, key=key, values=values, progress=progress)
-        return write_page(found, target, files, overwrite=overwrite)
+        data = reports.report(*files, key=key, values=values, progress=progress)
+        return write_page(data, target, files, overwrite=overwrite)
 
 
 def average(

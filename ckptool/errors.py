@@ -87,9 +87,9 @@ class CheckpointError(Exception):
     file: str | None
     """The file, as it was given."""
     remedy: Remedy | None
-    """What helps, as arguments of the library."""
+    """The remedy, as arguments of the library."""
     hint: str | None
-    """What helps, in words; None if nothing is known."""
+    """The hint in words; None if no remedy is known."""
     usual_hint: ClassVar[str | None] = None
     """The default hint of the class."""
 
@@ -111,13 +111,13 @@ class CheckpointError(Exception):
         hint = self.usual_hint if hint is None else hint
         self.remedy = None if isinstance(hint, str) else hint
         self.hint = None if hint is None else str(hint)
-        others = [one for one in getattr(self, "__notes__", ()) if not one.startswith(_HINT)]
+        others = [note for note in getattr(self, "__notes__", ()) if not note.startswith(_HINT)]
         self.__notes__ = others if self.hint is None else [*others, f"{_HINT}{self.hint}"]
 
     @property
     def sentence(self) -> str:
         """The message, after the file if that is known and not in the message."""
-        if self.file is None or _names(self.message, self.file):
+        if self.file is None or _mentions_file(self.message, self.file):
             return self.message
         return f"{without_query(self.file)}: {self.message}"
 
@@ -133,8 +133,8 @@ def without_query(file: str) -> str:
     return re.sub(r"(?<=://)[^/@]*@", "", file).partition("?")[0]
 
 
-def _names(message: str, file: str) -> bool:
-    """Return whether the message contains the file, not only as a part of a word."""
+def _mentions_file(message: str, file: str) -> bool:
+    """Return True if the message contains the file, not only as a part of a word."""
     return re.search(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])", message) is not None
 
 

@@ -25,7 +25,7 @@ HINT = "write a function without arguments that returns the model: def build(): 
 
 
 @contextmanager
-def at_home() -> Iterator[None]:
+def use_working_directory() -> Iterator[None]:
     """Put the working directory first on the path, as `python -m` does; send output to stderr."""
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
@@ -36,49 +36,54 @@ def at_home() -> Iterator[None]:
         sys.path[:] = before
 
 
-def named(text: str) -> Any:
+def import_object(text: str) -> Any:
     """Import the module and return the object of `module:name`.
 
     Raises:
         TorchMissing: if the module needs torch, which is not installed.
         UsageError: if the object does not exist, or the import raises an error.
     """
-    found = FACTORY.fullmatch(text)
-    if found is None:
+    match = FACTORY.fullmatch(text)
+    if match is None:
         raise UsageError(
             f"{printable(text)!r} is not module:factory", hint="give a name such as net:Net"
         )
-    module, attribute = found.groups()
+    module, attribute = match.groups()
     hint = "put the module in this folder, on PYTHONPATH or in the environment"
     if module.endswith(".py"):
         hint = f"write {module.removesuffix('.py')}:..., without .py"
-    node = run(lambda: import_module(module), f"{text}: importing {module} raised", hint)
+    node = run_user_code(lambda: import_module(module), f"{text}: importing {module} raised", hint)
     for part in attribute.split("."):
-        node = run(partial(_attribute, text, node, part), f"{text} raised", HINT)
+        node = run_user_code(partial(_get_attribute, text, node, part), f"{text} raised", HINT)
     return node
 
 
-def _attribute(text: str, node: Any, name: str) -> Any:
+def _get_attribute(text: str, node: Any, name: str) -> Any:
+    """Return an attribute of a module or class; a hint names the available ones."""
     try:
         return getattr(node, name)
     except AttributeError as error:
-        raise UsageError(f"{text}: {error}", hint=_available(node)) from error
+        raise UsageError(f"{text}: {error}", hint=_hint_available_names(node)) from error
 
 
-def _available(node: Any) -> str:
+def _hint_available_names(node: Any) -> str:
     """Return a hint with the models and callables of a module or class."""
-    home = getattr(node, "__name__", "")
-    own = [
+    module = getattr(node, "__name__", "")
+    candidates = [
         name
         for name, value in getattr(node, "__dict__", {}).items()
         if not name.startswith("_")
-        and (is_model(value) or (callable(value) and getattr(value, "__module__", "") == home))
+        and (is_model(value) or (callable(value) and getattr(value, "__module__", "") == module))
     ]
-    return f"use {listed(own, _MOST_NAMED)}" if own else "give module:name, for example net:Net"
+    return (
+        f"use {listed(candidates, _MOST_NAMED)}"
+        if candidates
+        else "give module:name, for example net:Net"
+    )
 
 
-def run(make: Callable[[], Any], what: str, hint: str) -> Any:
-    """Return the result of the user's code; an error message begins with `what`.
+def run_user_code(make: Callable[[], Any], prefix: str, hint: str) -> Any:
+    """Return the result of the user's code; an error message begins with `prefix`.
 
     Raises:
         TorchMissing: if the code needs torch, which is not installed.
@@ -91,30 +96,32 @@ def run(make: Callable[[], Any], what: str, hint: str) -> Any:
     except BaseException as error:  # user code may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             raise TorchMissing(
-                f"{what} ModuleNotFoundError: torch is not installed", hint="pip install torch"
+                f"{prefix} ModuleNotFoundError: torch is not installed", hint="pip install torch"
             ) from error
-        said = " ".join(str(error).split())
-        text = f"{what} {type(error).__name__}{f': {said}' if said else ''}"
-        raise UsageError(text, hint=_raising_line(error) or hint) from error
+        message = " ".join(str(error).split())
+        text = f"{prefix} {type(error).__name__}{f': {message}' if message else ''}"
+        raise UsageError(text, hint=_find_raising_line(error) or hint) from error
 
 
-def _raising_line(error: BaseException) -> str | None:
+def _find_raising_line(error: BaseException) -> str | None:
     """Return the innermost line of user code in the traceback, or None."""
-    here, ours = (os.path.join(path, "") for path in (os.getcwd(), os.path.dirname(__file__)))
-    own = [
+    working_directory, package = (
+        os.path.join(path, "") for path in (os.getcwd(), os.path.dirname(__file__))
+    )
+    user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.startswith(here)
-        and not frame.filename.startswith(ours)
+        if frame.filename.startswith(working_directory)
+        and not frame.filename.startswith(package)
         and "site-packages" not in frame.filename
     ]
-    if not own:
+    if not user_frames:
         return None
-    name = os.path.relpath(own[-1].filename)
-    return f"see {name}, line {own[-1].lineno}"
+    name = os.path.relpath(user_frames[-1].filename)
+    return f"see {name}, line {user_frames[-1].lineno}"
 
 
 def is_model(node: Any) -> bool:
-    """Return whether an object is a state dict or an `nn.Module`, without importing torch."""
+    """Return True for a state dict or an `nn.Module`, without importing torch."""
     torch = sys.modules.get("torch")
     return isinstance(node, Mapping) or (torch is not None and isinstance(node, torch.nn.Module))

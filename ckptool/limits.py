@@ -59,7 +59,7 @@ class Limits:
 
     def __repr__(self) -> str:
         """Return the constructor call with the limits that differ from the default."""
-        given = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
+        given = ((limit.name, getattr(self, limit.name), limit.default) for limit in fields(self))
         return f"Limits({', '.join(f'{n}={value}' for n, value, usual in given if value != usual)})"
 
 

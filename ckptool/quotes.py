@@ -1,6 +1,6 @@
 """The errors of torch and other libraries that ckptool quotes: each text is here, once.
 
-`...` stands for what is left out of a text.
+`...` stands for an omitted part of a text.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ TEXTS: Mapping[str, tuple[str, str]] = {
         "The safetensors archive passed at ... does not contain the valid metadata",
     ),
 }
-"""By kind: the call that fails, and its text, with `{}` for what a file decides."""
+"""By kind: the call that fails, and its text, with `{}` for values from the file."""
 
 
 class Quote(NamedTuple):
@@ -133,7 +133,7 @@ class Quote(NamedTuple):
     kind: str
     """The kind in `TEXTS`."""
     call: str
-    """What was called."""
+    """The call that fails."""
     text: str
     """The message."""
 
@@ -142,13 +142,13 @@ class Quote(NamedTuple):
         return f"{self.call} fails: {self.text}"
 
 
-def quote(kind: str, *given: object, call: str = "") -> Quote:
-    """Return a text of the table with what is given for each `{}`.
+def quote(kind: str, *values: object, call: str = "") -> Quote:
+    """Return an error text of the table, with `values` in place of each `{}`.
 
     Args:
         kind: The key in `TEXTS`.
-        given: What the file decides.
-        call: What was called, if that is more exact than the table.
+        values: Values from the file.
+        call: The failing call, if it is more exact than in the table.
     """
-    usual, text = TEXTS[kind]
-    return Quote(kind, call or usual, text.format(*given))
+    default_call, text = TEXTS[kind]
+    return Quote(kind, call or default_call, text.format(*values))

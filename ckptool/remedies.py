@@ -36,22 +36,25 @@ class Remedy(NamedTuple):
 
     def __str__(self) -> str:
         """Return `rename=['a=>b'], allow_missing=True`; alternatives are in backticks each."""
-        return self.spell(lambda name, given: f"{name}={_value(given)}", ", ")
+        return self.spell(lambda name, given: f"{name}={_format_value(given)}", ", ")
 
     def spell(
-        self, spelled: Callable[[str, Given], str], between: str, tick: str | None = None
+        self, format_argument: Callable[[str, Given], str], separator: str, quote: str | None = None
     ) -> str:
-        """Return the text, with `spelled` arguments joined by `between` and quoted with `tick`."""
-        if tick is None:
-            tick = "`" if self != Remedy(self.arguments) else ""
-        given = between.join(spelled(name, value) for name, value in self.arguments)
-        tick_here = "" if self.to_fill_in else tick
-        fence = 2 * tick_here if "`" in given else tick_here
-        own = f"{fence}{given}{fence}{self.note}" if given else self.note
-        others = (other.spell(spelled, between, tick) for other in self.instead)
+        """Return the text of the remedy.
+
+        `format_argument` formats each argument; they are joined by `separator`, within `quote`.
+        """
+        if quote is None:
+            quote = "`" if self != Remedy(self.arguments) else ""
+        formatted = separator.join(format_argument(name, value) for name, value in self.arguments)
+        tick_here = "" if self.to_fill_in else quote
+        fence = 2 * tick_here if "`" in formatted else tick_here
+        text = f"{fence}{formatted}{fence}{self.note}" if formatted else self.note
+        alternatives = (other.spell(format_argument, separator, quote) for other in self.instead)
         # Alternatives with words of their own need more than a comma between them.
-        mark = "; or " if any(one.note for one in (self, *self.instead)) else " or "
-        return self.lead + mark.join(filter(None, (own, *others)))
+        mark = "; or " if any(remedy.note for remedy in (self, *self.instead)) else " or "
+        return self.lead + mark.join(filter(None, (text, *alternatives)))
 
     def with_names(self, names: Mapping[str, str]) -> Remedy:
         """Return the remedy for a function that has other names for some arguments."""
@@ -61,35 +64,37 @@ class Remedy(NamedTuple):
         )
 
 
-def together(remedies: Iterable[Remedy]) -> Remedy:
+def merge_remedies(remedies: Iterable[Remedy]) -> Remedy:
     """Merge remedies; several values of one argument become a list."""
-    given: dict[str, Given] = {}
+    arguments: dict[str, Given] = {}
     note, lead = "", ""
     instead: list[Remedy] = []
     for remedy in remedies:
         for name, value in remedy.arguments:
-            given[name] = _merge_values(given[name], value) if name in given else value
-        apart = ", " if not remedy.arguments and remedy.note and (given or note) else ""
-        note += apart + remedy.note
+            arguments[name] = _merge_values(arguments[name], value) if name in arguments else value
+        separator = ", " if not remedy.arguments and remedy.note and (arguments or note) else ""
+        note += separator + remedy.note
         lead += remedy.lead
         instead += remedy.instead
-    return Remedy(tuple(given.items()), note, lead, tuple(instead))
+    return Remedy(tuple(arguments.items()), note, lead, tuple(instead))
 
 
-def _merge_values(one: Given, other: Given) -> Given:
-    one, other = ((given,) if isinstance(given, str) else given for given in (one, other))
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return tuple(dict.fromkeys((*one, *other)))
-    return one if isinstance(one, bool) else other
+def _merge_values(first: Given, second: Given) -> Given:
+    """Return the values of both as one tuple without repeats; for other types the latter wins."""
+    first, second = ((given,) if isinstance(given, str) else given for given in (first, second))
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return tuple(dict.fromkeys((*first, *second)))
+    return first if isinstance(first, bool) else second
 
 
-def _value(given: Given) -> str:
+def _format_value(given: Given) -> str:
+    """Return the value of an argument as Python code."""
     if isinstance(given, tuple):
-        return f"[{', '.join(map(literal, given))}]"
-    return literal(given) if isinstance(given, str) else repr(given)
+        return f"[{', '.join(map(to_literal, given))}]"
+    return to_literal(given) if isinstance(given, str) else repr(given)
 
 
-def literal(text: str) -> str:
+def to_literal(text: str) -> str:
     """Return the Python literal of a text, as a raw string if that keeps backslashes single."""
     plain = "\\" in text and "'" not in text and text.isprintable() and not text.endswith("\\")
     return f"r'{text}'" if plain else repr(text)

@@ -1,4 +1,4 @@
-"""Names of before: options and arguments that are refused with the name that took their place."""
+"""Former names of options and arguments, which are refused with their current name."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ RENAMED_OPTIONS = {
     ("rename", "--map-file"): "--rename-file",
     ("train", "--overwrite"): "--force",
 }
-"""Options of before, each with the name that took its place."""
+"""Former options, each with its current name."""
 
 
-def renamed_arguments(**now: str) -> Callable[[_Function], _Function]:
-    """Return a decorator that refuses arguments of before, and names what took their place.
+def refuse_renamed_arguments(**hints: str) -> Callable[[_Function], _Function]:
+    """Return a decorator that refuses former arguments (`hints`: former name -> hint).
 
     Raises:
         UsageError: by the decorated function, if one is given.
     """
 
     def decorate(function: _Function) -> _Function:
+        """Return the function with a check of its keyword arguments."""
+
         @wraps(function)
-        def call(*args: object, **given: object) -> object:
-            old = next(filter(now.__contains__, given), None)
+        def call(*args: object, **keywords: object) -> object:
+            """Call the function, unless a former argument is given."""
+            old = next(filter(hints.__contains__, keywords), None)
             if old is not None:
-                raise UsageError(f"{function.__name__} has no argument {old}", hint=now[old])
-            return function(*args, **given)
+                raise UsageError(f"{function.__name__} has no argument {old}", hint=hints[old])
+            return function(*args, **keywords)
 
         return cast("_Function", call)
 

@@ -1,13 +1,13 @@
-"""Every public class that is no error: what the functions return and take, and the steps.
+"""All public classes except errors: results and arguments of the functions, and the steps.
 
-They print as their pages on the command line do, and have one line as their `repr`.
+Results print like their pages on the command line, and have a `repr` of one line.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool._lazy import importer
+from ckptool._lazy import make_importer
 
 if TYPE_CHECKING:
     from ckptool.comparison.diff import Diff
@@ -100,4 +100,4 @@ _HOMES = {
     "writing": ("Receipt",),
 }
 
-__getattr__ = importer("ckptool", globals(), _HOMES)
+__getattr__ = make_importer("ckptool", globals(), _HOMES)

@@ -20,15 +20,16 @@ def clean(text: str) -> str:
         return text
     before = len(text) - len(text.lstrip(" "))
     after = len(text) - len(inner) - before
-    return "\\x20" * before + "".join(map(_visible, inner)) + "\\x20" * after
+    return "\\x20" * before + "".join(map(_escape_character, inner)) + "\\x20" * after
 
 
 def clean_lines(text: str) -> str:
     """Return a text of several lines, escaped as by `clean`, with its line breaks and indents."""
-    return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
+    return "\n".join("".join(map(_escape_character, line)) for line in text.split("\n"))
 
 
-def _visible(character: str) -> str:
+def _escape_character(character: str) -> str:
+    """Return a character, or its Python escape if a terminal would not print it."""
     return (
         character if character.isprintable() else str(character.encode("unicode_escape"), "ascii")
     )
@@ -43,9 +44,11 @@ def printable(text: str) -> str:
 
 def listed(names: Iterable[str], most: int = 8) -> str:
     """Return names for a sentence: `a, b, and 3 more`, or `nothing`."""
-    given = list(names)
-    shown = ", ".join(map(printable, given[:most]))
-    return (shown + (f", and {len(given) - most:,} more" if len(given) > most else "")) or "nothing"
+    all_names = list(names)
+    shown = ", ".join(map(printable, all_names[:most]))
+    return (
+        shown + (f", and {len(all_names) - most:,} more" if len(all_names) > most else "")
+    ) or "nothing"
 
 
 def counted(count: int, noun: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptool._lazy import importer
+from ckptool._lazy import make_importer
 
 HOMES = {"home": ("collected", "missing"), "broken": ("anything",)}
 
@@ -31,7 +31,7 @@ def lazy(
     (package / "home.py").write_text("import gc\ncollected = gc.isenabled()\n")
     (package / "broken.py").write_text("raise ValueError('broken')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    yield importer("lazily", namespace, HOMES)
+    yield make_importer("lazily", namespace, HOMES)
     for name in [name for name in sys.modules if name.partition(".")[0] == "lazily"]:
         del sys.modules[name]
 

@@ -68,7 +68,7 @@ TORCH_MODULE = re.compile(r"import_module\('torch(_xla)?[.\w]*'\)")
 """An import by a name that stands in the source: mypy has no types of these modules."""
 LAZY_IMPORTS = {
     "_lazy.py": "import_module(f'{package}.{home}')",
-    "render/__init__.py": "import_module(f'ckptool.render.{room}')",
+    "render/__init__.py": "import_module(f'ckptool.render.{module_name}')",
     "cli/group.py": "import_module(f'ckptool.cli.{file}')",
     "formats/registry.py": "importlib.import_module(f'ckptool.formats.{self.module}')",
     "factories.py": "import_module(module)",

@@ -6,7 +6,7 @@ import traceback
 import pytest
 
 from ckptool.errors import AmbiguousName, CheckpointError, MatchError, UsageError
-from ckptool.remedies import Remedy, literal, together
+from ckptool.remedies import Remedy, merge_remedies, to_literal
 
 ODD = ["plain", "it's", 'a "b"', "back\\slash", "ends\\", "\x1b[31m", "x'], rename=['y", "\\d'", ""]
 
@@ -18,12 +18,12 @@ def called(text):
 
 @pytest.mark.parametrize("text", ODD)
 def test_a_text_is_as_python_has_it(text):
-    assert eval(literal(text)) == text
-    assert literal(text).isprintable()
+    assert eval(to_literal(text)) == text
+    assert to_literal(text).isprintable()
 
 
 def test_a_pattern_keeps_its_backslashes():
-    assert literal(r"^a\.=>b.") == r"r'^a\.=>b.'"
+    assert to_literal(r"^a\.=>b.") == r"r'^a\.=>b.'"
 
 
 def test_the_text_is_the_arguments_of_a_call():
@@ -57,13 +57,13 @@ def test_a_function_may_call_an_argument_otherwise():
 def test_several_are_given_at_once():
     one = Remedy((("rename", ("a=>b",)), ("allow_missing", "x.*")), " (so)")
     two = Remedy((("rename", ("c=>d",)), ("allow_missing", ("y", "x.*")), ("min_coverage", 0)))
-    assert together([one, two, Remedy(note="ask")]) == Remedy(
+    assert merge_remedies([one, two, Remedy(note="ask")]) == Remedy(
         (("rename", ("a=>b", "c=>d")), ("allow_missing", ("x.*", "y")), ("min_coverage", 0)),
         " (so), ask",
     )
-    assert together([Remedy((("allow_missing", True),)), two]).arguments[0][1] is True
-    assert together([two, Remedy((("allow_missing", True),))]).arguments[1][1] is True
-    assert together([]) == Remedy()
+    assert merge_remedies([Remedy((("allow_missing", True),)), two]).arguments[0][1] is True
+    assert merge_remedies([two, Remedy((("allow_missing", True),))]).arguments[1][1] is True
+    assert merge_remedies([]) == Remedy()
 
 
 def every_class(kind):

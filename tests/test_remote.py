@@ -26,7 +26,7 @@ from ckptool.errors import (
 )
 from ckptool.files import http
 from ckptool.files.remote import _repository
-from ckptool.inspection.scan import files_below
+from ckptool.inspection.scan import find_files
 from tests.conversions import convert_by_options
 from tests.servers import SHA, Handler, serving
 from tests.sources import PROJECT
@@ -474,7 +474,7 @@ def test_a_repository_is_scanned_as_a_folder(large, hub):
     os.mkdir(os.path.join(hub.folder, "more"))
     torch.save({"a": torch.ones(3)}, os.path.join(hub.folder, "more", "a b.pth"))
     top = f"hf://org/model@{SHA}"
-    found = list(files_below(["hf://org/model"]))
+    found = list(find_files(["hf://org/model"]))
     assert found == [f"{top}/large.pth", f"{top}/more/a b.pth"]
     assert [ckptool.scan(one).verdict for one in found] == ["data", "data"]
 

@@ -38,13 +38,13 @@ def write_changed(
     word: str,
     opening: Callable[[], AbstractContextManager[Checkpoint]] | None = None,
     others: Sequence[str] = (),
-    **how: Any,
+    **options: Any,
 ) -> Receipt:
     """Open `source`, change it, write it to the target, and print the receipt.
 
     `opening` opens it instead of `open_checkpoint`, `others` are further checkpoints passed to
-    `change`, and `how` are further arguments of `save`. The default target is named with `word`:
-    `model.stripped.pth`.
+    `change`, and `options` are further arguments of `save`. The default target is named with
+    `word`: `model.stripped.pth`.
 
     Raises:
         UsageError: if `--output` and `--in-place` are both given, or a remote source has neither.
@@ -53,15 +53,15 @@ def write_changed(
     """
     if target.output is not None and target.in_place:
         raise UsageError("--output and --in-place cannot be combined", hint="use one of them")
-    chosen, group = target.output, group_of()
-    given = {
+    target_path, group = target.output, find_group()
+    params = {
         name: value
         for name, value in click.get_current_context().params.items()
         if name not in ("workers", "quiet", "as_json")
     }
     is_silent = group is not None and group.own > 0  # the first process prints everything
     screen = Screen(as_json=False, quiet=True) if is_silent else target.screen
-    if is_address(source) and chosen is None:
+    if is_address(source) and target_path is None:
         raise UsageError(
             "the file is remote, so -o is required",
             file=source,
@@ -77,10 +77,10 @@ def write_changed(
         if target.in_place:
             for file in () if target.force else checkpoint.sources:
                 _refuse_link(file.name)
-            chosen = checkpoint.path  # the index, if it is a folder of shards
-        is_found = os.path.isfile(checkpoint.path) or not os.path.exists(source)
-        named = checkpoint.path if is_found and not sharded else source
-        path = chosen or default_target(named, word, target.format, sharded=sharded)
+            target_path = checkpoint.path  # the index, if it is a folder of shards
+        is_real_path = os.path.isfile(checkpoint.path) or not os.path.exists(source)
+        source_name = checkpoint.path if is_real_path and not sharded else source
+        path = target_path or default_target(source_name, word, target.format, sharded=sharded)
         changed = change(
             checkpoint, *(opened.enter_context(open_checkpoint(other)) for other in others)
         )
@@ -95,8 +95,8 @@ def write_changed(
             verify=target.verify,
             progress=progress,
             group=group,
-            options=repr(sorted(given.items())),
-            **how,
+            options=repr(sorted(params.items())),
+            **options,
         )
     screen.print_receipt(receipt, receipt_lines(receipt))
     return receipt
@@ -140,12 +140,15 @@ def run_divided(work: Callable[[], object], workers: int | None) -> None:
 
     require_torch()
     if _is_launched():
-        from ckptool.trainer.launching import recorded
-        from ckptool.trainer.processes import group
+        from ckptool.trainer.launching import record_errors
+        from ckptool.trainer.processes import connect_group
 
         end_with_parent()
-        with recorded(describe_error), group("ckptool", undone="no target was written") as found:
-            click.get_current_context().meta[_GROUP] = found
+        with (
+            record_errors(describe_error),
+            connect_group("ckptool", undone="no target was written") as ranks,
+        ):
+            click.get_current_context().meta[_GROUP] = ranks
             work()
     else:
         from ckptool.trainer.launching import launch
@@ -168,7 +171,7 @@ def end_with_parent(seconds: float = 0.5) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def group_of() -> WriterGroup | None:
+def find_group() -> WriterGroup | None:
     """Return the group of processes that execute this command, or None if it is one process.
 
     Raises:

@@ -80,7 +80,7 @@ def cast_command(
     name = floating_type(word)
     step = Cast(
         dtype,
-        keep=parsed_keep(keep),
+        keep=parse_keep_rules(keep),
         cast_optimizer=cast_optimizer,
         allow_overflow=allow_overflow,
         dequantize=dequantize,
@@ -88,16 +88,16 @@ def cast_command(
     )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        made = checkpoint.then(*([Masters()] if master else []), step)
-        if target.dry_run and made.root is not checkpoint.root:
+        cast = checkpoint.then(*([Masters()] if master else []), step)
+        if target.dry_run and cast.root is not checkpoint.root:
             text = "a dry run computes no values, so overflow is not checked"
-            made = made.with_root(made.root, Change("note", text))
-        return made
+            cast = cast.with_root(cast.root, Change("note", text))
+        return cast
 
     run_divided(lambda: write_changed(file, change, target, word=name), workers)
 
 
-def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
+def parse_keep_rules(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
     """Return `GLOB=DTYPE` and `GLOB` as pairs of a glob and a dtype or None."""
     rules: list[tuple[str, str | None]] = []
     for text in texts:
@@ -144,7 +144,7 @@ def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
 )
 @click.option("--key", metavar="NAME", help="Average only this state dict.")
 @target_options(place=False)
-def average_command(files: tuple[str, ...], target: OutputOptions, **how: Any) -> None:
+def average_command(files: tuple[str, ...], target: OutputOptions, **options: Any) -> None:
     """Average several checkpoints.
 
     Tensors with the same key, without wrapper prefixes, are summed in float64 and rounded to their
@@ -155,7 +155,7 @@ def average_command(files: tuple[str, ...], target: OutputOptions, **how: Any) -
         raise UsageError("average needs at least two files", hint="ckptool average A B -o mean.pth")
 
     def change(*checkpoints: Checkpoint) -> Checkpoint:
-        return average(checkpoints, **how)
+        return average(checkpoints, **options)
 
     write_changed(files[0], change, target, word="average", others=files[1:])
 
@@ -184,7 +184,7 @@ def merge_lora_command(
     adapters: tuple[str, ...],
     target: OutputOptions,
     max_shard_size: str | None,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Merge LoRA adapters into their base model.
 
@@ -194,7 +194,7 @@ def merge_lora_command(
     """
 
     def change(checkpoint: Checkpoint, *others: Checkpoint) -> Checkpoint:
-        return merge_lora(checkpoint, others, **how)
+        return merge_lora(checkpoint, others, **options)
 
     write_changed(
         base, change, target, word="merged", max_shard_size=max_shard_size, others=adapters

@@ -24,13 +24,13 @@ from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
 from ckptool.renamed import RENAMED_OPTIONS
 from ckptool.render.text import (
     Look,
-    as_options,
-    columns_of,
-    duration,
+    detect_columns,
+    detect_look,
+    format_duration,
+    format_size,
     json_lines,
-    look_of,
-    runnable,
-    size,
+    make_pasteable,
+    to_options_text,
 )
 from ckptool.words import clean, clean_lines, listed, shell
 
@@ -72,6 +72,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        """Raise on the first signal; a second Ctrl-C ends the process."""
         if self.received:
             if number == signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
@@ -137,12 +138,12 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
             return
         self._next = now + _INTERVAL
         if text is None:
-            text = " ".join([*self._phases[:1], f"{size(done)} of {size(total)}"])
+            text = " ".join([*self._phases[:1], f"{format_size(done)} of {format_size(total)}"])
             elapsed = now - self._started
             if 0 < done < total and elapsed >= _DELAY:
-                text += f", {duration(elapsed * (total - done) / done)} left"
+                text += f", {format_duration(elapsed * (total - done) / done)} left"
         columns = (
-            columns_of(self._stream) or _DEFAULT_COLUMNS
+            detect_columns(self._stream) or _DEFAULT_COLUMNS
         ) - 1  # in the last column a terminal may wrap
         width = min(_WIDTH, columns - len(text) - len("[] "))
         line = text[:columns]
@@ -202,7 +203,7 @@ class Screen:
     @property
     def look(self) -> Look:
         """The style of stdout; with `fmt`, results are only tables in that format."""
-        return Look(fmt=self.fmt) if self.fmt else look_of(sys.stdout)
+        return Look(fmt=self.fmt) if self.fmt else detect_look(sys.stdout)
 
     def progress(self, *phases: str) -> ProgressBar:
         """Return a progress bar."""
@@ -225,12 +226,14 @@ class Screen:
             set_exit_code(1)
             self.say([f"warning: {clean(sentence)}"])
 
-    def note_if_filtered(self, what: str, include: Iterable[str], exclude: Iterable[str]) -> None:
+    def note_if_filtered(
+        self, subject: str, include: Iterable[str], exclude: Iterable[str]
+    ) -> None:
         """Write a note that the filters, if any, leave nothing."""
-        given = [f"--include {glob!r}" for glob in include]
-        given += [f"--exclude {glob!r}" for glob in exclude]
-        if given:
-            self.say([f"note: {what} is left after {clean(listed(given))}"])
+        filters = [f"--include {glob!r}" for glob in include]
+        filters += [f"--exclude {glob!r}" for glob in exclude]
+        if filters:
+            self.say([f"note: {subject} is left after {clean(listed(filters))}"])
 
     def print_receipt(self, result: Document, lines: Iterable[str]) -> None:
         """Write a receipt to stderr as lines, and with --json to stdout as well."""
@@ -239,7 +242,7 @@ class Screen:
             print_document(result.to_dict())
 
 
-def files_document(
+def make_files_document(
     schema: str, results: Iterable[Document], errors: Iterable[CheckpointError], *, ok: bool
 ) -> dict[str, Any]:
     """Return the JSON document of a verb that reads many files."""
@@ -263,13 +266,13 @@ def say(lines: Iterable[str], *, quiet: bool = False) -> None:
 
 def print_error(message: str, hint: str | None) -> None:
     """Write an error and its hint to stderr."""
-    look = look_of(sys.stderr)
+    look = detect_look(sys.stderr)
     print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
     if hint:
-        print(f"{look.bold('hint:')} {runnable(_with_program(hint))}", file=sys.stderr)
+        print(f"{look.bold('hint:')} {make_pasteable(_replace_program(hint))}", file=sys.stderr)
 
 
-def _with_program(hint: str) -> str:
+def _replace_program(hint: str) -> str:
     """Return the hint with commands that work even if ckptool is not on PATH."""
     from shutil import which
 
@@ -303,7 +306,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         started = time.monotonic()
         with Interrupts() as interrupts, _print_warnings():
-            code = _run(arguments, interrupts)
+            code = _run_command(arguments, interrupts)
             remote = sys.modules.get("ckptool.files.remote")
             if remote and remote.TRAFFIC.requests and os.environ.get("CKPTOOL_DEBUG"):
                 traffic, seconds = remote.TRAFFIC, time.monotonic() - started
@@ -326,19 +329,20 @@ def _print_warnings() -> Iterator[None]:
         warnings.simplefilter("always", CheckpointWarning)
         original = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if not issubclass(category, CheckpointWarning):
-                original(message, category, *place, **more)
+                original(message, category, *where, **more)
                 return
             context = click.get_current_context(silent=True)
             quiet = context is not None and bool(context.params.get("quiet"))
-            say([f"{look_of(sys.stderr).bold('warning:')} {clean(str(message))}"], quiet=quiet)
+            say([f"{detect_look(sys.stderr).bold('warning:')} {clean(str(message))}"], quiet=quiet)
 
         warnings.showwarning = show
         yield
 
 
-def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
+def _run_command(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
+    """Run a command, print its error, if any, and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     meta: dict[str, Any] = {}  # contains the exit code as soon as the verb sets it
     try:
@@ -361,12 +365,13 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     except BaseException as error:  # nothing above us would print it
         with suppress(OSError):  # stderr is closed
             if not interrupts.received:
-                _report(error)
+                _report_error(error)
         return ERROR
     return int(meta.get(EXIT_CODE, 0))
 
 
-def _report(error: BaseException) -> None:
+def _report_error(error: BaseException) -> None:
+    """Print an error with its hint, and with the traceback of a worker or with CKPTOOL_DEBUG."""
     if os.environ.get("CKPTOOL_DEBUG"):
         import traceback
 
@@ -385,7 +390,7 @@ def describe_error(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, CheckpointError):
         if error.remedy is None:
             return error.sentence, error.hint
-        return error.sentence, as_options(error.remedy)
+        return error.sentence, to_options_text(error.remedy)
     if isinstance(error, click.ClickException):
         return _describe_usage_error(error)
     if isinstance(error, MemoryError):
@@ -396,35 +401,36 @@ def describe_error(error: BaseException) -> tuple[str, str | None]:
         named = isinstance(error.filename, (str, bytes))
         file = f"{os.fsdecode(error.filename)}: " if named else ""
         return f"{file}{error.strerror or error}", None
-    what = f"{type(error).__name__}: {error}"
-    place = _line_of_user_code(error)
+    text = f"{type(error).__name__}: {error}"
+    place = _find_user_code_line(error)
     if place is None:
-        what, owner = f"unexpected error: {what}", "a bug in ckptool"
+        text, owner = f"unexpected error: {text}", "a bug in ckptool"
     else:
-        what, owner = f"the code at {place} raised {what}", "not caused by ckptool"
-    return what, f"this is {owner}; set CKPTOOL_DEBUG=1 to see the traceback"
+        text, owner = f"the code at {place} raised {text}", "not caused by ckptool"
+    return text, f"this is {owner}; set CKPTOOL_DEBUG=1 to see the traceback"
 
 
 def _describe_usage_error(error: click.ClickException) -> tuple[str, str | None]:
+    """Return the sentence of click and a hint: a renamed option, or the help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"{context.command_path} --help" if context else None
     if isinstance(error, click.NoSuchOption):
         verb = context.info_name if context else None
-        now = RENAMED_OPTIONS.get((verb or "", error.option_name))
-        if now is not None:
-            return re.split(r" \(?Did you", error.format_message())[0], f"use {now} instead"
+        new_option = RENAMED_OPTIONS.get((verb or "", error.option_name))
+        if new_option is not None:
+            return re.split(r" \(?Did you", error.format_message())[0], f"use {new_option} instead"
         from difflib import get_close_matches
 
         options = error.possibilities or []  # click counts the dashes: it proposes --json for --to
-        given = [error.option_name.lstrip("-")]
-        options[:] = [name for name in options if get_close_matches(name.lstrip("-"), given)]
+        typed = [error.option_name.lstrip("-")]
+        options[:] = [name for name in options if get_close_matches(name.lstrip("-"), typed)]
         for word in context.meta.get(ARGUMENTS, ()) if context else ():
             if word.startswith(error.option_name) and os.path.lexists(word):
                 hint = f"write {shell(word)} for the file with that name"
     return error.format_message(), hint
 
 
-def _line_of_user_code(error: BaseException) -> str | None:
+def _find_user_code_line(error: BaseException) -> str | None:
     """Return the last line of user code, such as a model, in the traceback of an error."""
     from traceback import walk_tb
 

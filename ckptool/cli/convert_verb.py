@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ckptool.cli.changing import run_divided, workers_option, write_changed
-from ckptool.cli.computing_verbs import parsed_keep
+from ckptool.cli.computing_verbs import parse_keep_rules
 from ckptool.cli.console import set_exit_code
 from ckptool.cli.like import Allowing, allowance_options, hint_with_options, resolve_reference
 from ckptool.cli.options import (
@@ -20,8 +20,8 @@ from ckptool.cli.options import (
     flag,
     glob_options,
     master_option,
-    parsed_rules,
-    plahint_with_options,
+    parse_device_rules,
+    plain_options,
     quantized_options,
     repeatable,
     shard_option,
@@ -41,7 +41,8 @@ from ckptool.transforms.tree_edits import parted, plain_json
 from ckptool.words import printable
 
 
-def _only_one(files: tuple[str, ...]) -> str | None:
+def _require_one_overlay(files: tuple[str, ...]) -> str | None:
+    """Return the one overlay file, or None without any."""
     if len(files) > 1:
         raise UsageError("--overlay accepts one file", hint="run convert once for each file")
     return files[0] if files else None
@@ -100,7 +101,7 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     metavar="FILE",
     type=PATH,
     multiple=True,
-    callback=lambda _, __, files: _only_one(files),
+    callback=lambda _, __, files: _require_one_overlay(files),
     help="Replace tensors by the ones in FILE with the same keys.",
 )
 @click.option(
@@ -161,7 +162,7 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     "--like-key", metavar="NAME", help="Use this state dict of REFERENCE, if it has several."
 )
 @allowance_options(casts=False)
-@plahint_with_options
+@plain_options
 @click.option(
     "--ties",
     type=click.Choice(["keep", "copy"]),
@@ -260,12 +261,12 @@ def command(
     steps = steps_of(
         {
             "salvage": salvage,
-            "map": parsed_rules(map),
-            "keep": tuple(parsed_keep(keep)),
-            "param": _parsed_params(param),
+            "map": parse_device_rules(map),
+            "keep": tuple(parse_keep_rules(keep)),
+            "param": _parse_params(param),
             "like": None if like is None else resolve_reference(like),
             "rename": rules,
-            "set": parsed_values(values),
+            "set": parse_values(values),
             **changes,
         }
     )
@@ -288,6 +289,7 @@ def command(
             return goal.as_file(converted(checkpoint, steps, name))
 
     def write() -> None:
+        """Write the result, and exit with 1 if a damaged tensor was lost."""
         receipt = write_changed(
             files[0],
             change,
@@ -308,24 +310,24 @@ def command(
     run_divided(write, workers)
 
 
-def _parsed_params(params: tuple[str, ...]) -> dict[str, str]:
+def _parse_params(params: tuple[str, ...]) -> dict[str, str]:
     """Return the recipe parameters as a mapping.
 
     Raises:
         UsageError: if one is not `KEY=VALUE`, or is given twice.
     """
-    made: dict[str, str] = {}
+    params_by_name: dict[str, str] = {}
     for text in params:
         key, _, value = (part.strip() for part in text.partition("="))
         if not (key and value):
             message = f"{printable(text)!r} is not KEY=VALUE"
             raise UsageError(message, hint="give a value, such as --param heads=32")
-        if made.setdefault(key, value) != value:
+        if params_by_name.setdefault(key, value) != value:
             raise UsageError(f"parameter {printable(key)} is given twice", hint="keep one of them")
-    return made
+    return params_by_name
 
 
-def parsed_values(texts: tuple[str, ...]) -> dict[str, Any]:
+def parse_values(texts: tuple[str, ...]) -> dict[str, Any]:
     """Return the values in `PATH=VALUE`, by path.
 
     Raises:

@@ -91,7 +91,7 @@ def command(
     name_status: bool,
     no_fold: bool,
     screen: Screen,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Compare two checkpoints, in any formats.
 
@@ -107,7 +107,7 @@ def command(
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be combined")
     with _open_side(a) as old, _open_side(b) as new, screen.progress() as progress:
-        result = diff(old, new, rename=rules, progress=progress, **how)
+        result = diff(old, new, rename=rules, progress=progress, **options)
     set_exit_code(0 if result.identical else 1)
     look = screen.look
     if (name_status or screen.fmt) and not screen.as_json:

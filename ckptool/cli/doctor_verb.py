@@ -10,7 +10,7 @@ import click
 from ckptool.cli.changing import write_changed
 from ckptool.cli.console import (
     Screen,
-    files_document,
+    make_files_document,
     print_document,
     print_error,
     print_lines,
@@ -68,7 +68,7 @@ def command(
     drop_objects: bool,
     allow_unexpected: bool,
     screen: Screen,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Explain why a checkpoint does not load, and how to fix it.
 
@@ -91,37 +91,41 @@ def command(
 
     def examine(file: str) -> Diagnosis:
         with screen.progress() as progress:
-            return doctor(file, like=reference, named=like or "", progress=progress, **how)
+            return doctor(file, like=reference, named=like or "", progress=progress, **options)
 
     if len(files) == 1:
-        found = examine(files[0])
+        diagnosis = examine(files[0])
         if fix:
-            found = _write_fixed(
-                found, output, {option for option in given if option in allowed}, examine, screen
+            diagnosis = _write_fixed_file(
+                diagnosis,
+                output,
+                {option for option in given if option in allowed},
+                examine,
+                screen,
             )
-        set_exit_code(0 if found.ok else 1)
-        screen.print(found, diagnosis_lines(found, screen.look, explain=explain))
+        set_exit_code(0 if diagnosis.ok else 1)
+        screen.print(diagnosis, diagnosis_lines(diagnosis, screen.look, explain=explain))
         return
-    every, errors, code = list[Diagnosis](), list[CheckpointError](), 0
+    diagnoses, errors, code = list[Diagnosis](), list[CheckpointError](), 0
     for file in files:
         try:
-            found = examine(file)
+            diagnosis = examine(file)
         except UnreadableFile as error:
             errors.append(error)
             print_error(error.sentence, error.hint)
         else:
-            every.append(found)
-        code = 2 if errors else code or int(not found.ok)
+            diagnoses.append(diagnosis)
+        code = 2 if errors else code or int(not diagnosis.ok)
         set_exit_code(code)
-        if every and every[-1].file == file and not screen.as_json:
-            lines = diagnosis_lines(found, screen.look, explain=explain)
-            print_lines(["", *lines] if len(every) > 1 else lines)
+        if diagnoses and diagnoses[-1].file == file and not screen.as_json:
+            lines = diagnosis_lines(diagnosis, screen.look, explain=explain)
+            print_lines(["", *lines] if len(diagnoses) > 1 else lines)
     if screen.as_json:
-        print_document(files_document("ckptool.doctor/2", every, errors, ok=not code))
+        print_document(make_files_document("ckptool.doctor/2", diagnoses, errors, ok=not code))
 
 
-def _write_fixed(
-    found: Diagnosis,
+def _write_fixed_file(
+    diagnosis: Diagnosis,
     output: str | None,
     allowed: Set[str],
     examine: Callable[[str], Diagnosis],
@@ -132,26 +136,26 @@ def _write_fixed(
     Raises:
         UsageError: if there is no plan, it leaves a choice, or it has a loss that is not allowed.
     """
-    plan, target = found.plan, output or found.target
-    if plan.command is None and found.ok:
-        return found
+    plan, target = diagnosis.plan, output or diagnosis.target
+    if plan.command is None and diagnosis.ok:
+        return diagnosis
     open_choices = [
-        complaint for complaint in found.complaints
+        complaint for complaint in diagnosis.complaints
         if complaint.severity != "note" and complaint.alternatives and not complaint.commands
     ]  # fmt: skip
     if plan.command is None or target is None or open_choices:
-        file = shell(found.file)
-        several = "several fixes are possible; choose one"
-        message = several if open_choices else "no ckptool command fixes it"
+        file = shell(diagnosis.file)
+        choose = "several fixes are possible; choose one"
+        message = choose if open_choices else "no ckptool command fixes it"
         raise UsageError(
-            message, file=found.file, hint=found.first_command or f"ckptool doctor {file}"
+            message, file=diagnosis.file, hint=diagnosis.first_command or f"ckptool doctor {file}"
         )
-    if lost := [option for option in found.losses if option not in allowed]:
+    if lost := [option for option in diagnosis.losses if option not in allowed]:
         raise UsageError(
             f"the fix would lose data: {listed(lost)}",
-            file=found.file,
+            file=diagnosis.file,
             hint=f"add {' '.join(lost)} to accept that"
-            + (f"; or, to keep all: {found.resume}" if found.resume else ""),
+            + (f"; or, to keep all: {diagnosis.resume}" if diagnosis.resume else ""),
         )
 
     format = plan.format if output is None else None  # otherwise the extension decides
@@ -163,5 +167,5 @@ def _write_fixed(
     options = OutputOptions(
         target, force=False, dry_run=False, format=format, verify=None, screen=quiet
     )
-    write_changed(found.file, change, options, word=FIXED)
+    write_changed(diagnosis.file, change, options, word=FIXED)
     return examine(target)

@@ -10,10 +10,10 @@ from ckptool.cli.changing import write_changed
 from ckptool.cli.console import Screen
 from ckptool.cli.options import (
     OutputOptions,
-    completed_by,
+    complete_with,
     file_argument,
     flag,
-    parsed_rules,
+    parse_device_rules,
     repeatable,
     screen_options,
     target_options,
@@ -26,7 +26,7 @@ from ckptool.core.names import WRAPPERS
 from ckptool.errors import UsageError
 from ckptool.files.recovery import recover
 from ckptool.render.receipt import recovery_lines
-from ckptool.render.text import size
+from ckptool.render.text import format_size
 from ckptool.transforms import (
     Compact,
     Remap,
@@ -49,7 +49,7 @@ from ckptool.words import clean, listed, shell
     "--only",
     "WRAPPER",
     "Remove only this wrapper, for example module or _orig_mod. Repeatable. [default: all]",
-    shell_complete=completed_by(lambda: WRAPPERS),
+    shell_complete=complete_with(lambda: WRAPPERS),
 )
 @click.option(
     "--levels", type=click.IntRange(min=1), help="Remove at most this many wrapper prefixes."
@@ -71,12 +71,17 @@ def strip_module_command(
     """
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
+        """Remove the prefixes; warn if no key has one."""
         changed = checkpoint.then(Strip(only or None, levels, at))
         if changed.changes:
             return changed
-        prefixes = listed(f'"{one}."' for one in only)
+        prefixes = listed(f'"{wrapper}."' for wrapper in only)
         text = f"no key has the prefix {prefixes}" if only else "no key has a wrapper prefix"
-        if at is None and "module" in (only or WRAPPERS) and (paths := _wrapped_paths(changed)):
+        if (
+            at is None
+            and "module" in (only or WRAPPERS)
+            and (paths := _find_wrapped_submodules(changed))
+        ):
             text += f'; "module." is inside {listed(paths, most=3)}, to remove it: '
             text += f"ckptool strip-module {shell(file)} --at {shell(paths[0])}"
         return changed.with_root(changed.root, Change("warning", text))
@@ -84,7 +89,7 @@ def strip_module_command(
     write_changed(file, change, target, word="stripped")
 
 
-def _wrapped_paths(checkpoint: Checkpoint) -> list[str]:
+def _find_wrapped_submodules(checkpoint: Checkpoint) -> list[str]:
     """Return the submodules with a wrapper prefix of their own in every key."""
     from ckptool.matching.align import wrapped_submodules  # rarely needed
 
@@ -174,7 +179,7 @@ def remap_command(
             "remap needs exactly one of --to, --map and --visible-devices",
             hint="ckptool remap --to cpu FILE",
         )
-    step = Remap(device, parsed_rules(rules), visible_devices)
+    step = Remap(device, parse_device_rules(rules), visible_devices)
     write_changed(file, step, target, word=device.replace(":", "") if device else "remapped")
 
 
@@ -205,8 +210,8 @@ def compact_command(file: str, target: OutputOptions) -> None:
         return checkpoint.with_root(changed.root, _NOTHING) if changed is checkpoint else changed
 
     receipt = write_changed(file, change, target, word="compact", rewrite=True)
-    after = f"{clean(os.path.basename(receipt.path))} {size(receipt.size)}"
-    target.screen.say([f"{clean(os.path.basename(file))} {size(before)}, {after}"])
+    after = f"{clean(os.path.basename(receipt.path))} {format_size(receipt.size)}"
+    target.screen.say([f"{clean(os.path.basename(file))} {format_size(before)}, {after}"])
 
 
 @verb(

@@ -13,7 +13,7 @@ from ckptool.cli.options import (
     flag,
     glob_options,
     master_option,
-    plahint_with_options,
+    plain_options,
     target_options,
     verb,
 )
@@ -36,7 +36,7 @@ from ckptool.transforms.extraction import count_kept
 @glob_options
 @flag("--ema", "Take the averaged (EMA) weights under the model's own keys.")
 @master_option
-@plahint_with_options
+@plain_options
 @target_options()
 def command(
     file: str,
@@ -45,7 +45,7 @@ def command(
     plain: bool,
     drop_objects: bool,
     target: OutputOptions,
-    **what: Any,
+    **selection: Any,
 ) -> None:
     """Extract a section, some tensors, or only the weights.
 
@@ -53,25 +53,27 @@ def command(
     optimizer. Values and objects are kept, except with --model-only. Writes model.extracted.pth.
     --in-place needs --force, because the rest is lost.
     """
-    if what["key"] is None and not (any(what.values()) or ema or master or plain or drop_objects):
+    if selection["key"] is None and not (
+        any(selection.values()) or ema or master or plain or drop_objects
+    ):
         raise UsageError(
             "extract needs at least one of --key, --include, --exclude, --model-only, --ema, "
             "--master, --plain and --drop-objects",
             hint="ckptool extract FILE --model-only",
         )
-    if ema and (master or what["model_only"] or what["key"] is not None):
+    if ema and (master or selection["model_only"] or selection["key"] is not None):
         raise UsageError(
             "--ema cannot be combined with --key, --model-only or --master",
             hint="ckptool extract FILE --ema",
         )
 
     steps = [Masters()] if master else []
-    take = Take(**what, ema=ema)
+    take = Take(**selection, ema=ema)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         source = checkpoint.then(*steps)
         extracted = source.then(take)
-        if any(made.kind != "warning" for made in extracted.changes[len(source.changes) :]):
+        if any(change.kind != "warning" for change in extracted.changes[len(source.changes) :]):
             extracted = extracted.with_root(extracted.root, count_kept(source, extracted))
         return extracted.then(Plain(plain, drop_objects)) if plain or drop_objects else extracted
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from ckptool.cli.console import Screen
 from ckptool.cli.options import file_argument, screen_options, verb
-from ckptool.diagnosis.contents import devices_here
+from ckptool.diagnosis.contents import detect_devices
 from ckptool.diagnosis.diagnose import Diagnosis
-from ckptool.diagnosis.info import Info, overview
+from ckptool.diagnosis.info import Info, summarize_and_diagnose
 from ckptool.formats import open_checkpoint
 from ckptool.render.info import overview_lines
 from ckptool.render.verdicts import verdict_text
@@ -41,6 +41,6 @@ def command(file: str, screen: Screen) -> None:
     ckptool info and ckptool doctor show more.
     """
     with open_checkpoint(file) as checkpoint:
-        summary, diagnosis = overview(checkpoint, devices_here())
+        summary, diagnosis = summarize_and_diagnose(checkpoint, detect_devices())
     lines = overview_lines(summary, diagnosis, screen.look)
     screen.print(_Overview(summary, diagnosis), lines)

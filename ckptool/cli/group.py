@@ -125,7 +125,7 @@ class VerbGroup(BriefHelpOption, click.Group):
         name, *_ = ALIASES.get(cmd_name, (cmd_name,))
         if name not in self.list_commands(ctx):
             return None
-        return _command_in(_FILES.get(name, f"{name}_verb"), name)
+        return _import_command(_FILES.get(name, f"{name}_verb"), name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -148,9 +148,9 @@ class VerbGroup(BriefHelpOption, click.Group):
             args = [*ALIASES[word], *rest]
         elif word not in self.list_commands(ctx) and not word.startswith("-"):
             if _is_file(word):
-                command = _command_in("file_verb", "info")
+                command = _import_command("file_verb", "info")
                 return command.name, command, args
-            raise click.UsageError(_unknown_verb(word, self.list_commands(ctx)), ctx)
+            raise click.UsageError(_describe_unknown_verb(word, self.list_commands(ctx)), ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -160,7 +160,8 @@ class VerbGroup(BriefHelpOption, click.Group):
                 formatter.write_dl(list(verbs.items()))
 
 
-def _command_in(file: str, name: str) -> click.Command:
+def _import_command(file: str, name: str) -> click.Command:
+    """Import the module of a verb, and return its command."""
     members = vars(import_module(f"ckptool.cli.{file}")).values()
     commands = (member for member in members if isinstance(member, click.Command))
     return next(command for command in commands if command.name == name)
@@ -181,7 +182,7 @@ def _is_file(word: str) -> bool:
     raise FileMissing("no such file", file=word)
 
 
-def _unknown_verb(word: str, known: Sequence[str]) -> str:
+def _describe_unknown_verb(word: str, known: Sequence[str]) -> str:
     """Return the error about an unknown verb, with the closest known one."""
     from difflib import get_close_matches
 

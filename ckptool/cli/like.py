@@ -13,9 +13,16 @@ from typing import Any
 import click
 
 from ckptool.cli.group import BriefHelpOption
-from ckptool.cli.options import Decorator, repeatable, together
+from ckptool.cli.options import Decorator, combine_options, repeatable
 from ckptool.errors import FileMissing, MatchError, UsageError
-from ckptool.factories import FACTORY, HINT, at_home, is_model, named, run
+from ckptool.factories import (
+    FACTORY,
+    HINT,
+    import_object,
+    is_model,
+    run_user_code,
+    use_working_directory,
+)
 from ckptool.loading.target import on_meta
 from ckptool.remedies import Remedy
 from ckptool.transforms import regex_rule
@@ -42,21 +49,35 @@ class Allowing(BriefHelpOption):
         """Parse the words twice, the first time to count the positional arguments."""
         options = {f"--{name.replace('_', '-')}" for name in _WORDS}
         end = args.index("--") if "--" in args else len(args)
-        bare = [at for at, word in enumerate(args[:end]) if word in options]
-        every = [f"{word}={_EVERY}" if at in bare else word for at, word in enumerate(args)]
-        given, left_over, _ = self.make_parser(ctx).parse_args(args=list(every))
-        files = given.get("sources")
+        bare_positions = [index for index, word in enumerate(args[:end]) if word in options]
+        expanded = [
+            f"{word}={_EVERY}" if index in bare_positions else word
+            for index, word in enumerate(args)
+        ]
+        values, left_over, _ = self.make_parser(ctx).parse_args(args=list(expanded))
+        files = values.get("sources")
         if isinstance(files, tuple):  # convert accepts any number
-            left_over = list(files)[1 if given.get("output") else 2 :]
-            bare = [at for at in bare if not os.path.lexists("".join(args[at + 1 : at + 2]))]
-        likely = [at for at in bare if args[at + 1 : at + 2] and not args[at + 1].startswith("-")]
+            left_over = list(files)[1 if values.get("output") else 2 :]
+            bare_positions = [
+                index
+                for index in bare_positions
+                if not os.path.lexists("".join(args[index + 1 : index + 2]))
+            ]
+        likely = [
+            index
+            for index in bare_positions
+            if args[index + 1 : index + 2] and not args[index + 1].startswith("-")
+        ]
         # try globs first, then keys, then files
         likely.sort(
-            key=lambda at: (not set(_GLOB) & set(args[at + 1]), os.path.lexists(args[at + 1]))
+            key=lambda index: (
+                not set(_GLOB) & set(args[index + 1]),
+                os.path.lexists(args[index + 1]),
+            )
         )
-        for at in sorted(likely[: len(left_over)], reverse=True):
-            every[at : at + 2] = [f"{args[at]}={args[at + 1]}"]
-        return super().parse_args(ctx, every)
+        for index in sorted(likely[: len(left_over)], reverse=True):
+            expanded[index : index + 2] = [f"{args[index]}={args[index + 1]}"]
+        return super().parse_args(ctx, expanded)
 
 
 def allowance_options(*, casts: bool = True) -> Decorator:
@@ -65,7 +86,7 @@ def allowance_options(*, casts: bool = True) -> Decorator:
     The verb receives `allow_missing` and so on, each a tuple of globs, True for all keys, or False.
     Without `casts`, `--allow-lossy-cast` is left out.
     """
-    return together(
+    return combine_options(
         repeatable(
             "--transpose",
             "GLOB[=AXES]",
@@ -101,20 +122,20 @@ def hint_with_options() -> Iterator[None]:
     except MatchError as error:
         error.message = error.message.replace("\n", "; ")
         if error.remedy is not None:
-            error.advise(_after_renaming(error.remedy))
+            error.advise(_rename_allowed_keys(error.remedy))
         raise
 
 
-def _after_renaming(remedy: Remedy) -> Remedy:
+def _rename_allowed_keys(remedy: Remedy) -> Remedy:
     """Return the remedy with its rules applied to its allowed keys."""
-    given = dict(remedy.arguments)
-    rules, names = given.get("rename"), given.get("allow_unexpected")
+    arguments = dict(remedy.arguments)
+    rules, names = arguments.get("rename"), arguments.get("allow_unexpected")
     if isinstance(rules, tuple) and isinstance(names, tuple):
         for rule in map(regex_rule, rules):
             names = tuple(rule.apply(name) or name for name in names)
-        given["allow_unexpected"] = names
-    alternatives = tuple(map(_after_renaming, remedy.instead))
-    return remedy._replace(arguments=tuple(given.items()), instead=alternatives)
+        arguments["allow_unexpected"] = names
+    alternatives = tuple(map(_rename_allowed_keys, remedy.instead))
+    return remedy._replace(arguments=tuple(arguments.items()), instead=alternatives)
 
 
 _FORMS = "give a checkpoint, or code that builds the model: module:factory, for example net:build"
@@ -151,8 +172,8 @@ def build_model(text: str) -> Any:
         TorchMissing: if torch is not installed.
         UsageError: if the code raises an error, or does not return a model.
     """
-    with at_home():
-        node = named(text)
+    with use_working_directory():
+        node = import_object(text)
         if is_model(node):
             return node
         if not callable(node):
@@ -160,9 +181,9 @@ def build_model(text: str) -> Any:
                 f"{text} is {a_class(node)}, expected a model or a callable that returns one",
                 hint=HINT,
             )
-        made = on_meta(node)
-        if made is None:
-            made = run(node, f"{text} raised", HINT)
-    if not is_model(made):
-        raise UsageError(f"{text} returned {a_class(made)}, expected a model", hint=HINT)
-    return made
+        model = on_meta(node)
+        if model is None:
+            model = run_user_code(node, f"{text} raised", HINT)
+    if not is_model(model):
+        raise UsageError(f"{text} returned {a_class(model)}, expected a model", hint=HINT)
+    return model

@@ -8,7 +8,7 @@ from ckptool.cli.console import Screen, print_document, print_lines
 from ckptool.cli.options import file_argument, filter_options, flag, screen_options, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.listing import list_tensors, tree
+from ckptool.inspection.listing import build_tree, list_tensors
 from ckptool.render.listing import listing_lines, name_lines, tree_lines
 from ckptool.words import clean
 
@@ -44,13 +44,13 @@ def command(
     if screen.fmt and as_tree:
         raise UsageError("--fmt and --tree cannot be combined")
     others = {"--tree": as_tree, "--hash": hashed, "--fmt": screen.fmt, "--json": screen.as_json}
-    if names and (other := next((one for one, given in others.items() if given), None)):
+    if names and (other := next((option for option, given in others.items() if given), None)):
         raise UsageError(f"--names and {other} cannot be combined")
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         if os.path.isdir(file):
-            from ckptool.inspection.neighbors import neighbor_notes  # a third of the start of list
+            from ckptool.inspection.neighbors import describe_neighbors  # slow
 
-            screen.say(f"note: {clean(text)}" for text in neighbor_notes(checkpoint))
+            screen.say(f"note: {clean(text)}" for text in describe_neighbors(checkpoint))
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
         )
@@ -63,7 +63,7 @@ def command(
     if not as_tree:
         screen.print(listing, listing_lines(listing, screen.look))
         return
-    root = tree(listing)
+    root = build_tree(listing)
     if screen.as_json:
         head = {"schema": "ckptool.tree/1", "file": listing.file, "format": listing.format}
         print_document({**head, "root": root.to_dict()})

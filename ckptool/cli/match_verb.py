@@ -20,7 +20,7 @@ from ckptool.matching.align import is_average_counter
 from ckptool.matching.layouts import TransposeRules
 from ckptool.remedies import Remedy
 from ckptool.render.match import advice_lines, match_lines, note_lines
-from ckptool.render.text import as_options, option_words
+from ckptool.render.text import to_option_words, to_options_text
 from ckptool.transforms import Rule
 from ckptool.words import as_argument
 from ckptool.writing.target import default_target
@@ -92,14 +92,14 @@ def command(
             choices=TransposeRules.of(transpose, no_transpose),
             by_type=by_type,
         )
-        applied = tuple(_applied(rules, state))
+        applied = tuple(_find_applied_rules(rules, state))
         is_module = state.section.kind == "module"
     report = plan.report
     globs = {name.removeprefix("allow_"): given for name, given in allowed.items()}
     judgement = Allowance(min_coverage=min_coverage, **globs).judged(report)
     set_exit_code(0 if judgement.accepted else 1)
     if screen.as_json:
-        print_document({**report.to_dict(), **_document(judgement)})
+        print_document({**report.to_dict(), **_to_document(judgement)})
         return
     look = screen.look
     lines = match_lines(report, look, fold=not no_fold, judgement=judgement, options=True)
@@ -120,15 +120,15 @@ def command(
         "model_only": is_module,
     }
     command = ""
-    if all(rule.regex for rule in rules) and _is_for_convert(report):
+    if all(rule.regex for rule in rules) and _can_convert(report):
         target = find_unused_path(default_target(file, "fitted"))
         options = Remedy(tuple((name, value) for name, value in given.items() if value is not None))
         words = ["ckptool", "convert", as_argument(file), as_argument(target)]
-        command = shlex.join([*words, *option_words(options)])
+        command = shlex.join([*words, *to_option_words(options)])
     print_lines(advice_lines(judgement, look, command=command))
 
 
-def _applied(rules: Iterable[Rule], state: StateDict) -> Iterator[str]:
+def _find_applied_rules(rules: Iterable[Rule], state: StateDict) -> Iterator[str]:
     """Yield the rules that match at least one key of the file."""
     keys = list(state.slots)
     for rule in rules:
@@ -138,21 +138,24 @@ def _applied(rules: Iterable[Rule], state: StateDict) -> Iterator[str]:
             keys = [key if new is None else new for key, new in zip(keys, renamed, strict=True)]
 
 
-def _document(judgement: Judgement) -> dict[str, Any]:
+def _to_document(judgement: Judgement) -> dict[str, Any]:
+    """Return the part of the JSON document about the judgement."""
     remedy = judgement.remedy
     return {
         "accepted": judgement.accepted,
         "problems": [
-            {"kind": problem.kind, "text": problem.text, "remedy": as_options(problem.remedy)}
+            {"kind": problem.kind, "text": problem.text, "remedy": to_options_text(problem.remedy)}
             for problem in judgement.problems
         ],
-        "remedy": {"text": as_options(remedy), "options": option_words(remedy)} if remedy else None,
+        "remedy": {"text": to_options_text(remedy), "options": to_option_words(remedy)}
+        if remedy
+        else None,
     }
 
 
-def _is_for_convert(report: MatchReport) -> bool:
+def _can_convert(report: MatchReport) -> bool:
     """Return True if the keys differ from the model's and `convert` can rename them."""
     kept = (name for name, _ in report.kept)
     if report.missing_keys or report.mismatched or any(map(is_average_counter, kept)):
         return False
-    return any(own != new for renaming in report.renamed for own, new in renaming.names)
+    return any(old != new for renaming in report.renamed for old, new in renaming.names)

@@ -14,7 +14,7 @@ from ckptool.cli.console import Screen
 from ckptool.cli.group import BriefHelpOption
 from ckptool.errors import UsageError
 from ckptool.formats import WRITABLE
-from ckptool.render.table import known_format, known_formats
+from ckptool.render.table import list_formats, resolve_format
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -60,7 +60,7 @@ def repeatable(option: str, metavar: str, help: str, *names: str, **more: Any) -
     return click.option(option, *names, multiple=True, metavar=metavar, help=help, **more)
 
 
-def completed_by(words: Callable[[], Iterable[str]]) -> Any:
+def complete_with(words: Callable[[], Iterable[str]]) -> Any:
     """Return a `shell_complete` that offers `words()`, called only when Tab is pressed."""
 
     def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -69,7 +69,8 @@ def completed_by(words: Callable[[], Iterable[str]]) -> Any:
     return complete
 
 
-def _floating_types() -> Iterable[str]:
+def _list_floating_types() -> Iterable[str]:
+    """Return the floating-point dtypes; imported only when Tab is pressed."""
     from ckptool.transforms.casting import FLOATING
 
     return FLOATING
@@ -77,7 +78,7 @@ def _floating_types() -> Iterable[str]:
 
 def dtype_option(option: str, help: str) -> Decorator:
     """Return an option with a floating-point dtype as its value."""
-    complete = completed_by(_floating_types)
+    complete = complete_with(_list_floating_types)
     return click.option(option, metavar="DTYPE", shell_complete=complete, help=help)
 
 
@@ -104,7 +105,8 @@ EVERY_OPTION = "ckptool.help_all"
 """The key in a context's `meta` that makes the help list every option."""
 
 
-def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+def _show_all_help(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    """Print the help with all options, and exit."""
     if is_given and not context.resilient_parsing:
         context.meta[EVERY_OPTION] = True
         click.echo(context.get_help(), color=context.color)
@@ -127,23 +129,27 @@ class Brief(BriefHelpOption):
                 is_flag=True,
                 is_eager=True,
                 expose_value=False,
-                callback=_help_all,
+                callback=_show_all_help,
                 help="Show every option.",
             ),
         )
         return params
 
-    def shown(self, ctx: click.Context) -> list[click.Parameter]:
+    def list_shown_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the parameters that the help lists."""
-        every = self.get_params(ctx)
+        params = self.get_params(ctx)
         if ctx.meta.get(EVERY_OPTION) or not self.most_used:
-            return every
-        names = {*self.most_used, "help_all", every[-1].name}  # click's --help is last
-        return [one for one in every if one.name in names]
+            return params
+        names = {*self.most_used, "help_all", params[-1].name}  # click's --help is last
+        return [param for param in params if param.name in names]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options."""
-        rows = [row for one in self.shown(ctx) if (row := one.get_help_record(ctx)) is not None]
+        rows = [
+            row
+            for param in self.list_shown_params(ctx)
+            if (row := param.get_help_record(ctx)) is not None
+        ]
         with formatter.section("Options"):
             formatter.write_dl(rows)
 
@@ -157,7 +163,7 @@ class Sectioned(Brief):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options, section by section."""
         title, sections = "", dict[str, list[tuple[str, str]]]()
-        shown = {option.name for option in self.shown(ctx)}
+        shown = {option.name for option in self.list_shown_params(ctx)}
         for option in self.get_params(ctx):
             title = self.begins.get(option.name or "", title)
             row = option.get_help_record(ctx) if isinstance(option, click.Option) else None
@@ -181,7 +187,7 @@ class OutputOptions:
     in_place: bool = False
 
 
-def together(*options: Callable[[Any], Any]) -> Decorator:
+def combine_options(*options: Callable[[Any], Any]) -> Decorator:
     """Return one decorator for several options, in the order of the help."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,9 +202,9 @@ _fmt_option = click.option(
     "--fmt",
     metavar="FORMAT",
     callback=lambda ctx, _, word: (
-        None if word is None or ctx.resilient_parsing else known_format(word)
+        None if word is None or ctx.resilient_parsing else resolve_format(word)
     ),
-    shell_complete=completed_by(known_formats),
+    shell_complete=complete_with(list_formats),
     help="Print only the tables, in full, as markdown, csv, html, latex, rst or another tabulate "
     "format.",
 )
@@ -210,7 +216,7 @@ _SCREEN_OPTIONS = (
 )
 
 
-def gathered(
+def gather_options(
     name: str, make: Callable[[dict[str, Any]], Any], *options: Callable[[Any], Any]
 ) -> Decorator:
     """Return a decorator that passes several options to the verb as one argument `name`.
@@ -220,16 +226,17 @@ def gathered(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def call(**given: Any) -> Any:
-            return function(**{name: make(given)}, **given)  # the others, after `make`
+        def call(**arguments: Any) -> Any:
+            return function(**{name: make(arguments)}, **arguments)  # the others, after `make`
 
-        return together(*options)(call)
+        return combine_options(*options)(call)
 
     return decorate
 
 
-def _screen(given: dict[str, Any]) -> Screen:
-    screen = Screen(given.pop("as_json"), given.pop("quiet"), given.pop("fmt", None))
+def _make_screen(arguments: dict[str, Any]) -> Screen:
+    """Remove the output options from the arguments, and return them as a `Screen`."""
+    screen = Screen(arguments.pop("as_json"), arguments.pop("quiet"), arguments.pop("fmt", None))
     if screen.fmt and screen.as_json:
         raise UsageError("--fmt and --json cannot be combined")
     return screen
@@ -237,11 +244,12 @@ def _screen(given: dict[str, Any]) -> Screen:
 
 def screen_options(*, fmt: bool = False) -> Decorator:
     """Return the output options, which the verb receives as one `screen`."""
-    return gathered("screen", _screen, *([_fmt_option] if fmt else []), *_SCREEN_OPTIONS)
+    return gather_options("screen", _make_screen, *([_fmt_option] if fmt else []), *_SCREEN_OPTIONS)
 
 
-def _glob_options(include: str, exclude: str, patterns: str) -> Decorator:
-    return together(
+def _make_glob_options(include: str, exclude: str, patterns: str) -> Decorator:
+    """Return --include and --exclude, with these words in their help."""
+    return combine_options(
         repeatable(
             "--include",
             "NAME",
@@ -252,12 +260,12 @@ def _glob_options(include: str, exclude: str, patterns: str) -> Decorator:
     )
 
 
-filter_options = _glob_options(
+filter_options = _make_glob_options(
     "Show only entries", "Hide entries", "a path, a key, the end of a path"
 )
 
-glob_options = together(
-    _glob_options("Take only tensors", "Leave out tensors", "a path, a key"),
+glob_options = combine_options(
+    _make_glob_options("Take only tensors", "Leave out tensors", "a path, a key"),
     flag(
         "--model-only",
         "Take only the model's state dict; convert a pickled module to one.",
@@ -279,14 +287,14 @@ visible_option = click.option(
     help="Renumber GPUs as CUDA_VISIBLE_DEVICES=LIST does: with 0,2, GPU 2 becomes cuda:1.",
 )
 
-quantized_options = together(
+quantized_options = combine_options(
     dtype_option("--dequantize", "Convert quantized weights to plain DTYPE tensors."),
     flag("--raw", "Cast quantized values without applying their scales."),
 )
 
 master_option = flag("--master", "Take the fp32 master weights from a DeepSpeed optimizer.")
 
-plahint_with_options = together(
+plain_options = combine_options(
     flag(
         "--plain",
         "Convert objects to data that weights_only=True accepts; stop if one cannot be converted.",
@@ -319,7 +327,7 @@ _PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 _DESTINATION = click.argument("destination", type=PATH, required=False)
 
 
-def _new_file(destination: str, output: str | None, in_place: bool) -> str:
+def _require_new_file(destination: str, output: str | None, in_place: bool) -> str:
     """Return the second file, unless the user may have meant to change it too."""
     if output is not None or in_place:
         raise UsageError(
@@ -334,11 +342,14 @@ def _new_file(destination: str, output: str | None, in_place: bool) -> str:
     return destination
 
 
-def _target(given: dict[str, Any]) -> OutputOptions:
-    if (destination := given.pop("destination", None)) is not None:
-        given["output"] = _new_file(destination, given["output"], given["in_place"])
-    names = given.keys() & OutputOptions.__dataclass_fields__
-    return OutputOptions(**{name: given.pop(name) for name in names})
+def _make_output_options(arguments: dict[str, Any]) -> OutputOptions:
+    """Remove the target options from the arguments, and return them as `OutputOptions`."""
+    if (destination := arguments.pop("destination", None)) is not None:
+        arguments["output"] = _require_new_file(
+            destination, arguments["output"], arguments["in_place"]
+        )
+    names = arguments.keys() & OutputOptions.__dataclass_fields__
+    return OutputOptions(**{name: arguments.pop(name) for name in names})
 
 
 def target_options(*, place: bool = True) -> Decorator:
@@ -346,11 +357,11 @@ def target_options(*, place: bool = True) -> Decorator:
 
     `place` adds -o, --in-place and a second argument, a file to write that does not exist yet.
     """
-    chosen = (_DESTINATION, *_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
-    return gathered("target", _target, *chosen)
+    options = (_DESTINATION, *_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
+    return gather_options("target", _make_output_options, *options)
 
 
-def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
+def parse_device_rules(rules: Sequence[str]) -> dict[str, str]:
     """Return rules `A=B` as a mapping.
 
     Raises:

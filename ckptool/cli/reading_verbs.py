@@ -12,7 +12,7 @@ from ckptool.cli.options import file_argument, filter_options, flag, screen_opti
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.show import HEAD, show
 from ckptool.inspection.stats import BINS, SORTABLE, stats
-from ckptool.render.figures import ramp_for, shown_lines, stats_lines
+from ckptool.render.figures import choose_ramp, shown_lines, stats_lines
 
 
 @verb(
@@ -75,7 +75,7 @@ def stats_command(
     sort: str | None,
     fold: bool,
     screen: Screen,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Show the range, mean, zeros and NaN of each tensor.
 
@@ -86,11 +86,11 @@ def stats_command(
     factor of 10 in norm or std.
     """
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
-        found = stats(checkpoint, include=include, exclude=exclude, progress=progress, **how)
-    screen.report_unmatched(found.unmatched)
-    if not (found.tensors or found.unmatched):
+        result = stats(checkpoint, include=include, exclude=exclude, progress=progress, **options)
+    screen.report_unmatched(result.unmatched)
+    if not (result.tensors or result.unmatched):
         screen.note_if_filtered("no tensor", include, exclude)
-    found = found.folded() if fold else found
-    found = found.sorted_by(sort) if sort else found
-    ramp = ramp_for(getattr(sys.stdout, "encoding", None))
-    screen.print(found, stats_lines(found, screen.look, ramp))
+    result = result.folded() if fold else result
+    result = result.sorted_by(sort) if sort else result
+    ramp = choose_ramp(getattr(sys.stdout, "encoding", None))
+    screen.print(result, stats_lines(result, screen.look, ramp))

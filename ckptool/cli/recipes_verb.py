@@ -7,7 +7,7 @@ import click
 from ckptool.cli.console import Screen, print_document, print_lines
 from ckptool.cli.options import PATH, screen_options, verb
 from ckptool.recipes import Recipe, shipped_recipes
-from ckptool.render.table import table
+from ckptool.render.table import table_lines
 from ckptool.words import clean, clean_lines
 
 
@@ -26,17 +26,17 @@ def command(name: str | None, screen: Screen) -> None:
     FILE is your own recipe, which is checked first. docs/recipes.md explains how to write one.
     """
     if name is None:
-        every = shipped_recipes()
+        recipes = shipped_recipes()
         if screen.as_json:
-            rows = [{"name": one, "about": about} for one, about in every]
+            rows = [{"name": recipe_name, "about": about} for recipe_name, about in recipes]
             print_document({"schema": "ckptool.recipes/1", "recipes": rows})
         else:
-            cells = [(one, clean(about)) for one, about in every]
-            print_lines(table(("recipe", "converts"), cells, screen.look, flexible=1))
+            cells = [(recipe_name, clean(about)) for recipe_name, about in recipes]
+            print_lines(table_lines(("recipe", "converts"), cells, screen.look, flexible=1))
         return
     recipe = Recipe.load(name)
     if screen.as_json:
-        found = {"name": recipe.name, "about": recipe.about, "text": recipe.text}
-        print_document({"schema": "ckptool.recipe/1", **found})
+        document = {"name": recipe.name, "about": recipe.about, "text": recipe.text}
+        print_document({"schema": "ckptool.recipe/1", **document})
     else:
         print_lines([clean_lines(recipe.text.rstrip("\n"))])

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptool.cli.group import BriefHelpOption
-from ckptool.cli.options import PATH, Decorator, gathered, repeatable
+from ckptool.cli.options import PATH, Decorator, gather_options, repeatable
 from ckptool.transforms import Rule, prefix_rule, read_map_file, regex_rule, table_rule
 
 _ORDER = "ckptool.rename.order"
@@ -31,17 +31,18 @@ _RULE_MAKERS: dict[str, Callable[[str], Rule]] = {
 }
 
 
-def _rules(given: dict[str, Any]) -> list[Rule]:
-    texts: dict[str, Iterable[str]] = {name: iter(given.pop(name)) for name in _RULE_MAKERS}
+def _make_rules(arguments: dict[str, Any]) -> list[Rule]:
+    """Remove the renaming options from the arguments, and return their rules in order."""
+    texts: dict[str, Iterable[str]] = {name: iter(arguments.pop(name)) for name in _RULE_MAKERS}
     order = click.get_current_context().meta.get(_ORDER, ())
     return [_RULE_MAKERS[name](next(iter(texts[name]))) for name in order if name in _RULE_MAKERS]
 
 
 def rename_options(what: str) -> Decorator:
     """Return the renaming options, which a `RulesInOrder` verb receives as `rules`."""
-    return gathered(
+    return gather_options(
         "rules",
-        _rules,
+        _make_rules,
         repeatable(
             "--rename",
             "REGEX=>REPL",

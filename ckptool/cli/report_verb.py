@@ -26,7 +26,7 @@ from ckptool.render.page import page_lines
 @flag("--force", "Replace an existing page.")
 @screen_options()
 def command(
-    file: str, output: str, no_values: bool, force: bool, screen: Screen, **what: Any
+    file: str, output: str, no_values: bool, force: bool, screen: Screen, **options: Any
 ) -> None:
     """Write an HTML page about one checkpoint, or comparing two.
 
@@ -36,6 +36,6 @@ def command(
     """
     with screen.progress() as progress:
         receipt = report(
-            file, output, values=not no_values, overwrite=force, progress=progress, **what
+            file, output, values=not no_values, overwrite=force, progress=progress, **options
         )
     screen.print_receipt(receipt, page_lines(receipt))

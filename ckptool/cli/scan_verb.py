@@ -6,7 +6,7 @@ import click
 
 from ckptool.cli.console import (
     Screen,
-    files_document,
+    make_files_document,
     print_document,
     print_error,
     print_lines,
@@ -14,7 +14,7 @@ from ckptool.cli.console import (
 )
 from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
-from ckptool.inspection.scan import Scan, files_below, scan
+from ckptool.inspection.scan import Scan, find_files, scan
 from ckptool.inspection.scan_calls import DATA
 from ckptool.render.verdicts import scan_lines, scan_summary
 from ckptool.words import clean
@@ -42,25 +42,27 @@ def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
     calls are made; each is printed with its arguments) or "cannot tell". Folders are searched.
     """
     results, errors = list[Scan](), list[CheckpointError]()
-    files = list(files_below(paths))
+    files = list(find_files(paths))
     with screen.progress() as progress:
         for done, file in enumerate(files):
             progress(done, len(files), f"{done:,} of {len(files):,} files")
             try:
-                found = scan(file)
+                report = scan(file)
             except CheckpointError as error:
                 errors.append(error)
                 progress.wipe()
                 print_error(error.sentence, error.hint)
                 continue
-            results.append(found)
-            if not screen.as_json and (len(files) <= _FEW or found.verdict != DATA):
+            results.append(report)
+            if not screen.as_json and (len(files) <= _FEW or report.verdict != DATA):
                 progress.wipe()
-                print_lines(scan_lines(found, screen.look))
-                screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)
-    fine = all(one.ok(strict=strict) for one in results)
-    set_exit_code(2 if errors else int(not fine))
+                print_lines(scan_lines(report, screen.look))
+                screen.say(f"note: {clean(report.file)}: {clean(note)}" for note in report.notes)
+    is_ok = all(result.ok(strict=strict) for result in results)
+    set_exit_code(2 if errors else int(not is_ok))
     if screen.as_json:
-        print_document(files_document("ckptool.scan/1", results, errors, ok=fine and not errors))
+        print_document(
+            make_files_document("ckptool.scan/1", results, errors, ok=is_ok and not errors)
+        )
     elif len(files) > 1:
         print_lines([scan_summary(results, len(errors), screen.look)])

@@ -43,16 +43,16 @@ from ckptool.trainer.config import (
     CHOICES,
     SPREAD,
     TrainConfig,
-    check,
-    require_shared,
-    usual_batch_size,
+    check_options,
+    default_batch_size,
+    require_enough_samples,
 )
 from ckptool.trainer.devices import (
     VISIBLE,
-    devices_here,
-    require_visible,
-    show_only,
-    visible_gpus,
+    detect_devices,
+    list_visible_gpus,
+    require_visible_gpus,
+    restrict_gpus,
 )
 from ckptool.trainer.events import (
     EpochEnded,
@@ -65,7 +65,7 @@ from ckptool.trainer.events import (
     Traced,
     Validating,
 )
-from ckptool.trainer.launching import is_again, launch, recorded
+from ckptool.trainer.launching import is_restarted, launch, record_errors
 from ckptool.words import clean
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ _DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
 """How the help describes a default that depends on another option."""
 
 
-def rank() -> int | None:
+def read_rank() -> int | None:
     """Return the rank of this process as set by a launcher, or None without a launcher."""
     number = os.environ.get("RANK", "")
     return int(number) if number.isdecimal() else None
 
 
-def as_option(name: str, value: Any) -> str:
+def format_option(name: str, value: Any) -> str:
     """Format an option as typed: `--batch-size 0`."""
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
@@ -116,33 +116,35 @@ class _Train(Sectioned):
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             message, hint = describe_error(error)
-            with recorded(describe_error):
+            with record_errors(describe_error):
                 raise UsageError(message, hint=hint) from error
 
 
-def _config_options(command: Any) -> Any:
+def _add_config_options(command: Any) -> Any:
     """Add an option to the command for each field of `TrainConfig`."""
-    texts = _texts()
+    texts = _read_help_texts()
     for field in reversed(fields(TrainConfig)):
-        command = _option(field, texts)(command)
+        command = _make_option(field, texts)(command)
     return command
 
 
-def _option(field: Field[Any], texts: Mapping[str, str]) -> Any:
+def _make_option(field: Field[Any], texts: Mapping[str, str]) -> Any:
+    """Return the option of a field, with its default and its help text."""
     name = "force" if field.name == "overwrite" else field.name.replace("_", "-")
     default = None if field.name in _DEFAULTS or field.default is MISSING else field.default
-    given: dict[str, Any] = {"default": default, "help": texts.get(field.name, "")}
+    settings: dict[str, Any] = {"default": default, "help": texts.get(field.name, "")}
     if field.name in _DEFAULTS:
-        given["show_default"] = _DEFAULTS[field.name]
+        settings["show_default"] = _DEFAULTS[field.name]
     elif default not in (None, ()) and field.type != "bool":
-        given["show_default"] = True
+        settings["show_default"] = True
     if field.type == "bool":
         words = f"--{name}/--no-{name}" if default else f"--{name}"
-        return click.option(words, field.name, is_flag=True, **given)
-    return click.option(f"--{name}", field.name, type=_type(field), **given)
+        return click.option(words, field.name, is_flag=True, **settings)
+    return click.option(f"--{name}", field.name, type=_option_type(field), **settings)
 
 
-def _type(field: Field[Any]) -> Any:
+def _option_type(field: Field[Any]) -> Any:
+    """Return the click type of a field, from its choices or its annotation."""
     if field.name in CHOICES:
         return click.Choice(CHOICES[field.name])
     kind = str(field.type)
@@ -151,16 +153,18 @@ def _type(field: Field[Any]) -> Any:
     return {"int": int, "float": float}.get(kind.partition(" ")[0], str)
 
 
-def _texts() -> dict[str, str]:
+def _read_help_texts() -> dict[str, str]:
     """Return the text of each field from the docstring, with `lr` written as `--lr`."""
     attributes = (TrainConfig.__doc__ or "").partition("Attributes:\n")[2]  # empty with python -OO
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", attributes, re.MULTILINE)
     names = {name for name, _ in entries}
 
-    def as_typed(word: re.Match[str]) -> str:
-        return f"--{word[1].replace('_', '-')}" if word[1] in names else word[1]
+    def format_name(match: re.Match[str]) -> str:
+        return f"--{match[1].replace('_', '-')}" if match[1] in names else match[1]
 
-    return {name: re.sub(r"`([^`]*)`", as_typed, " ".join(text.split())) for name, text in entries}
+    return {
+        name: re.sub(r"`([^`]*)`", format_name, " ".join(text.split())) for name, text in entries
+    }
 
 
 @verb(
@@ -174,7 +178,7 @@ def _texts() -> dict[str, str]:
     interrupted="130 or 143 interrupted by Ctrl-C or SIGTERM (training saves a checkpoint first)",
     cls=_Train,
 )
-@_config_options
+@_add_config_options
 @click.option(
     "--nproc", type=click.IntRange(min=1), help="Start this many processes, without torchrun."
 )
@@ -192,7 +196,7 @@ def command(
     gpus: str | None,
     list_devices: bool,
     screen: Screen,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Train a model on one or more devices, and save checkpoints.
 
@@ -201,19 +205,19 @@ def command(
     with any other. Under torchrun, the default strategy is ddp, and a restarted run
     (--max-restarts) resumes from its newest checkpoint.
     """
-    with recorded(describe_error):
+    with record_errors(describe_error):
         before = os.environ.get(VISIBLE)
         if gpus is not None:
-            show_only(gpus)
-        config = None if list_devices else _config(given)
+            restrict_gpus(gpus)
+        config = None if list_devices else _make_config(options)
         is_worker = config is not None and _is_worker(config, nproc, port)
         require_torch()
         if gpus is not None:
             _print_gpus(before, screen)
         if config is None and screen.as_json:
-            print_document({"schema": "ckptool.devices/1", **devices_here().to_dict()})
+            print_document({"schema": "ckptool.devices/1", **detect_devices().to_dict()})
         elif config is None:
-            print_lines(device_lines(devices_here(), screen.look))
+            print_lines(device_lines(detect_devices(), screen.look))
         elif is_worker:
             _train(config, screen)
         else:
@@ -222,84 +226,91 @@ def command(
 
 def _print_gpus(before: str | None, screen: Screen) -> None:
     """Print which GPUs of the machine are used; `before` is the variable's earlier value."""
-    require_visible()
+    require_visible_gpus()
     now = os.environ[VISIBLE]
-    if rank() is not None and (rank() or before == now):
+    if read_rank() is not None and (read_rank() or before == now):
         return  # the launcher, or rank 0, has printed it
     if before not in (None, now):
         screen.say([f"note: changed {VISIBLE} from {clean(before or '')} to {now}"])
-    screen.say([gpus_line(visible_gpus())])
+    screen.say([gpus_line(list_visible_gpus())])
 
 
-def _config(given: dict[str, Any]) -> TrainConfig:
+def _make_config(options: dict[str, Any]) -> TrainConfig:
     """Return the configuration of the run."""
-    if given["out"] is None:
+    if options["out"] is None:
         raise UsageError("Missing option '--out'.", hint="ckptool train --help")
-    if given["batch_size"] is None:
-        given["batch_size"] = usual_batch_size(given["data"])
+    if options["batch_size"] is None:
+        options["batch_size"] = default_batch_size(options["data"])
     is_named = (
         click.get_current_context().get_parameter_source("strategy") != ParameterSource.DEFAULT
     )
     if not is_named and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        given["strategy"] = "ddp"
-    if given["resume"] is None and is_again():
-        given["resume"] = "auto"
-    check(given, as_option)
-    return TrainConfig(**{field.name: given[field.name] for field in fields(TrainConfig)})
+        options["strategy"] = "ddp"
+    if options["resume"] is None and is_restarted():
+        options["resume"] = "auto"
+    check_options(options, format_option)
+    return TrainConfig(**{field.name: options[field.name] for field in fields(TrainConfig)})
 
 
 def _is_worker(config: TrainConfig, nproc: int | None, port: int | None) -> bool:
     """Return True if this process trains, False if it starts the processes that train."""
-    strategy = as_option("strategy", config.strategy)
+    strategy = format_option("strategy", config.strategy)
     if config.strategy in SPREAD:
-        if rank() is None and nproc is None:
+        if read_rank() is None and nproc is None:
             raise UsageError(
                 f"{strategy} needs several processes", hint="add --nproc 2, or use torchrun"
             )
-        return rank() is not None
-    for name, value in (("nproc", nproc), ("port", port)):
-        if value is not None:
+        return read_rank() is not None
+    for name, number in (("nproc", nproc), ("port", port)):
+        if number is not None:
             raise UsageError(
-                f"{as_option(name, value)} needs --strategy {' or '.join(SPREAD)}, not {strategy}"
+                f"{format_option(name, number)} needs --strategy {' or '.join(SPREAD)}, "
+                f"not {strategy}"
             )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             f"{strategy} runs in one process, but a launcher started {os.environ['WORLD_SIZE']}",
-            hint=f"use {as_option('strategy', 'ddp')}",
+            hint=f"use {format_option('strategy', 'ddp')}",
         )
     return True
 
 
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     """Start the processes, if the data can be read and `out` can be written."""
-    from ckptool.trainer.checkpoints import one_run_in, require_one_run, require_writable
-    from ckptool.trainer.data import data_of
+    from ckptool.trainer.checkpoints import hold_run_folder, require_one_run, require_writable
+    from ckptool.trainer.data import make_data
 
-    with one_run_in(config.out):  # the processes check this again
+    with hold_run_folder(config.out):  # the processes check this again
         require_writable(config.out)
         if config.resume is None and not config.overwrite:
             require_one_run(config.out, origin=None, step=0)
-    data_of(config)
+    make_data(config)
     if config.strategy != "parameter-server":  # each worker has its own batches
-        require_shared(config.batch_size, nproc or 1)
+        require_enough_samples(config.batch_size, nproc or 1)
     set_exit_code(launch(click.get_current_context().meta[ARGUMENTS], nproc=nproc or 1, port=port))
 
 
 def _train(config: TrainConfig, screen: Screen) -> None:
+    """Train in this process, and print the events and the result."""
     from ckptool.trainer import Trainer
 
     gc.enable()  # run() disables it, but training steps leave reference cycles
-    printer = EventPrinter(config, screen, rank=rank())
+    printer = EventPrinter(config, screen, rank=read_rank())
     result = Trainer(config, observer=printer).fit()
     if result.stopped is not None:
         set_exit_code(128 + result.stopped)
-    if screen.as_json and not rank():
+    if screen.as_json and not read_rank():
         best = (
             result.best if math.isfinite(result.best) else None
         )  # infinite before the end of the first epoch
-        fields = {**printer.document(), **result.to_dict(), "best": best, "gpus": visible_gpus()}
+        fields = {
+            **printer.to_document(),
+            **result.to_dict(),
+            "best": best,
+            "gpus": list_visible_gpus(),
+        }
         print_document({"schema": SCHEMA, **fields})
-    printer.end(result)
+    printer.finish(result)
 
 
 Event = TypeVar("Event")
@@ -310,7 +321,7 @@ class EventPrinter(Observer):
 
     def __init__(self, config: TrainConfig, screen: Screen, *, rank: int | None) -> None:
         """Store the options; `rank` is None without a launcher."""
-        self._config, self._screen, self._rank = config, screen, rank
+        self._make_config, self._screen, self._rank = config, screen, rank
         self._bar = screen.progress()
         self._events: list[Any] = []
         self._started: Started | None = None
@@ -319,11 +330,11 @@ class EventPrinter(Observer):
     def tell(self, event: Any) -> None:
         """Print an event, or store it for the document."""
         if isinstance(event, Traced):
-            self._trace(event)
+            self._print_shapes(event)
         elif self._rank:
             return
         elif isinstance(event, Stepped):
-            self._bar(event.step, self._total, self._text(event))
+            self._bar(event.step, self._total_steps, self._format_progress(event))
         elif isinstance(event, Validating):
             self._bar(event.done, event.samples, validating_text(event))
         else:
@@ -331,24 +342,28 @@ class EventPrinter(Observer):
             if isinstance(event, Started):
                 self._started = event
             if isinstance(event, EpochEnded) and not self._screen.as_json:
-                is_first = not any(isinstance(one, EpochEnded) for one in self._events)
+                is_first = not any(isinstance(stored, EpochEnded) for stored in self._events)
                 self._print([heading(self._screen.look)] * is_first + [epoch_line(event)])
             elif isinstance(event, (Started, Resumed, Note)):
                 self._screen.say([event_line(event)])
             self._events.append(event)
 
-    def _text(self, event: Stepped) -> str:
-        now, total = time.monotonic(), self._total
+    def _format_progress(self, event: Stepped) -> str:
+        """Return the text after the bar: epoch, step, loss and time left."""
+        now, total = time.monotonic(), self._total_steps
         began, first = self._first = self._first or (now, event.step)
-        left = None
+        seconds_left = None
         if event.step > first:
-            left = (now - began) / (event.step - first) * (total - event.step)
-        return progress_text(event, total, self._started.epochs if self._started else 0, left)
+            seconds_left = (now - began) / (event.step - first) * (total - event.step)
+        return progress_text(
+            event, total, self._started.epochs if self._started else 0, seconds_left
+        )
 
-    def _all(self, kind: type[Event]) -> list[Event]:
+    def _events_of(self, kind: type[Event]) -> list[Event]:
+        """Return the stored events of one class."""
         return [event for event in self._events if isinstance(event, kind)]
 
-    def _trace(self, traced: Traced) -> None:
+    def _print_shapes(self, traced: Traced) -> None:
         """Print shapes to stdout, as the tutorials do, or to stderr with `--json`."""
         self._bar.wipe()
         lines = [trace_line(traced, self._rank)]
@@ -364,34 +379,39 @@ class EventPrinter(Observer):
         flush()
 
     @property
-    def _total(self) -> int:
+    def _total_steps(self) -> int:
+        """The number of steps in the whole run; 0 before it starts."""
         steps = self._started.steps * self._started.epochs if self._started else 0
-        return min(steps, self._config.max_steps or steps)
+        return min(steps, self._make_config.max_steps or steps)
 
     @property
-    def _existing(self) -> list[Saved]:
+    def _existing_checkpoints(self) -> list[Saved]:
         """The checkpoints that still exist, the newest last."""
-        saved = self._all(Saved)
-        last = {one.path: one for one in saved}
-        return [one for one in saved if one is last[one.path] and os.path.exists(one.path)]
+        saved = self._events_of(Saved)
+        newest = {checkpoint.path: checkpoint for checkpoint in saved}
+        return [
+            checkpoint
+            for checkpoint in saved
+            if checkpoint is newest[checkpoint.path] and os.path.exists(checkpoint.path)
+        ]
 
-    def end(self, result: TrainResult) -> None:
+    def finish(self, result: TrainResult) -> None:
         """Print the outcome of the run and its checkpoints."""
         self._bar.wipe()
         if self._rank:
             return
-        checkpoints = self._existing
+        checkpoints = self._existing_checkpoints
         if result.stopped is not None and checkpoints:
             self._screen.say([stopped_line(checkpoints[-1])])
         elif not self._screen.as_json:
             print_lines(end_lines(checkpoints, result))
 
-    def document(self) -> dict[str, Any]:
+    def to_document(self) -> dict[str, Any]:
         """Return the events as plain data."""
         return {
             **(self._started.to_dict() if self._started else {}),
-            "resumed": next((one.to_dict() for one in self._all(Resumed)), None),
-            "history": [one.to_dict() for one in self._all(EpochEnded)],
-            "checkpoints": [one.to_dict() for one in self._existing],
-            "notes": [note.text for note in self._all(Note)],
+            "resumed": next((event.to_dict() for event in self._events_of(Resumed)), None),
+            "history": [event.to_dict() for event in self._events_of(EpochEnded)],
+            "checkpoints": [event.to_dict() for event in self._existing_checkpoints],
+            "notes": [note.text for note in self._events_of(Note)],
         }

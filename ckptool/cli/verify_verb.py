@@ -8,7 +8,7 @@ import click
 
 from ckptool.cli.console import (
     Screen,
-    files_document,
+    make_files_document,
     print_document,
     print_error,
     print_lines,
@@ -37,7 +37,7 @@ from ckptool.words import clean
     help="Compare the SHA-256 of every tensor with FILE, or write FILE if it does not exist.",
 )
 @screen_options(fmt=True)
-def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
+def command(paths: tuple[str, ...], screen: Screen, **options: Any) -> None:
     """Check files for damage, even where torch does not look.
 
     verify checks the structure of every format, the CRC-32 of every zip record, duplicate zip
@@ -47,27 +47,29 @@ def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
     look, code = screen.look, 0
     results: list[Verdict | CheckpointError] = []
     with screen.progress() as progress:
-        verifier = Verifier(progress=progress, **how)
-        for found in verifier.each(paths):
-            results.append(found)
-            code = 2 if isinstance(found, CheckpointError) else code or int(not found.ok)
+        verifier = Verifier(progress=progress, **options)
+        for result in verifier.verify_all(paths):
+            results.append(result)
+            code = 2 if isinstance(result, CheckpointError) else code or int(not result.ok)
             set_exit_code(code)
             progress.wipe()
-            if isinstance(found, CheckpointError):
-                print_error(found.sentence, found.hint)
+            if isinstance(result, CheckpointError):
+                print_error(result.sentence, result.hint)
             else:
                 if not (screen.as_json or screen.fmt):
-                    print_lines(verdict_lines(found, look))
-                screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)
+                    print_lines(verdict_lines(result, look))
+                screen.say(f"note: {clean(result.file)}: {clean(note)}" for note in result.notes)
     outcome = verifier.finish()
     missing = []  # tensors that only the manifest has
     if outcome is not None and outcome.problems:
         missing = [Verdict(outcome.file, problems=outcome.problems)]
     set_exit_code(code or len(missing))
-    verdicts = [found for found in results if isinstance(found, Verdict)]
-    errors = [found for found in results if isinstance(found, CheckpointError)]
+    verdicts = [result for result in results if isinstance(result, Verdict)]
+    errors = [result for result in results if isinstance(result, CheckpointError)]
     if screen.as_json:
-        document = files_document("ckptool.verify/1", verdicts, errors, ok=not (code or missing))
+        document = make_files_document(
+            "ckptool.verify/1", verdicts, errors, ok=not (code or missing)
+        )
         print_document({**document, "manifest": outcome and outcome.to_dict()})
     elif screen.fmt:
         print_lines(verdict_table([*results, *missing], look))

@@ -1,8 +1,8 @@
-"""Two checkpoints side by side: which entry of one stands for which of the other.
+"""Pairs the entries of two checkpoints.
 
-Sections are paired first: by path, else the only one of its sort on either side (a state dict
-below `state_dict` and a flat file). Inside a pair entries are held against each other by name,
-wrapper components off; what no section holds, by path.
+Sections are paired first: by path, else the only ones of their sort on either side (a state dict
+below `state_dict` and a flat file). Entries of a pair of sections are matched by key, without
+wrapper prefixes; entries outside of sections by path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptool.core.sections import (
 from ckptool.core.tree import is_within, list_items, name_of, walk
 from ckptool.core.values import Key, is_set, to_comparable
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
-from ckptool.inspection.equality import first_difference
+from ckptool.inspection.equality import find_first_difference
 from ckptool.matching.align import align as pair_keys
 from ckptool.matching.report import slots_of
 from ckptool.transforms.extraction import part_of
@@ -36,7 +36,7 @@ from ckptool.transforms.names import followed, unwrapped_modules
 from ckptool.words import listed, printable
 
 _SORTS = {"state_dict": "model", "module": "model"}
-"""Kinds of section that may stand for each other; the others only for their own."""
+"""Kinds of section that may be paired with each other, others only with their own kind."""
 
 Couple = tuple[Section, Section]
 
@@ -46,12 +46,12 @@ Renamed = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """How the names of a section change."""
+    """The new names of the entries of a section."""
 
     shown: Renamed
-    """For the screen: wrapper components off."""
+    """For the screen: without wrapper prefixes."""
     compared: Renamed
-    """For the comparison: the rules applied to that as well."""
+    """For the comparison: without wrapper prefixes, then with the rules applied."""
 
 
 _AS_THEY_ARE = _Names({}, {})
@@ -61,7 +61,7 @@ RULES_HINT = "make the rules more specific"
 
 @dataclass
 class _SideNames:
-    """How the names of one checkpoint change for the comparison."""
+    """The names of one checkpoint as they are compared."""
 
     file: str
     strict: bool = False
@@ -71,15 +71,15 @@ class _SideNames:
     def resolve_names(
         self, part: Section, stripped: Renamed, prefixed: Renamed | None = None
     ) -> _Names:
-        """Return a model's names as they are compared, remembered for the optimizers.
+        """Return the compared names of a model, and remember them for the optimizers.
 
-        `prefixed` has the names to compare, where a prefix sets them apart from the other file's.
+        `prefixed` replaces the compared names if a prefix distinguishes them from the other file's.
 
         Raises:
             NameCollision: two entries would get one name.
         """
         names = [name for name in part.node if isinstance(name, str)]
-        renamed = self._ruled(names, stripped) if prefixed is None else prefixed
+        renamed = self._apply_rules(names, stripped) if prefixed is None else prefixed
         hint = RULES_HINT if self.rules.rules else STRICT_HINT
         where = printable(part.name) or "the root"
         check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
@@ -87,18 +87,18 @@ class _SideNames:
         self._namings.append((frozenset(names), resolved))
         return resolved
 
-    def optimizer(self, part: Section) -> _Names:
-        """Return an optimizer's names as they are compared: as those of its model."""
+    def resolve_optimizer_names(self, part: Section) -> _Names:
+        """Return the compared names of an optimizer: those of its model."""
         own = list_optimizer_names(part.node)
         shown = followed(own, [(names, resolved.shown) for names, resolved in self._namings])
         if shown:
             namings = [(names, resolved.compared) for names, resolved in self._namings]
             return _Names(shown, followed(own, namings))
         stripped = self.strip(own)
-        return _Names(stripped, self._ruled(own, stripped))
+        return _Names(stripped, self._apply_rules(own, stripped))
 
     def strip(self, names: list[str]) -> Renamed:
-        """Return the wrapper components taken off names.
+        """Return the names that change without wrapper prefixes: old name -> new name.
 
         Raises:
             NameCollision: two names would become one.
@@ -110,21 +110,22 @@ class _SideNames:
         except NameCollision as error:
             raise NameCollision(error.message, file=self.file or None, hint=STRICT_HINT) from error
 
-    def _ruled(self, names: Sequence[str], stripped: Renamed) -> Renamed:
+    def _apply_rules(self, names: Sequence[str], stripped: Renamed) -> Renamed:
+        """Return the names that change by removing prefixes and applying rules: old -> new."""
         ruled = self.rules.of(stripped.get(name, name) for name in names)
-        new = {name: ruled[stripped.get(name, name)] for name in names}
-        return {name: to for name, to in new.items() if to != name}
+        new_names = {name: ruled[stripped.get(name, name)] for name in names}
+        return {name: new_name for name, new_name in new_names.items() if new_name != name}
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What both have, and what only one has, in the order of the sections and of A."""
+    """The common entries, and those of only one file, in the order of the sections and of A."""
 
     pairs: tuple[Pair, ...]
     only_a: tuple[DiffEntry, ...]
     only_b: tuple[DiffEntry, ...]
     notes: tuple[str, ...] = ()
-    """Sentences on what could not be decided, rules that matched nothing, and the like."""
+    """Sentences on pairs that could not be decided, and rules that matched nothing."""
 
 
 def align(
@@ -136,48 +137,56 @@ def align(
     key: Any = None,
     model_only: bool = False,
 ) -> Alignment:
-    """Hold the entries of two checkpoints against each other, from their headers alone.
+    """Pair the entries of two checkpoints, from their headers only.
 
     Args:
-        a: One of them; `rules` make of its names those of the other.
+        a: The checkpoint to which `rules` apply.
         b: The other.
-        strict_names: Compare names as they are, with their wrapper components.
-        rules: Applied in order, after the wrappers are off.
-        key: An address (`tree.resolve`): only what stands there. Where one file is a flat state
-            dict and has no such address, all of it.
-        model_only: Only the weights of both, as `Take(key=key, model_only=True)` has them.
+        strict_names: Compare names with their wrapper prefixes.
+        rules: Applied in order, after the wrapper prefixes are removed.
+        key: Pair only the entry at this path (`addressing.resolve`). If one file is a flat state
+            dict without this path, all of it.
+        model_only: Pair only the weights, as `Take(key=key, model_only=True)` selects them.
 
     Raises:
         NameCollision: two entries of one file would be compared under one name.
-        NotFound: there is nothing at `key`, no model, or several (`AmbiguousName`).
-        LimitExceeded: a tree is nested deeper, or mentioned more often, than real ones are.
+        NotFound: nothing is at `key`, or the file has no model, or several (`AmbiguousName`).
+        LimitExceeded: a tree is nested or repeated more than the limits allow.
     """
     if model_only:
-        (one, other), error = (_weights_of(checkpoint, key) for checkpoint in (a, b)), None
+        (scope_a, scope_b), error = (
+            (_select_weights(checkpoint, key) for checkpoint in (a, b)),
+            None,
+        )
     else:
-        one, other, error = _scopes(a, b, key)
-    whole = error is None and not (one.entry or other.entry)
+        scope_a, scope_b, error = _resolve_scopes(a, b, key)
+    is_whole = error is None and not (scope_a.entry or scope_b.entry)
     aligned = _Alignment(
-        one,
-        other,
+        scope_a,
+        scope_b,
         _SideNames(a.path, strict_names, AppliedRules(rules, a.path)),
         _SideNames(b.path, strict_names),
-        whole=whole,
+        whole=is_whole,
     ).run()
-    if whole:
+    if is_whole:
         return aligned
     text = name_of(tuple(key)) if isinstance(key, (tuple, list)) else str(key)
 
-    def wanted(entry: DiffEntry, asked: DiffEntry | None) -> bool:
+    def is_selected(entry: DiffEntry, asked: DiffEntry | None) -> bool:
+        """Return True if an entry is at the path, or has the name, that was asked for."""
         if error is None:
             return asked is not None and entry.path == asked.path
         return entry.name == text or entry.name.endswith(f"/{text}")
 
-    pairs = [p for p in aligned.pairs if wanted(p.a, one.entry) or wanted(p.b, other.entry)]
-    only_a = [entry for entry in aligned.only_a if wanted(entry, one.entry)]
-    only_b = [entry for entry in aligned.only_b if wanted(entry, other.entry)]
-    if one.entry and other.entry and (only_a or only_b or not pairs):
-        pairs, only_a, only_b = [Pair(one.entry, other.entry)], [], []
+    pairs = [
+        p
+        for p in aligned.pairs
+        if is_selected(p.a, scope_a.entry) or is_selected(p.b, scope_b.entry)
+    ]
+    only_a = [entry for entry in aligned.only_a if is_selected(entry, scope_a.entry)]
+    only_b = [entry for entry in aligned.only_b if is_selected(entry, scope_b.entry)]
+    if scope_a.entry and scope_b.entry and (only_a or only_b or not pairs):
+        pairs, only_a, only_b = [Pair(scope_a.entry, scope_b.entry)], [], []
     if not (pairs or only_a or only_b):
         raise error or NotFound(f"no entry is named {printable(text)!r}")
     return replace(aligned, pairs=tuple(pairs), only_a=tuple(only_a), only_b=tuple(only_b))
@@ -185,33 +194,33 @@ def align(
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The node of a checkpoint that is compared, its path, and the one entry that is asked for."""
+    """The compared node of a checkpoint, its path, and the one selected entry, if any."""
 
     root: Any
     base: Path = ()
     entry: DiffEntry | None = None
 
 
-def _scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scope, NotFound | None]:
-    """Return what an address stands for in each; all of both without one.
+def _resolve_scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scope, NotFound | None]:
+    """Return the node at an address in each checkpoint; the roots without one.
 
-    Of an entry it is the section around, in which it finds its like. The error is to be raised
-    where neither has the address, and none of the names that are compared.
+    For an entry it is the section around it, in which it finds its pair. The error is raised later
+    if neither file has the address, nor a compared entry with this name.
 
     Raises:
-        NotFound: nothing answers to it in a file that is not one flat state dict.
-        AmbiguousName: several things do.
+        NotFound: a file that is not one flat state dict does not have the address.
+        AmbiguousName: the address matches several nodes.
     """
     if key is None:
         return Scope(a.root), Scope(b.root), None
-    found = [(checkpoint, _found(checkpoint, key)) for checkpoint in (a, b)]
-    nodes = [scope.root for _, scope in found if isinstance(scope, Scope)]
+    results = [(checkpoint, _find_scope(checkpoint, key)) for checkpoint in (a, b)]
+    nodes = [scope.root for _, scope in results if isinstance(scope, Scope)]
     is_entry = not (nodes and all(map(_is_container, nodes)))
     scopes: list[Scope] = []
     error = None
-    for checkpoint, scope in found:
+    for checkpoint, scope in results:
         if isinstance(scope, Scope):
-            scopes.append(_section_around(checkpoint, scope) if is_entry else scope)
+            scopes.append(_find_enclosing_section(checkpoint, scope) if is_entry else scope)
             continue
         if not is_entry and not is_flat(checkpoint.root):
             raise scope
@@ -220,12 +229,14 @@ def _scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scope, NotFo
     return scopes[0], scopes[1], None if nodes else error
 
 
-def _weights_of(checkpoint: Checkpoint, key: Any) -> Scope:
+def _select_weights(checkpoint: Checkpoint, key: Any) -> Scope:
+    """Return the scope of a checkpoint's weights, with `key` if it is not a flat state dict."""
     part, base = part_of(checkpoint, None if is_flat(checkpoint.root) else key, model_only=True)
     return Scope(part.root, base)
 
 
-def _found(checkpoint: Checkpoint, key: Any) -> Scope | NotFound:
+def _find_scope(checkpoint: Checkpoint, key: Any) -> Scope | NotFound:
+    """Return the node at `key`, or the error if the checkpoint does not have it."""
     try:
         path, node = resolve(checkpoint, key)
     except AmbiguousName:
@@ -236,14 +247,16 @@ def _found(checkpoint: Checkpoint, key: Any) -> Scope | NotFound:
 
 
 def _is_container(node: Any) -> bool:
+    """Return True for a dict, list, tuple or module, or an object that has items."""
     if isinstance(node, Opaque):
         return is_module(node) or bool(list_items(node))
     return isinstance(node, (dict, list, tuple))
 
 
-def _section_around(checkpoint: Checkpoint, scope: Scope) -> Scope:
+def _find_enclosing_section(checkpoint: Checkpoint, scope: Scope) -> Scope:
+    """Return the section around a node, with the node as its selected entry."""
     entry = DiffEntry(name_of(scope.base), scope.base, scope.root)
-    for part in _parts(checkpoint.root):
+    for part in _find_sections(checkpoint.root):
         if is_within(scope.base, part.path):
             return Scope(part.holder, part.path, entry)
     return Scope(checkpoint.root, entry=entry)
@@ -251,51 +264,60 @@ def _section_around(checkpoint: Checkpoint, scope: Scope) -> Scope:
 
 @dataclass
 class _Alignment:
-    """One run: what is to be compared of either side, and what has been found so far."""
+    """One alignment: the compared scope of either side, and the pairs so far."""
 
     a: Scope
     b: Scope
     names_a: _SideNames
     names_b: _SideNames
     whole: bool
-    """Whether all that is found will be kept."""
+    """True if no entry is left out later."""
     pairs: list[Pair] = field(default_factory=list)
     only_a: list[DiffEntry] = field(default_factory=list)
     only_b: list[DiffEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Alignment:
-        """Align all sections, models before the optimizers that hold their names."""
-        parts_a, parts_b = _parts(self.a.root), _parts(self.b.root)
-        couples = _coupled(parts_a, parts_b)
+        """Pair all sections, models before the optimizers that use their names."""
+        parts_a, parts_b = _find_sections(self.a.root), _find_sections(self.b.root)
+        couples = _pair_sections(parts_a, parts_b)
         taken = {id(part) for couple in couples for part in couple}
-        names = self._models(couples, parts_a, parts_b, taken)
-        for one, other in couples:
-            self._couple(one, other, names)
-        rest = self._rest(parts_a, parts_b, taken, names)
-        left = [
-            [name_of(scope.base + part.path) or "the root" for part in _left(parts, "model", taken)]
+        names = self._resolve_all_names(couples, parts_a, parts_b, taken)
+        for section_a, section_b in couples:
+            self._pair_entries(section_a, section_b, names)
+        has_remaining = self._pair_remaining(parts_a, parts_b, taken, names)
+        unpaired_names = [
+            [
+                name_of(scope.base + part.path) or "the root"
+                for part in _find_unpaired(parts, "model", taken)
+            ]
             for scope, parts in ((self.a, parts_a), (self.b, parts_b))
         ]
-        self.notes.extend(_unpaired(left[0], left[1]))
-        if rest and self.whole:
-            self.notes.extend(_weights_alone(couples))
+        self.notes.extend(_describe_unpaired(unpaired_names[0], unpaired_names[1]))
+        if has_remaining and self.whole:
+            self.notes.extend(_suggest_model_only(couples))
         self.notes.extend(self.names_a.rules.idle())
         return Alignment(
             tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
         )
 
-    def _models(
+    def _resolve_all_names(
         self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
     ) -> dict[int, _Names]:
-        """Return how the names of every section change, by the section's identity."""
+        """Return the compared names of every section, by the section's identity."""
         resolved: dict[int, _Names] = {}
-        for one, other in couples:
-            if one.kind in MODEL_KINDS:
-                stripped = self._stripped(one, other)
-                prefixed = self._prefixed(one, stripped[0], other, stripped[1])
-                resolved[id(one)] = self.names_a.resolve_names(one, stripped[0], prefixed[0])
-                resolved[id(other)] = self.names_b.resolve_names(other, stripped[1], prefixed[1])
+        for section_a, section_b in couples:
+            if section_a.kind in MODEL_KINDS:
+                stripped = self._choose_stripped_names(section_a, section_b)
+                prefixed = self._remove_common_prefix(
+                    section_a, stripped[0], section_b, stripped[1]
+                )
+                resolved[id(section_a)] = self.names_a.resolve_names(
+                    section_a, stripped[0], prefixed[0]
+                )
+                resolved[id(section_b)] = self.names_b.resolve_names(
+                    section_b, stripped[1], prefixed[1]
+                )
         for side, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
             for part in parts:
                 if part.kind in MODEL_KINDS and id(part) not in taken:
@@ -304,39 +326,45 @@ class _Alignment:
                     )
             for part in parts:
                 if part.kind == "optimizer":
-                    resolved[id(part)] = side.optimizer(part)
+                    resolved[id(part)] = side.resolve_optimizer_names(part)
         return resolved
 
-    def _stripped(self, one: Section, other: Section) -> tuple[Renamed, Renamed]:
-        """Take wrappers off both, unless more names agree where one or both stay as they are.
+    def _choose_stripped_names(
+        self, section_a: Section, section_b: Section
+    ) -> tuple[Renamed, Renamed]:
+        """Remove wrapper prefixes from both sides, or from the sides where more names agree then.
 
-        They do where a layer is called `module` by its author, and one file has nothing else.
+        A layer may be called `module` by its author, and be all that one file has.
         """
-        mine = self.names_a.strip(list_wrappable_keys(one.node))
-        others = self.names_b.strip(list_wrappable_keys(other.node))
-        ways = [(mine, others), (mine, {}), ({}, others), ({}, {})]
-        if not (mine or others) or _common(one, mine, other, others) == len(one.node):
-            return mine, others
-        return max(ways, key=lambda way: _common(one, way[0], other, way[1]))
+        stripped_a = self.names_a.strip(list_wrappable_keys(section_a.node))
+        stripped_b = self.names_b.strip(list_wrappable_keys(section_b.node))
+        candidates = [(stripped_a, stripped_b), (stripped_a, {}), ({}, stripped_b), ({}, {})]
+        if not (stripped_a or stripped_b) or _count_common_names(
+            section_a, stripped_a, section_b, stripped_b
+        ) == len(section_a.node):
+            return stripped_a, stripped_b
+        return max(
+            candidates, key=lambda pair: _count_common_names(section_a, pair[0], section_b, pair[1])
+        )
 
-    def _prefixed(
-        self, one: Section, mine: Renamed, other: Section, others: Renamed
+    def _remove_common_prefix(
+        self, section_a: Section, stripped_a: Renamed, section_b: Section, stripped_b: Renamed
     ) -> tuple[Renamed | None, Renamed | None]:
-        """Return the names of both without the one prefix that `load_into` would take off.
+        """Return the names of both without the one prefix that `load_into` would remove.
 
-        A Lightning file has `net.` before each key. None where there is no such prefix.
+        A Lightning file has `net.` before each key. None for both if no side has such a prefix.
         """
         if self.names_a.strict or self.names_a.rules.rules:
             return None, None
-        if 2 * _common(one, mine, other, others) > max(len(one.node), len(other.node)):
+        if 2 * _count_common_names(section_a, stripped_a, section_b, stripped_b) > max(
+            len(section_a.node), len(section_b.node)
+        ):
             return None, None  # more equal names than any prefix could add
-        aligned = pair_keys(slots_of(one), slots_of(other))
+        aligned = pair_keys(slots_of(section_a), slots_of(section_b))
         if not aligned.pairs or all(step.kind != "prefix" for step in aligned.steps):
             return None, None
-        mine_bare, others_bare = (
-            {full: name for name, full in names.items()} for names in aligned.bare
-        )
-        for part, bare in ((one, mine_bare), (other, others_bare)):
+        bare_a, bare_b = ({full: name for name, full in names.items()} for names in aligned.bare)
+        for part, bare in ((section_a, bare_a), (section_b, bare_b)):
             if len({bare.get(name, name) for name in part.node}) < len(part.node):
                 return None, None  # two keys would become one
         self.notes.extend(
@@ -345,33 +373,38 @@ class _Alignment:
             for step in aligned.steps
             if step.kind == "prefix"
         )
-        return mine_bare, others_bare
+        return bare_a, bare_b
 
-    def _couple(self, one: Section, other: Section, names: dict[int, _Names]) -> None:
-        here, there = self.a.base + one.path, self.b.base + other.path
-        before = here if here == there else ()
-        if here != there and one.path == other.path:
-            before = one.path
+    def _pair_entries(
+        self, section_a: Section, section_b: Section, names: dict[int, _Names]
+    ) -> None:
+        """Pair the entries of two sections, their holders, and their `_metadata`."""
+        base_a, base_b = self.a.base + section_a.path, self.b.base + section_b.path
+        prefix = base_a if base_a == base_b else ()
+        if base_a != base_b and section_a.path == section_b.path:
+            prefix = section_a.path
         regions = Region(), Region()
-        for region, part, base in zip(regions, (one, other), (here, there), strict=True):
-            _fill(region, part, base, names.get(id(part), _AS_THEY_ARE), outer=before)
+        for region, part, base in zip(
+            regions, (section_a, section_b), (base_a, base_b), strict=True
+        ):
+            _fill_region(region, part, base, names.get(id(part), _AS_THEY_ARE), outer=prefix)
             region.leaves.pop((), None)  # an object that is the section itself
             region.containers.pop((), None)
         self._take(*regions)
-        if isinstance(one.holder, Opaque) and isinstance(other.holder, Opaque):
-            name = name_of(before or here)
-            a, b = _bare(one.holder), _bare(other.holder)
-            self.pairs.append(Pair(DiffEntry(name, here, a), DiffEntry(name, there, b)))
-        self._metadata(one, other, name_of(here))
+        if isinstance(section_a.holder, Opaque) and isinstance(section_b.holder, Opaque):
+            name = name_of(prefix or base_a)
+            a, b = _unwrap_module(section_a.holder), _unwrap_module(section_b.holder)
+            self.pairs.append(Pair(DiffEntry(name, base_a, a), DiffEntry(name, base_b, b)))
+        self._compare_metadata(section_a, section_b, name_of(base_a))
 
-    def _rest(
+    def _pair_remaining(
         self,
         parts_a: list[Section],
         parts_b: list[Section],
         taken: set[int],
         names: dict[int, _Names],
     ) -> bool:
-        """Values, and sections that nothing stands against: by path; whether there are any."""
+        """Pair values and unpaired sections by path; return True if any exist."""
         pools = Region(), Region()
         outer = self.a.base if self.a.base == self.b.base else ()
         for pool, scope, parts in zip(pools, (self.a, self.b), (parts_a, parts_b), strict=True):
@@ -379,58 +412,64 @@ class _Alignment:
             pool.fill(scope.root, scope.base, outer=outer, skip=skip)
             for part in parts:
                 if id(part) not in taken:
-                    base, own = scope.base + part.path, names.get(id(part), _AS_THEY_ARE)
-                    _fill(pool, part, base, own, outer=outer, before=part.path)
+                    base, resolved = scope.base + part.path, names.get(id(part), _AS_THEY_ARE)
+                    _fill_region(pool, part, base, resolved, outer=outer, before=part.path)
         self._take(*pools)
         return any(pool.leaves for pool in pools)
 
     def _take(self, a: Region, b: Region) -> None:
+        """Pair the entries of two regions, and keep the result."""
         pairs, only_a, only_b = pair_regions(a, b)
         self.pairs.extend(pairs)
         self.only_a.extend(only_a)
         self.only_b.extend(only_b)
 
-    def _metadata(self, one: Section, other: Section, name: str) -> None:
-        """Note where two state dicts differ in the versions of their modules alone."""
-        mine, others = (_versions(part.node) for part in (one, other))
-        if mine is None or others is None or mine.keys() != others.keys():
+    def _compare_metadata(self, section_a: Section, section_b: Section, name: str) -> None:
+        """Note that the module versions in `_metadata` of two state dicts differ."""
+        versions_a, versions_b = (
+            _read_module_versions(part.node) for part in (section_a, section_b)
+        )
+        if versions_a is None or versions_b is None or versions_a.keys() != versions_b.keys():
             return
-        unlike = first_difference(mine, others)
-        if unlike is not None:
-            where = printable(unlike.place)
+        difference = find_first_difference(versions_a, versions_b)
+        if difference is not None:
+            where = printable(difference.place)
             before = f"{name}: " if name else ""
             self.notes.append(f"{before}the versions in _metadata differ ({where})")
 
 
-def _parts(root: Any) -> list[Section]:
+def _find_sections(root: Any) -> list[Section]:
+    """Return the sections of a tree, except plain values."""
     return [part for part in find_sections(root) if part.kind != "values"]
 
 
-def _coupled(parts_a: list[Section], parts_b: list[Section]) -> list[Couple]:
-    """Sections that stand for each other: of one path, else the only ones left of their sort."""
-    by_path = {(part.path, _sort(part)): part for part in parts_b}
+def _pair_sections(parts_a: list[Section], parts_b: list[Section]) -> list[Couple]:
+    """Return pairs of sections: with equal paths, else the only ones of their sort."""
+    by_path = {(part.path, _normalize_kind(part)): part for part in parts_b}
     couples = [
-        (part, by_path[part.path, _sort(part)])
+        (part, by_path[part.path, _normalize_kind(part)])
         for part in parts_a
-        if (part.path, _sort(part)) in by_path
+        if (part.path, _normalize_kind(part)) in by_path
     ]
     taken = {id(part) for couple in couples for part in couple}
-    for sort in dict.fromkeys(map(_sort, parts_a)):
-        left = [_left(parts, sort, taken) for parts in (parts_a, parts_b)]
+    for sort in dict.fromkeys(map(_normalize_kind, parts_a)):
+        left = [_find_unpaired(parts, sort, taken) for parts in (parts_a, parts_b)]
         if all(len({id(part.holder) for part in parts}) == 1 for parts in left):
             couples.append((left[0][0], left[1][0]))
     return couples
 
 
-def _left(parts: list[Section], sort: str, taken: set[int]) -> list[Section]:
-    return [part for part in parts if _sort(part) == sort and id(part) not in taken]
+def _find_unpaired(parts: list[Section], sort: str, taken: set[int]) -> list[Section]:
+    """Return the sections of one sort whose identity is not in `taken`."""
+    return [part for part in parts if _normalize_kind(part) == sort and id(part) not in taken]
 
 
-def _sort(part: Section) -> str:
+def _normalize_kind(part: Section) -> str:
+    """Return the kind that two sections must share to be paired."""
     return _SORTS.get(part.kind, part.kind)
 
 
-def _fill(
+def _fill_region(
     region: Region,
     part: Section,
     base: Path,
@@ -439,34 +478,37 @@ def _fill(
     outer: Path = (),
     before: Path = (),
 ) -> None:
-    """Take what a section holds, under the names by which it is compared."""
-    under = _optimizer_names if part.kind == "optimizer" else _model_names
+    """Add the entries of a section to a region, under their compared names."""
+    rename_entry = _rename_optimizer_entry if part.kind == "optimizer" else _rename_model_entry
 
-    def changed(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
-        key, compared = under(path, leaf, names.compared)
-        return key, compared, under(path, leaf, names.shown)[0]
+    def change_entry(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
+        key, compared = rename_entry(path, leaf, names.compared)
+        return key, compared, rename_entry(path, leaf, names.shown)[0]
 
     region.fill(
         part.holder, base, outer=outer, before=before,
-        changed=changed if names.compared or names.shown else _unchanged,
+        changed=change_entry if names.compared or names.shown else _keep_entry,
         weights=part.kind in MODEL_KINDS,
     )  # fmt: skip
 
 
-def _model_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
-    """Return an entry of a model's section under its new name."""
+def _rename_model_entry(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
+    """Return the path and leaf of a model's entry, with its new name."""
     return (renamed.get(path[0], path[0]), *path[1:]) if path else path, leaf
 
 
-def _optimizer_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
-    """Return an entry of an optimizer: names are keys of `state`, and items in the groups."""
+def _rename_optimizer_entry(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
+    """Return the path and leaf of an optimizer's entry, with its new name.
+
+    The names of parameters are keys of `state`, and items in the groups.
+    """
     if path[:1] == ("state",) and len(path) > 1:
         return ("state", renamed.get(path[1], path[1]), *path[2:]), leaf
     named = path[:1] == ("param_groups",) and path[2:3] in (("params",), ("param_names",))
     return path, renamed.get(leaf, leaf) if named and isinstance(leaf, str) else leaf
 
 
-def _bare(holder: Opaque) -> Opaque:
+def _unwrap_module(holder: Opaque) -> Opaque:
     """Return a pickled module without the pickled wrappers around it."""
     if not is_module(holder):
         return holder
@@ -476,20 +518,22 @@ def _bare(holder: Opaque) -> Opaque:
     return holder
 
 
-def _versions(node: Any) -> dict[Any, Any] | None:
-    """`_metadata` of a state dict, where it says something."""
+def _read_module_versions(node: Any) -> dict[Any, Any] | None:
+    """Return the `_metadata` of a state dict; None if it is empty or missing."""
     metadata = node.metadata if isinstance(node, OrderedMap) else None
     return metadata if isinstance(metadata, dict) and metadata else None
 
 
-def _common(one: Section, mine: Renamed, other: Section, others: Renamed) -> int:
-    """Return how many names both have after these changes."""
-    names = {mine.get(name, name) for name in one.node}
-    return sum(others.get(name, name) in names for name in other.node)
+def _count_common_names(
+    section_a: Section, renamed_a: Renamed, section_b: Section, renamed_b: Renamed
+) -> int:
+    """Return how many names two sections share after each is renamed."""
+    names = {renamed_a.get(name, name) for name in section_a.node}
+    return sum(renamed_b.get(name, name) in names for name in section_b.node)
 
 
-def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
-    """Yield what to tell of state dicts, by address, that nothing stands against."""
+def _describe_unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
+    """Yield a note on the paths of state dicts that have no pair, if both files have some."""
     if left_a and left_b:
         yield (
             f"A has the state dicts {listed(left_a)} and B has {listed(left_b)}: they are not "
@@ -497,32 +541,33 @@ def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
         )
 
 
-def _weights_alone(couples: list[Couple]) -> Iterator[str]:
-    """Yield what to tell where one file is a state dict and the other holds more beside it."""
-    for one, other in couples:
-        if one.kind in MODEL_KINDS and bool(one.path) != bool(other.path):
-            part, whole = "BA" if one.path else "AB"
+def _suggest_model_only(couples: list[Couple]) -> Iterator[str]:
+    """Yield a note if one file is a state dict and the other has more next to it."""
+    for section_a, section_b in couples:
+        if section_a.kind in MODEL_KINDS and bool(section_a.path) != bool(section_b.path):
+            part, whole = "BA" if section_a.path else "AB"
             yield f"{part} is only a state dict; add --model-only to leave out the rest of {whole}"
 
 
 Changed = Callable[[Path, Any], tuple[Path, Any, Path]]
-"""Of a leaf: its path below its part, itself, both as they are compared, and the path as shown."""
+"""Maps the path and leaf of an entry to its compared path, compared leaf, and shown path."""
 
 
-def _unchanged(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
+def _keep_entry(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
+    """Return the path and leaf of an entry unchanged, as a `Changed`."""
     return path, leaf, path
 
 
 @dataclass(frozen=True, slots=True)
 class DiffEntry:
-    """Something that a checkpoint holds, under the name that the screen has for it.
+    """An entry of a checkpoint, with its shown name.
 
-    `leaf` is what `tree.walk` gives, or a container where that itself is what differs.
+    `leaf` is a leaf of `tree.walk`, or a container that itself differs.
     """
 
     name: str
     path: Path
-    """From the root of its file, as it is there."""
+    """From the root of its file, unchanged."""
     leaf: Any
     is_weight: bool = False
     """True in the section of a model."""
@@ -532,7 +577,7 @@ class DiffEntry:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What both have, under the name that the screen has for A's."""
+    """Two entries that are compared; the shown name is that of A."""
 
     a: DiffEntry
     b: DiffEntry
@@ -545,7 +590,7 @@ class Pair:
 
 @dataclass
 class Region:
-    """Entries of a part, by key, in the order of the file; containers beside them."""
+    """Entries of a section by compared path, in the order of the file, and its containers."""
 
     leaves: dict[Key, DiffEntry] = field(default_factory=dict)
     containers: dict[Key, DiffEntry] = field(default_factory=dict)
@@ -561,16 +606,17 @@ class Region:
         outer: Path = (),
         before: Path = (),
         skip: frozenset[Path] = frozenset(),
-        changed: Changed = _unchanged,
+        changed: Changed = _keep_entry,
         weights: bool = False,
     ) -> None:
-        """Take what stands below `root`, whose path in the file is `base`.
+        """Add the entries below `root`, whose path in the file is `base`.
 
-        `before` is put before each key, and `outer` before that in names alone; `skip` has the
+        `before` is put before each key, and `outer` before that in names only; `skip` has the
         paths below `root` that are left out. `weights` is True for the section of a model.
         """
 
         def enter(path: Path, node: Any) -> bool:
+            """Record a container, and return False if its path is skipped."""
             if path in skip:
                 return False
             key, _, compared = changed(path, node)
@@ -588,53 +634,53 @@ class Region:
             self._add(to_comparable(before + key), entry)
 
     def _add(self, key: Key, entry: DiffEntry) -> None:
-        """Take an entry; one more of the same key (two objects as keys of a dict) is kept apart."""
+        """Add an entry; a repeated key (two objects as keys of a dict) gets a number."""
         if key in self.leaves:
-            count = self._again[key] = self._again.get(key, 1) + 1
-            key = (*key, ("again", count))
+            number = self._again[key] = self._again.get(key, 1) + 1
+            key = (*key, ("again", number))
         self.leaves[key] = entry
 
 
 def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[DiffEntry], list[DiffEntry]]:
-    """Return what both have by key, what only A has, what only B has, each in its file's order.
+    """Return the common entries by key, those of only A, and those of only B, in file order.
 
-    A container is an entry where it stands against something else, or is empty and alone.
+    A container is an entry if its counterpart is not a container, or if it is empty and alone.
     """
     pairs: list[Pair] = []
     only_a: list[DiffEntry] = []
     only_b: list[DiffEntry] = []
     for key, entry in a.leaves.items():
-        against = b.leaves.get(key) or b.containers.get(key)
-        if against is not None:
-            pairs.append(Pair(entry, against))
+        counterpart = b.leaves.get(key) or b.containers.get(key)
+        if counterpart is not None:
+            pairs.append(Pair(entry, counterpart))
         else:
-            only_a.append(_unpaired_entry(key, entry, a, b))
+            only_a.append(_add_missing_container(key, entry, a, b))
     for key, entry in b.leaves.items():
         if key in a.containers and key not in a.leaves:
             pairs.append(Pair(a.containers[key], entry))
         elif key not in a.leaves:
-            only_b.append(_unpaired_entry(key, entry, b, a))
+            only_b.append(_add_missing_container(key, entry, b, a))
     for key, entry in a.containers.items():
-        against = b.containers.get(key)
-        if against is not None and not _same_container(entry.leaf, against.leaf):
-            pairs.append(Pair(entry, against))
-    return pairs, [*only_a, *_empty(a, b)], [*only_b, *_empty(b, a)]
+        counterpart = b.containers.get(key)
+        if counterpart is not None and not _is_same_container_type(entry.leaf, counterpart.leaf):
+            pairs.append(Pair(entry, counterpart))
+    return pairs, [*only_a, *_find_empty_containers(a, b)], [*only_b, *_find_empty_containers(b, a)]
 
 
-def _unpaired_entry(key: Key, entry: DiffEntry, here: Region, there: Region) -> DiffEntry:
-    """Return an entry with the outermost container around it that `there` does not have."""
+def _add_missing_container(key: Key, entry: DiffEntry, here: Region, there: Region) -> DiffEntry:
+    """Return an entry with its outermost container that `there` does not have."""
     outer = (key[:end] for end in range(1, len(key) + 1))
-    alone = (here.entered[at] for at in outer if at in here.entered and at not in there.entered)
-    return replace(entry, container=next(alone, None))
+    missing = (here.entered[at] for at in outer if at in here.entered and at not in there.entered)
+    return replace(entry, container=next(missing, None))
 
 
-def _same_container(a: Any, b: Any) -> bool:
-    """Return whether two containers are of one kind: what order a dict keeps is no matter."""
+def _is_same_container_type(a: Any, b: Any) -> bool:
+    """Return True if both are dicts, both lists or both tuples, of any subclass."""
     return any(isinstance(a, kind) and isinstance(b, kind) for kind in (dict, list, tuple))
 
 
-def _empty(here: Region, there: Region) -> Iterator[DiffEntry]:
-    """Yield empty containers that nothing on the other side stands against."""
+def _find_empty_containers(here: Region, there: Region) -> Iterator[DiffEntry]:
+    """Yield empty containers that have no counterpart on the other side."""
     for key, entry in here.containers.items():
         if not entry.leaf and key not in there.containers and key not in there.leaves:
-            yield _unpaired_entry(key, entry, here, there)
+            yield _add_missing_container(key, entry, here, there)

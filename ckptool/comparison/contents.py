@@ -1,6 +1,6 @@
 """Comparison of tensor elements: by checksum or bytes first, by value if those differ.
 
-Renamed tensors are found by their content (`renamed`).
+Renamed tensors are found by their content (`find_renamed`).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Contents:
         if tolerant:
             atol, rtol = _ATOL if atol is None else atol, _RTOL if rtol is None else rtol
         self._options: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
-        self._comparer = self._made_comparer() if tolerant else None  # it may refuse them
-        self._rounded = rounded
+        self._comparer = self._make_comparer() if tolerant else None  # it may refuse them
+        self._round_wider = rounded
         self._tolerant = tolerant or equal_nan or rounded
         self._meter = meter
         self._repeated = RepeatedBytes(limits)
@@ -96,57 +96,65 @@ class Contents:
         key = _pair_key(a, b), exact
         verdict = self._known.get(key)
         if verdict is None:
-            verdict = self._known[key] = self._compared(path, a, b, exact)
+            verdict = self._known[key] = self._compare_elements(path, a, b, exact)
         return verdict
 
-    def _compared(self, path: Path, a: TensorRef, b: TensorRef, exact: bool) -> ValueComparison:
+    def _compare_elements(
+        self, path: Path, a: TensorRef, b: TensorRef, exact: bool
+    ) -> ValueComparison:
+        """Compare by stored checksum, then by bytes, then by value."""
         if self._quick:
             stated = compare_checksums(a, b)
             if stated is not None:
                 return ValueComparison(stated, by_checksum=True)
         self._repeated.add(path, a)
         self._repeated.add(path, b)
-        if self._rounded:
-            a, b = _rounded(a, b), _rounded(b, a)
+        if self._round_wider:
+            a, b = _round_to_narrower(a, b), _round_to_narrower(b, a)
         same = a.dtype == b.dtype and has_same_content(a, b, self._meter.advance)
         if same or self._quick:
             return ValueComparison(same)
-        found = self._figures(a, b, exact)
-        if found is None:  # of two types it is not known whether their values are the same
-            return ValueComparison(a.dtype != b.dtype and not self._rounded)
-        equal = found.mismatched == 0 if exact or found.close is None else found.close
-        return ValueComparison(equal, difference=found)
+        difference = self._compute_difference(a, b, exact)
+        if difference is None:  # cannot tell if values of two dtypes are equal
+            return ValueComparison(a.dtype != b.dtype and not self._round_wider)
+        equal = (
+            difference.mismatched == 0 if exact or difference.close is None else difference.close
+        )
+        return ValueComparison(equal, difference=difference)
 
-    def _made_comparer(self) -> Comparer:
+    def _make_comparer(self) -> Comparer:
+        """Return the comparer of values, which imports torch."""
         from ckptool.tensors.comparing import Comparer  # most comparisons find equal bytes
 
         return Comparer(**self._options)
 
-    def _figures(self, a: TensorRef, b: TensorRef, exact: bool) -> Difference | None:
+    def _compute_difference(self, a: TensorRef, b: TensorRef, exact: bool) -> Difference | None:
+        """Return the differences of the values; None without torch or for an unknown dtype."""
         if self._comparer is None:
-            self._comparer = self._made_comparer()
+            self._comparer = self._make_comparer()
         try:
             return self._comparer.compare(a, b, self._meter.advance)
         except TorchMissing:
             if self._tolerant and not exact:
-                raise  # what is close is not known
+                raise  # cannot tell if values are close
             self.without_torch = True
-        except UnsupportedFormat:  # a type of which nobody knows the numbers
+        except UnsupportedFormat:  # a dtype without known values
             pass
         return None
 
 
-def _rounded(tensor: TensorRef, other: TensorRef) -> TensorRef:
+def _round_to_narrower(tensor: TensorRef, other: TensorRef) -> TensorRef:
     """Return a tensor rounded to the dtype of another, as in torch, if that is narrower."""
-    held, source, target = tensor.storage, tensor.dtype, other.dtype
-    floating = source in FLOATS and target in FLOATS
-    if held is None or source == target or not floating or not is_exact(target, source):
+    stored, source, target = tensor.storage, tensor.dtype, other.dtype
+    is_floating = source in FLOATS and target in FLOATS
+    if stored is None or source == target or not is_floating or not is_exact(target, source):
         return tensor
-    storage = Caster(source, target, allow_overflow=True).cast(held, [("", tensor)])
+    storage = Caster(source, target, allow_overflow=True).cast(stored, [("", tensor)])
     return replace(tensor, dtype=target, storage=storage)
 
 
 def _pair_key(a: TensorRef, b: TensorRef) -> Any:
+    """Return a key that pairs of tied tensors share."""
     return a.place or id(a), b.place or id(b)
 
 
@@ -158,7 +166,7 @@ _MOST_PARTS = 16
 """Most last components of a key to compare, enough to distinguish layers."""
 
 
-def renamed(
+def find_renamed(
     only_a: Sequence[DiffEntry],
     only_b: Sequence[DiffEntry],
     same: Same,
@@ -167,7 +175,7 @@ def renamed(
     stated_only: bool,
     limits: Limits,
 ) -> Iterator[tuple[DiffEntry, DiffEntry]]:
-    """Yield renamed tensors, in the order of A.
+    """Yield renamed tensors, each pair with A's entry first, in the order of A.
 
     Looks at each key and each content once. `same` confirms equal checksums. With `stated_only`,
     only the CRC-32 in the file is used.
@@ -187,76 +195,77 @@ def renamed(
         for group in groups:
             meter.total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
             unknown = {entry.leaf.place: entry.leaf for side in group for entry in side}
-            unread = (leaf for leaf in unknown.values() if _stored_crc32(leaf) is None)
+            unread = (leaf for leaf in unknown.values() if _read_stored_crc32(leaf) is None)
             meter.total += sum(leaf.nbytes for leaf in unread)
-    repeated, known = RepeatedBytes(limits), dict[Any, int]()
+    repeated, crc32s = RepeatedBytes(limits), dict[Any, int]()
 
-    def checksum_of(entry: DiffEntry) -> int | None:
+    def compute_crc32(entry: DiffEntry) -> int | None:
         """Return the CRC-32 of the elements in row-major order, as `TensorRef.content` has them."""
         tensor: TensorRef = entry.leaf
-        stated = _stored_crc32(tensor)
+        stated = _read_stored_crc32(tensor)
         if stated is not None or stated_only:
             return stated
-        if tensor.place not in known:
+        if tensor.place not in crc32s:
             repeated.add(entry.path, tensor)
-            found = 0
+            crc32 = 0
             for block in tensor.content():
-                found = zlib.crc32(block, found)
+                crc32 = zlib.crc32(block, crc32)
                 meter.advance(len(block))
-            known[tensor.place] = found
-        return known[tensor.place]
+            crc32s[tensor.place] = crc32
+        return crc32s[tensor.place]
 
     for group in groups:
         contents: dict[int, Group] = {}
         for side, entries in enumerate(group):
             for entry in entries:
-                checksum = checksum_of(entry)
+                checksum = compute_crc32(entry)
                 if checksum is not None:
                     contents.setdefault(checksum, ([], []))[side].append(entry)
-        for mine, others in contents.values():
-            yield from (pair for pair in _matched(mine, others) if same(*pair))
+        for entries_a, entries_b in contents.values():
+            yield from (pair for pair in _pair_equal_contents(entries_a, entries_b) if same(*pair))
 
 
-def _stored_crc32(tensor: TensorRef) -> int | None:
+def _read_stored_crc32(tensor: TensorRef) -> int | None:
     """Return the stored checksum if it covers exactly this tensor."""
     storage = tensor.storage
-    whole = storage is not None and storage.nbytes == tensor.nbytes and tensor.is_verbatim
-    return storage.crc32 if storage is not None and whole else None
+    is_whole = storage is not None and storage.nbytes == tensor.nbytes and tensor.is_verbatim
+    return storage.crc32 if storage is not None and is_whole else None
 
 
-def _matched(
-    mine: list[DiffEntry], others: list[DiffEntry]
+def _pair_equal_contents(
+    entries_a: list[DiffEntry], entries_b: list[DiffEntry]
 ) -> Iterator[tuple[DiffEntry, DiffEntry]]:
-    """Pair entries of equal content: first by their last components, then the only ones left.
+    """Yield pairs of entries with equal content: by their last components, then the only ones left.
 
     A single element, or several equal ones (biases of zeros), must have equal last components.
     """
-    if not mine or not others:
+    if not entries_a or not entries_b:
         return
-    parts = {id(entry): _parts(entry.name) for entry in (*mine, *others)}
+    components = {id(entry): _split_reversed(entry.name) for entry in (*entries_a, *entries_b)}
     longest = min(
-        max(len(parts[id(entry)]) for entry in mine), max(len(parts[id(entry)]) for entry in others)
+        max(len(components[id(entry)]) for entry in entries_a),
+        max(len(components[id(entry)]) for entry in entries_b),
     )
     for length in range(longest, 0, -1):
-        if not mine or not others:
+        if not entries_a or not entries_b:
             return
         waiting: dict[tuple[str, ...], list[DiffEntry]] = {}
-        for entry in reversed(others):
-            if len(parts[id(entry)]) >= length:
-                waiting.setdefault(parts[id(entry)][:length], []).append(entry)
+        for entry in reversed(entries_b):
+            if len(components[id(entry)]) >= length:
+                waiting.setdefault(components[id(entry)][:length], []).append(entry)
         taken: set[int] = set()
-        for entry in mine:
-            candidates = waiting.get(parts[id(entry)][:length])
-            if candidates and len(parts[id(entry)]) >= length:
+        for entry in entries_a:
+            candidates = waiting.get(components[id(entry)][:length])
+            if candidates and len(components[id(entry)]) >= length:
                 other = candidates.pop()
                 taken.update((id(entry), id(other)))
                 yield entry, other
-        mine = [entry for entry in mine if id(entry) not in taken]
-        others = [entry for entry in others if id(entry) not in taken]
-    if len(mine) == len(others) == 1 and mine[0].leaf.numel > 1:
-        yield mine[0], others[0]
+        entries_a = [entry for entry in entries_a if id(entry) not in taken]
+        entries_b = [entry for entry in entries_b if id(entry) not in taken]
+    if len(entries_a) == len(entries_b) == 1 and entries_a[0].leaf.numel > 1:
+        yield entries_a[0], entries_b[0]
 
 
-def _parts(name: str) -> tuple[str, ...]:
+def _split_reversed(name: str) -> tuple[str, ...]:
     """Return the last components of a name, the last one first."""
     return tuple(reversed(name.replace("/", ".").rsplit(".", _MOST_PARTS)[-_MOST_PARTS:]))

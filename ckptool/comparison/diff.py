@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptool._lazy import Result
 from ckptool.comparison.aligning import Alignment, DiffEntry, Pair, align
-from ckptool.comparison.contents import Contents, ValueComparison, renamed
+from ckptool.comparison.contents import Contents, ValueComparison, find_renamed
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import DeviceValue, Shape, StorageRef, TensorRef
 from ckptool.core.reading import Meter
@@ -23,13 +23,13 @@ from ckptool.inspection.equality import (
     ITSELF,
     Same,
     Unlike,
-    first_difference,
+    find_first_difference,
     is_made_of_parts,
     raw_elements,
     type_name,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.renamed import renamed_arguments
+from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors.bytewise import is_floating
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.words import counted, listed
@@ -224,19 +224,21 @@ SORTABLE = ("rel_norm", "max_abs", "mean_abs", "max_rel", "rmse", "cosine", "sha
 """The statistics by which tensors can be sorted."""
 
 
-def magnitude(found: Difference | None, sort: str = "rel_norm") -> tuple[int, float, float]:
-    """Return a sort key for figures, the larger change last: by `sort`, then by `max_abs`.
+def magnitude_key(
+    difference: Difference | None, sort: str = "rel_norm"
+) -> tuple[int, float, float]:
+    """Return a sort key for a difference, the larger change last: by `sort`, then by `max_abs`.
 
-    A `rel_norm` that is NaN is above all others; no figures are above that. Another figure that is
-    NaN is infinite, and one that is unknown is below all. A smaller cosine is a larger change.
+    A `rel_norm` that is NaN is above all others; a missing difference is above that. Another figure
+    that is NaN is infinite, and an unknown one is below all. A smaller cosine is a larger change.
     """
-    if found is None:
+    if difference is None:
         return 2, math.inf, math.inf
-    figures = getattr(found, sort), found.max_abs
-    main, absolute = (-math.inf if one is None else one for one in figures)
+    figures = getattr(difference, sort), difference.max_abs
+    main, absolute = (-math.inf if figure is None else figure for figure in figures)
     main = -main if sort == "cosine" and main > -math.inf else main
-    main, absolute = (math.inf if math.isnan(one) else one for one in (main, absolute))
-    return int(found.rel_norm is not None and math.isnan(found.rel_norm)), main, absolute
+    main, absolute = (math.inf if math.isnan(figure) else figure for figure in (main, absolute))
+    return int(difference.rel_norm is not None and math.isnan(difference.rel_norm)), main, absolute
 
 
 TAGS = frozenset({"device", "requires_grad"})
@@ -244,7 +246,7 @@ TAGS = frozenset({"device", "requires_grad"})
 STATUSES = "ADMRT"
 
 
-@renamed_arguments(rules="use rename instead")
+@refuse_renamed_arguments(rules="use rename instead")
 def diff(
     a: Source,
     b: Source,
@@ -298,14 +300,14 @@ def diff(
             (`AmbiguousName`).
         UsageError: a text is not a rule, `sort` is unknown, or arguments exclude each other.
     """
-    made = rules_of(rename)
-    tolerant = atol is not None or rtol is not None
+    name_rules = rules_of(rename)
+    has_tolerance = atol is not None or rtol is not None
     if structure and quick:
         raise UsageError(
             "--structure and --quick cannot be combined",
             hint="--structure compares no values, --quick compares checksums",
         )
-    if (tolerant or equal_nan or ignore_dtype) and (structure or quick):
+    if (has_tolerance or equal_nan or ignore_dtype) and (structure or quick):
         raise UsageError(
             "a tolerance and --ignore-dtype need values, which --structure and --quick do not read",
             hint="leave one of them out",
@@ -319,19 +321,27 @@ def diff(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, rounded=ignore_dtype, meter=meter,
         limits=limits,
     )  # fmt: skip
-    with open_or_reuse(a) as one, open_or_reuse(b) as other:
-        one, other = one.with_late_values(), other.with_late_values()
+    with open_or_reuse(a) as checkpoint_a, open_or_reuse(b) as checkpoint_b:
+        checkpoint_a, checkpoint_b = (
+            checkpoint_a.with_late_values(),
+            checkpoint_b.with_late_values(),
+        )
         aligned = align(
-            one, other, strict_names=strict_names, rules=made, key=key, model_only=model_only
+            checkpoint_a,
+            checkpoint_b,
+            strict_names=strict_names,
+            rules=name_rules,
+            key=key,
+            model_only=model_only,
         )
         run = _Comparison(aligned, contents, meter, structure, quick, strict, ignore_dtype, limits)
         if progress is not None and not (structure or quick):
-            meter.total = _expected(aligned.pairs)
+            meter.total = _count_compared_bytes(aligned.pairs)
         run.compare()
         if not structure:
             run.rename()
         meter.finish()
-        return run.result(one, other, sort, max_diffs)
+        return run.make_result(checkpoint_a, checkpoint_b, sort, max_diffs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,103 +385,111 @@ class _Comparison:
             )
         for pair in self.aligned.pairs:
             if isinstance(pair.a.leaf, TensorRef) and isinstance(pair.b.leaf, TensorRef):
-                self._tensors(pair, pair.a.leaf, pair.b.leaf)
+                self._compare_tensors(pair, pair.a.leaf, pair.b.leaf)
             else:
-                self._others(pair)
+                self._compare_others(pair)
 
-    def _tensors(self, pair: Pair, a: TensorRef, b: TensorRef) -> None:
-        what = _unlike_headers(a, b)
-        found = self._quantizers(a, b) if self.structure else self._elements(pair, a, b)
-        if self.ignore_dtype and found.verdict is not None and "dtype" in what:
-            what.remove("dtype")
+    def _compare_tensors(self, pair: Pair, a: TensorRef, b: TensorRef) -> None:
+        """Compare two tensors by header and elements, and note the differences."""
+        differences = _compare_headers(a, b)
+        result = (
+            self._compare_quantizers(a, b) if self.structure else self._compare_elements(pair, a, b)
+        )
+        if self.ignore_dtype and result.verdict is not None and "dtype" in differences:
+            differences.remove("dtype")
             self.tally["of_other_types"] += 1
-        if found.verdict is not None:
+        if result.verdict is not None:
             self.tally["elements"] += a.numel
-            self.tally["by_checksum" if found.verdict.by_checksum else "read"] += 1
-            self.tally["in_value_only"] += found.verdict.in_value_only and a.dtype == b.dtype
-        if not found.equal:
-            place = found.unlike.place if found.unlike else ""
-            what.append("quantizer" if place.startswith("quantizer/") else "value")
-        self._note(pair, what + _unlike_tags(a, b), found)
+            self.tally["by_checksum" if result.verdict.by_checksum else "read"] += 1
+            self.tally["in_value_only"] += result.verdict.in_value_only and a.dtype == b.dtype
+        if not result.equal:
+            place = result.unlike.place if result.unlike else ""
+            differences.append("quantizer" if place.startswith("quantizer/") else "value")
+        self._note(pair, differences + _compare_tags(a, b), result)
 
-    def _quantizers(self, a: TensorRef, b: TensorRef) -> _Elements:
+    def _compare_quantizers(self, a: TensorRef, b: TensorRef) -> _Elements:
         """Compare the quantizers of two tensors by their headers."""
         if not a.kind == b.kind == "quantized" or (a.dtype, a.shape) != (b.dtype, b.shape):
             return _Elements()
-        unlike = first_difference(a, b, devices=False, limits=self.limits)
-        return _Elements(unlike is None, unlike=unlike)
+        difference = find_first_difference(a, b, devices=False, limits=self.limits)
+        return _Elements(difference is None, unlike=difference)
 
-    def _elements(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
-        alike = a.kind == b.kind and a.dtype == b.dtype
+    def _compare_elements(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
+        """Compare elements by the rule of their kind; not at all if the shapes differ."""
+        is_same_kind = a.kind == b.kind and a.dtype == b.dtype
         if a.shape != b.shape:
             return _Elements()
-        if alike and is_made_of_parts(a) and is_made_of_parts(b):
-            return self._parts(pair, a, b)
+        if is_same_kind and is_made_of_parts(a) and is_made_of_parts(b):
+            return self._compare_parts(pair, a, b)
         if not (a.has_content and b.has_content) or (self.quick and a.dtype != b.dtype):
             return _Elements()
         verdict = self.contents.compare(pair.a.path, a, b)
         return _Elements(verdict.equal, verdict, verdict.is_close)
 
-    def _parts(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
-        """Return the same of tensors that are made of others; the figures are of one part."""
+    def _compare_parts(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
+        """Compare two tensors that are made of others; the figures are of one part."""
         verdicts: list[ValueComparison] = []
-        same = self._asking(pair, verdicts)
-        unlike = first_difference(a, b, same, devices=False, limits=self.limits)
+        same = self._make_element_comparer(pair, verdicts)
+        difference = find_first_difference(a, b, same, devices=False, limits=self.limits)
         last = verdicts[-1] if verdicts else None
-        if unlike is not None and last is not None and last.equal:
-            last = None  # it is something else that differs
-        close = unlike is None and any(verdict.is_close for verdict in verdicts)
-        return _Elements(unlike is None, last, close, unlike)
+        if difference is not None and last is not None and last.equal:
+            last = None  # the difference is elsewhere
+        close = difference is None and any(verdict.is_close for verdict in verdicts)
+        return _Elements(difference is None, last, close, difference)
 
-    def _asking(self, pair: Pair, verdicts: list[ValueComparison]) -> Same:
-        """Return what compares the arrays inside a pair, and keeps the verdicts."""
+    def _make_element_comparer(self, pair: Pair, verdicts: list[ValueComparison]) -> Same:
+        """Return a function that compares arrays inside a pair, and keeps their verdicts."""
 
-        def same(one: TensorRef, other: TensorRef, exact: bool) -> bool:
-            verdicts.append(self.contents.compare(pair.a.path, one, other, exact=exact))
+        def are_equal(tensor_a: TensorRef, tensor_b: TensorRef, exact: bool) -> bool:
+            """Compare two arrays, and keep the verdict."""
+            verdicts.append(self.contents.compare(pair.a.path, tensor_a, tensor_b, exact=exact))
             return verdicts[-1].equal
 
-        return same
+        return are_equal
 
-    def _others(self, pair: Pair) -> None:
+    def _compare_others(self, pair: Pair) -> None:
         """Note how and where two entries differ that are not both tensors."""
         a, b = pair.a.leaf, pair.b.leaf
         verdicts: list[ValueComparison] = []
-        what: list[str] = []
-        unlike = None
+        differences: list[str] = []
+        difference = None
         if type_name(a) != type_name(b):
-            what = ["type"]
+            differences = ["type"]
         elif isinstance(a, DeviceValue):
-            what = ["device"] if a.tag != b.tag else []
+            differences = ["device"] if a.tag != b.tag else []
         elif not self.structure:
-            for word, same in (("value", self._asking(pair, verdicts)), ("device", None)):
-                unlike = first_difference(
-                    a, b, same, held=is_set(a), devices=word == "device", listed=self.listed,
+            for word, same in (
+                ("value", self._make_element_comparer(pair, verdicts)),
+                ("device", None),
+            ):
+                difference = find_first_difference(
+                    a, b, same, items=is_set(a), devices=word == "device", listed=self.listed,
                     limits=self.limits,
                 )  # fmt: skip
-                if unlike is not None:
-                    what = [word]
+                if difference is not None:
+                    differences = [word]
                     break
         close = any(verdict.is_close for verdict in verdicts)
-        self._note(pair, what, _Elements(close=close, unlike=unlike))
+        self._note(pair, differences, _Elements(close=close, unlike=difference))
 
-    def _note(self, pair: Pair, what: list[str], found: _Elements) -> None:
+    def _note(self, pair: Pair, differences: list[str], result: _Elements) -> None:
         """Count a pair, and keep it if it differs."""
-        counts = self.strict or not TAGS.issuperset(what)
-        if not what or not counts:
+        counts = self.strict or not TAGS.issuperset(differences)
+        if not differences or not counts:
             self.tally["equal"] += 1
-            self.tally["close"] += found.close
-        if not what:
+            self.tally["close"] += result.close
+        if not differences:
             return
-        unlike = found.unlike
+        first = result.unlike
         row = Changed(
             pair.name,
-            tuple(what),
-            _side(pair.a),
-            _side(pair.b),
-            None if found.verdict is None else found.verdict.difference,
-            unlike.place if unlike is not None and unlike.place != ITSELF else None,
+            tuple(differences),
+            _make_side(pair.a),
+            _make_side(pair.b),
+            None if result.verdict is None else result.verdict.difference,
+            first.place if first is not None and first.place != ITSELF else None,
             counts,
-            None if unlike is None else unlike.change,
+            None if first is None else first.change,
             pair.a.is_weight,
         )
         self.tally[row.status if counts else "tagged"] += 1
@@ -479,21 +497,30 @@ class _Comparison:
         (self.changed if tensors else self.values).append(row)
 
     def rename(self) -> None:
-        """Look for renamed tensors among the entries of only one side."""
+        """Find renamed tensors among the entries of only one side."""
 
-        def same(one: DiffEntry, other: DiffEntry) -> bool:
-            return self.contents.compare(one.path, one.leaf, other.leaf).equal
+        def are_equal(entry_a: DiffEntry, entry_b: DiffEntry) -> bool:
+            """Return True if the elements of two tensors are equal."""
+            return self.contents.compare(entry_a.path, entry_a.leaf, entry_b.leaf).equal
 
-        alone, quick = (self.aligned.only_a, self.aligned.only_b), self.quick
-        for one, other in renamed(*alone, same, self.meter, stated_only=quick, limits=self.limits):
-            self.gone.update((id(one), id(other)))
-            what = tuple(_unlike_headers(one.leaf, other.leaf) + _unlike_tags(one.leaf, other.leaf))
-            self.renamed.append(Renamed(_side(one, one.name), _side(other, other.name), what))
+        unpaired, quick = (self.aligned.only_a, self.aligned.only_b), self.quick
+        for entry, partner in find_renamed(
+            *unpaired, are_equal, self.meter, stated_only=quick, limits=self.limits
+        ):
+            self.gone.update((id(entry), id(partner)))
+            differences = tuple(
+                _compare_headers(entry.leaf, partner.leaf) + _compare_tags(entry.leaf, partner.leaf)
+            )
+            self.renamed.append(
+                Renamed(
+                    _make_side(entry, entry.name), _make_side(partner, partner.name), differences
+                )
+            )
 
-    def result(self, a: Checkpoint, b: Checkpoint, sort: str, max_diffs: int | None) -> Diff:
+    def make_result(self, a: Checkpoint, b: Checkpoint, sort: str, max_diffs: int | None) -> Diff:
         """Return the result of the comparison."""
         only_a, only_b = (
-            tuple(_side(entry, entry.name) for entry in entries if id(entry) not in self.gone)
+            tuple(_make_side(entry, entry.name) for entry in entries if id(entry) not in self.gone)
             for entries in (self.aligned.only_a, self.aligned.only_b)
         )
         self.tally.update({"A": len(only_b), "D": len(only_a), "R": len(self.renamed)})
@@ -506,7 +533,9 @@ class _Comparison:
             identical=not any(counts.values()),
             only_in_a=only_a,
             only_in_b=only_b,
-            changed=tuple(sorted(self.changed, key=lambda row: _rank(row, sort))[:max_diffs]),
+            changed=tuple(
+                sorted(self.changed, key=lambda row: _change_sort_key(row, sort))[:max_diffs]
+            ),
             values=tuple(self.values),
             renamed=tuple(self.renamed),
             changed_in_all=len(self.changed),
@@ -520,10 +549,11 @@ class _Comparison:
             elements=self.tally["elements"],
             structure=self.structure,
             sort=sort,
-            notes=(*self.aligned.notes, *self._notes()),
+            notes=(*self.aligned.notes, *self._describe_limits()),
         )
 
-    def _notes(self) -> Iterable[str]:
+    def _describe_limits(self) -> Iterable[str]:
+        """Yield notes on comparisons that were limited: without torch, or across dtypes."""
         if self.contents.without_torch:
             yield (
                 "torch is not installed, so values are not compared: "
@@ -538,33 +568,35 @@ class _Comparison:
             yield f"{counted(bits, 'tensor')} {verb} in bits but not in value (-0.0 and 0.0)"
 
 
-def _expected(pairs: Iterable[Pair]) -> int:
+def _count_compared_bytes(pairs: Iterable[Pair]) -> int:
     """Return the bytes of the tensors of A to compare, tied ones once."""
     sizes: dict[Any, int] = {}
     for pair in pairs:
         a, b = pair.a.leaf, pair.b.leaf
         if isinstance(a, TensorRef) and isinstance(b, TensorRef) and a.shape == b.shape:
-            mine, others = raw_elements(a), raw_elements(b)
-            if mine is not None and others is not None:
-                sizes[mine.place, others.place] = mine.nbytes
+            elements_a, elements_b = raw_elements(a), raw_elements(b)
+            if elements_a is not None and elements_b is not None:
+                sizes[elements_a.place, elements_b.place] = elements_a.nbytes
     return sum(sizes.values())
 
 
-def _unlike_headers(a: TensorRef, b: TensorRef) -> list[str]:
+def _compare_headers(a: TensorRef, b: TensorRef) -> list[str]:
+    """Return the fields among kind, dtype and shape that differ."""
     return [name for name in ("kind", "dtype", "shape") if getattr(a, name) != getattr(b, name)]
 
 
-def _unlike_tags(a: TensorRef, b: TensorRef) -> list[str]:
+def _compare_tags(a: TensorRef, b: TensorRef) -> list[str]:
+    """Return the fields among device and requires_grad that differ."""
     return [name for name in ("device", "requires_grad") if getattr(a, name) != getattr(b, name)]
 
 
-def _rank(row: Changed, sort: str) -> tuple[Any, ...]:
-    """Return the sort key of `Diff.changed`."""
+def _change_sort_key(row: Changed, sort: str) -> tuple[Any, ...]:
+    """Return the sort key of a row of `Diff.changed`."""
     group = not row.counts, not row.is_weight, row.status != "T", row.is_integer
-    return *group, *(-figure for figure in magnitude(row.difference, sort))
+    return *group, *(-figure for figure in magnitude_key(row.difference, sort))
 
 
-def _side(entry: DiffEntry, name: str | None = None) -> Side:
+def _make_side(entry: DiffEntry, name: str | None = None) -> Side:
     """Return an entry of the result, under its full path unless a name is given."""
     leaf = entry.leaf
     shown = name_of(entry.path) if name is None else name
@@ -588,5 +620,5 @@ def _side(entry: DiffEntry, name: str | None = None) -> Side:
     device = leaf.storage.device if isinstance(leaf, StorageRef) else None
     if isinstance(leaf, DeviceValue):
         device = leaf.tag
-    told, outer = summarize(leaf), entry.container
-    return Side(shown, sort, type_name(leaf), device=device, value=told, container=outer)
+    summary, outer = summarize(leaf), entry.container
+    return Side(shown, sort, type_name(leaf), device=device, value=summary, container=outer)

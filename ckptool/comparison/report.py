@@ -15,11 +15,11 @@ from ckptool.core.sections import MODEL_KINDS, get_named_tensors
 from ckptool.core.tree import is_within, name_of
 from ckptool.core.values import summarize, to_json_path
 from ckptool.diagnosis import Diagnosis
-from ckptool.diagnosis.contents import devices_here
-from ckptool.diagnosis.info import Info, overview
+from ckptool.diagnosis.contents import detect_devices
+from ckptool.diagnosis.info import Info, summarize_and_diagnose
 from ckptool.errors import NotRepresentable, TorchMissing
 from ckptool.files.source import Progress
-from ckptool.inspection.listing import tensor_rows
+from ckptool.inspection.listing import make_tensor_rows
 from ckptool.inspection.stats import TensorStats, stats
 from ckptool.transforms.schedule_free import keys_of_parameters
 
@@ -54,14 +54,17 @@ class FileSummary:
         return (*parts[: end - 1], self.parameters[parts[:end]], *parts[end:]) if end else parts
 
 
-def summarized(checkpoint: Checkpoint) -> FileSummary:
+def summarize_file(checkpoint: Checkpoint) -> FileSummary:
     """Return the summary of a file, from its header."""
-    told, diagnosis = overview(checkpoint, devices_here())
+    info, diagnosis = summarize_and_diagnose(checkpoint, detect_devices())
     settled = checkpoint.with_late_values()
-    return FileSummary(told, diagnosis, dict(_values(settled)), dict(_parameters(checkpoint)))
+    return FileSummary(
+        info, diagnosis, dict(_list_values(settled)), dict(_name_parameters(checkpoint))
+    )
 
 
-def _values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _list_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each value, and of each attribute of an object."""
     for section in checkpoint.sections:
         for path, leaf in section.node.items() if section.kind == "values" else ():
             if isinstance(leaf, TensorRef):
@@ -72,13 +75,13 @@ def _values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
                 yield name, summarize(value, _MOST_CHARACTERS)
 
 
-def _parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], str]]:
+def _name_parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the path of each parameter's state, and the name of the parameter.
 
     Positions are used only if each state has the shape of its parameter.
     """
-    models = [one for one in checkpoint.sections if one.kind in MODEL_KINDS]
-    optimizers = [one for one in checkpoint.sections if one.kind == "optimizer"]
+    models = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
+    optimizers = [part for part in checkpoint.sections if part.kind == "optimizer"]
     for section in optimizers:
         model, states = find_model(section, models, optimizers), section.node["state"]
         if model is None:
@@ -103,7 +106,7 @@ class Report:
 
     file: FileSummary
     tensors: tuple[TensorStats, ...]
-    """Those of the first file, without statistics if values were not read."""
+    """The tensors of the first file, without statistics if values were not read."""
     measured: bool
     """True if values were read."""
     key: str | None = None
@@ -139,39 +142,39 @@ def report(
         LimitExceeded: nesting, or strides that repeat bytes, exceed the limits.
     """
     notes: list[str] = []
-    found = None
+    rows = None
     if values:
         try:
-            found = stats(checkpoint, key=key, bins=BINS, progress=progress).tensors
+            rows = stats(checkpoint, key=key, bins=BINS, progress=progress).tensors
         except (TorchMissing, NotRepresentable) as error:
             notes.append(f"the values were not measured: {error.message}")
     else:
         notes.append("the values of the tensors were not read")
     head = Report(
-        file=summarized(checkpoint),
-        tensors=tuple(_tensors(checkpoint, key)) if found is None else found,
-        measured=found is not None,
+        file=summarize_file(checkpoint),
+        tensors=tuple(_list_tensors(checkpoint, key)) if rows is None else rows,
+        measured=rows is not None,
         key=key,
         notes=tuple(notes),
     )
     if other is None:
         return head
-    return _compared(head, checkpoint, other, structure=not values, progress=progress)
+    return _add_differences(head, checkpoint, other, structure=not values, progress=progress)
 
 
-def _tensors(checkpoint: Checkpoint, key: str | None) -> Iterator[TensorStats]:
+def _list_tensors(checkpoint: Checkpoint, key: str | None) -> Iterator[TensorStats]:
     """Yield the tensors below `key`, without statistics."""
     below: Path = () if key is None else resolve(checkpoint, key)[0]
-    chosen = [(path, tensor) for path, tensor in checkpoint.tensors() if is_within(path, below)]
-    first: dict[Any, str] = {}
-    for (_, tensor), row in zip(chosen, tensor_rows(chosen), strict=True):
-        tie = None if tensor.place is None else first.get(tensor.place)
-        first.setdefault(tensor.place, row.name)
+    selected = [(path, tensor) for path, tensor in checkpoint.tensors() if is_within(path, below)]
+    first_names: dict[Any, str] = {}
+    for (_, tensor), row in zip(selected, make_tensor_rows(selected), strict=True):
+        tie = None if tensor.place is None else first_names.get(tensor.place)
+        first_names.setdefault(tensor.place, row.name)
         yield TensorStats(row, None, tie=tie)
 
 
-def _compared(
-    one: Report,
+def _add_differences(
+    base: Report,
     checkpoint: Checkpoint,
     other: Checkpoint,
     *,
@@ -182,13 +185,13 @@ def _compared(
     from ckptool.comparison.aligning import align
     from ckptool.comparison.diff import diff
 
-    found = diff(checkpoint, other, key=one.key, structure=structure, progress=progress)
-    alignment = align(checkpoint, other, key=one.key)
+    difference = diff(checkpoint, other, key=base.key, structure=structure, progress=progress)
+    alignment = align(checkpoint, other, key=base.key)
     return replace(
-        one,
-        other=summarized(other),
-        diff=found,
-        chart=bars(checkpoint, other, alignment, found),
+        base,
+        other=summarize_file(other),
+        diff=difference,
+        chart=make_bars(checkpoint, other, alignment, difference),
     )
 
 
@@ -204,7 +207,7 @@ class Bar:
     """`Difference.rel_norm`; None if the values were not compared."""
 
 
-def bars(a: Checkpoint, b: Checkpoint, alignment: Alignment, diff: Diff) -> tuple[Bar, ...]:
+def make_bars(a: Checkpoint, b: Checkpoint, alignment: Alignment, diff: Diff) -> tuple[Bar, ...]:
     """Return a bar for each tensor of A, in its order, with those of only B in between.
 
     Args:
@@ -236,8 +239,8 @@ def bars(a: Checkpoint, b: Checkpoint, alignment: Alignment, diff: Diff) -> tupl
         before = partner.get(path, before)
         if path in added:
             after.setdefault(before, []).append(added[path])
-    found = after.get(None, [])
+    ordered = after.get(None, [])
     for path, _ in a.tensors():
-        found += [drawn[path]] if path in drawn else []
-        found += after.get(path, ())
-    return tuple(found)
+        ordered += [drawn[path]] if path in drawn else []
+        ordered += after.get(path, ())
+    return tuple(ordered)

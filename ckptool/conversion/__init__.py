@@ -14,7 +14,7 @@ from ckptool.conversion.layout import (
 )
 from ckptool.conversion.steps import converted as converted, steps_of as steps_of
 from ckptool.formats import Source
-from ckptool.renamed import renamed_arguments
+from ckptool.renamed import refuse_renamed_arguments
 from ckptool.transforms import Step
 from ckptool.transforms.step import opened_by
 from ckptool.writing import Receipt, save
@@ -33,7 +33,7 @@ _NOW_STEPS = {
 """Removed arguments, each with the step that replaces it."""
 
 
-@renamed_arguments(
+@refuse_renamed_arguments(
     **{old: f"give it the step ckptool.{step}(...)" for old, step in _NOW_STEPS.items()}
 )
 def convert(

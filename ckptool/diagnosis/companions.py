@@ -38,19 +38,21 @@ _ARGUMENTS = ("transformers", "trl", "setfit", "sentence_transformers")
 """Libraries whose trainers pickle their arguments as `training_args.bin`."""
 
 
-def companion_of(checkpoint: Checkpoint) -> Companion | None:
+def recognize_companion(checkpoint: Checkpoint) -> Companion | None:
     """Recognize a file that a trainer saves next to a model by its content; None for others."""
     root = checkpoint.root
     if isinstance(root, dict):
         keys = {*map(str, root)}
-        for reader, (needed, others) in _GENERATORS.items():
-            if needed <= keys <= needed | others:
-                what = "it is the state of random number generators, not a model"
-                return Companion(what, reader)
+        for reader, (needed, optional) in _GENERATORS.items():
+            if needed <= keys <= needed | optional:
+                description = "it is the state of random number generators, not a model"
+                return Companion(description, reader)
     if isinstance(root, Opaque) and not any(find_tensors(root)):
         name = class_of(root)
         if name.partition(".")[0] in _ARGUMENTS or name.endswith("TrainingArguments"):
-            what = f"it contains training arguments ({name}), not a model"
+            description = f"it contains training arguments ({name}), not a model"
             owner = name.partition(".")[0]
-            return Companion(what, f"torch.load(FILE, weights_only=False) with {owner} installed")
+            return Companion(
+                description, f"torch.load(FILE, weights_only=False) with {owner} installed"
+            )
     return None

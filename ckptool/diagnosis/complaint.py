@@ -19,7 +19,7 @@ from ckptool.core.sections import (
     find_model_state_dict,
     list_wrappable_keys,
 )
-from ckptool.diagnosis.companions import Companion, companion_of
+from ckptool.diagnosis.companions import Companion, recognize_companion
 from ckptool.quotes import Quote
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import Step
@@ -104,7 +104,7 @@ class Subject:
     @cached_property
     def companion(self) -> Companion | None:
         """The kind of file without weights that a trainer saved here, if known."""
-        return companion_of(self.checkpoint)
+        return recognize_companion(self.checkpoint)
 
     @cached_property
     def blocked(self) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class Subject:
         return self.reference is not None and model is not None and section.holder is model.holder
 
 
-def unwrapped(section: Section) -> dict[str, str]:
+def map_to_bare_keys(section: Section) -> dict[str, str]:
     """Map each key of a model to the key without wrapper prefixes.
 
     If two keys would become equal, all keep their prefixes.
@@ -153,15 +153,15 @@ def unwrapped(section: Section) -> dict[str, str]:
     return map_to_bare_names(list_wrappable_keys(section.node))
 
 
-def names_of(names: Iterable[str], most: int = _MOST_NAMES) -> tuple[str, ...]:
+def summarize_names(names: Iterable[str], max_count: int = _MOST_NAMES) -> tuple[str, ...]:
     """Return the first names with repeated layers folded (`layers.{0..11}.weight`)."""
     folded = group_families((name, None) for name in names)
-    hidden = sum(len(family.names) for family in folded[most:])
-    more = (f"and {hidden:,} more",) if hidden else ()
-    return (*(printable(family.label) for family in folded[:most]), *more)
+    hidden = sum(len(family.names) for family in folded[max_count:])
+    tail = (f"and {hidden:,} more",) if hidden else ()
+    return (*(printable(family.label) for family in folded[:max_count]), *tail)
 
 
-def with_file(text: str, path: str) -> str:
+def fill_in_path(text: str, path: str) -> str:
     """Replace FILE in a hint by the path, quoted for Python or a shell."""
     text = re.sub(r"(?<=\()FILE\b", lambda _: repr(path), text)
     return re.sub(r"\bFILE\b", lambda _: shell(path), text)

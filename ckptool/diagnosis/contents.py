@@ -19,13 +19,13 @@ from itertools import takewhile
 from ckptool.core.finding import Finding, Severity
 from ckptool.core.sections import get_named_tensors
 from ckptool.core.tree import find_ties, name_of
-from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, names_of
+from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, summarize_names
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import load_format
 from ckptool.formats.safetensors import find_overlapping_keys
 from ckptool.formats.transfers import salvage_command
-from ckptool.inspection.blockers import ANYWHERE, restored_devices
+from ckptool.inspection.blockers import ANYWHERE, list_restored_devices
 from ckptool.inspection.quantization import quantizations
 from ckptool.limits import Limits
 from ckptool.quotes import Quote, quote
@@ -80,57 +80,69 @@ _NAMED = ("hpu", "xpu", "mtia")
 _FIRST = {"cuda": "cuda:0"}
 
 
-def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Iterator[Complaint]:
+def check_damage(
+    subject: Subject, limits: Limits, progress: Progress | None
+) -> Iterator[Complaint]:
     """Read all bytes, and yield complaints about them."""
-    from ckptool.inspection.unwritten import unwritten
+    from ckptool.inspection.unwritten import find_unwritten
     from ckptool.inspection.verify import verify  # only needed to read the tensor data
 
     problems = verify(
         subject.checkpoint.path, values=True, progress=progress, limits=limits
     ).problems
     for kind, severity, kinds, effect, remedy in _BYTES:
-        found = [one for one in problems if one.kind in kinds]
-        if found:
-            front = "it is damaged: " if kind == "damaged" else ""
-            more = f", and {counted(len(found) - 1, 'problem')} more" if len(found) > 1 else ""
-            what, where = f"{front}{found[0].text}{more}", _places(found)
+        matching = [problem for problem in problems if problem.kind in kinds]
+        if matching:
+            prefix = "it is damaged: " if kind == "damaged" else ""
+            more = (
+                f", and {counted(len(matching) - 1, 'problem')} more" if len(matching) > 1 else ""
+            )
+            description, where = f"{prefix}{matching[0].text}{more}", _summarize_places(matching)
             fix: Steps | None = None if remedy else ()
-            hint = remedy.format(_salvage(subject)) if remedy else remedy
-            yield Complaint(kind, what, where, hint=hint, severity=severity, effect=effect, fix=fix)
-    text = unwritten(subject.checkpoint)
+            hint = remedy.format(_salvage_hint(subject)) if remedy else remedy
+            yield Complaint(
+                kind, description, where, hint=hint, severity=severity, effect=effect, fix=fix
+            )
+    text = find_unwritten(subject.checkpoint)
     if text is not None:
         effect = "It loads without an error, but these weights are zero."
         yield Complaint(
             "unwritten", text, hint="download or copy it again", severity="misleads", effect=effect
         )
-    valid = _validly_infinite({one.place for one in problems if one.kind == "inf"}, subject)
+    valid = _find_valid_infinities(
+        {problem.place for problem in problems if problem.kind == "inf"}, subject
+    )
     for kind, word in (("nan", "NaN"), ("infinite", "infinite values")):
-        found = [
-            one
-            for one in problems
-            if one.kind == kind[:3] and _is_of_model_or_optimizer(subject, one.place)
+        matching = [
+            problem
+            for problem in problems
+            if problem.kind == kind[:3] and _is_of_model_or_optimizer(subject, problem.place)
         ]
-        found = [one for one in found if one.kind == "nan" or one.place not in valid]
-        if found:
+        matching = [
+            problem for problem in matching if problem.kind == "nan" or problem.place not in valid
+        ]
+        if matching:
             yield Complaint(
                 kind,
-                f"{counted(len(found), 'tensor')} {'has' if len(found) == 1 else 'have'} {word}: "
-                f"{found[0].text}",
-                _places(found),
+                f"{counted(len(matching), 'tensor')} "
+                f"{'has' if len(matching) == 1 else 'have'} {word}: "
+                f"{matching[0].text}",
+                _summarize_places(matching),
                 hint="no command restores the values; use an earlier checkpoint",
                 severity="misleads",
                 effect="It loads without an error, and the model computes NaN.",
             )
 
 
-def _salvage(subject: Subject) -> str:
+def _salvage_hint(subject: Subject) -> str:
+    """Return the end of a hint with the command that salvages the file; "" if none can."""
     checkpoint = subject.checkpoint
     if not load_format(checkpoint.format).can_salvage:
         return ""
     return f"; or run {salvage_command(checkpoint.path, checkpoint.root)}"
 
 
-def _validly_infinite(infinite: Collection[str], subject: Subject) -> set[str]:
+def _find_valid_infinities(infinite: Collection[str], subject: Subject) -> set[str]:
     """Return buffers in which infinity is valid: masks, and observers that saw no data yet."""
     from ckptool.tensors.bytewise import is_infinity_or_zero
 
@@ -139,11 +151,11 @@ def _validly_infinite(infinite: Collection[str], subject: Subject) -> set[str]:
         for part in (subject.models if infinite else ())
         for path, tensor in part.tensors()
         if (name := name_of(path)) in infinite
-        and (last := str(path[-1]).rpartition(".")[2]) not in _NEVER_INFINITE
+        and (component := str(path[-1]).rpartition(".")[2]) not in _NEVER_INFINITE
         # One infinity is valid in an observer; a parameter of one element has diverged.
         and (
             _MASK.search(name)
-            or ((tensor.numel > 1 or last in _OBSERVED) and is_infinity_or_zero(tensor))
+            or ((tensor.numel > 1 or component in _OBSERVED) and is_infinity_or_zero(tensor))
         )
     }
 
@@ -154,26 +166,27 @@ def _is_of_model_or_optimizer(subject: Subject, name: str) -> bool:
     return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
 
 
-def _places(problems: Iterable[Finding]) -> tuple[str, ...]:
-    return names_of(dict.fromkeys(one.place for one in problems if one.place))
+def _summarize_places(problems: Iterable[Finding]) -> tuple[str, ...]:
+    """Return the places of problems, with repeated layers folded."""
+    return summarize_names(dict.fromkeys(problem.place for problem in problems if problem.place))
 
 
-def memory(subject: Subject) -> Iterator[Complaint]:
+def check_memory(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about wasted and shared bytes."""
     if load_format(subject.checkpoint.format).tensors_only:
-        yield from _aliases(subject)
+        yield from _check_aliases(subject)
         return
-    yield from _bloat(subject)
-    yield from _not_for_safetensors(subject)
+    yield from _check_waste(subject)
+    yield from _check_save_file(subject)
 
 
-def quantization(subject: Subject) -> Iterator[Complaint]:
+def check_quantization(subject: Subject) -> Iterator[Complaint]:
     """Yield a note for each kind of quantization, with a command if ckptool can dequantize it."""
-    for found in quantizations(subject.checkpoint):
+    for quantization in quantizations(subject.checkpoint):
         yield Complaint(
             "quantized",
-            str(found),
-            names_of(found.names),
+            str(quantization),
+            summarize_names(quantization.names),
             severity="note",
             effect="load_state_dict into plain layers rejects the keys and shapes, or copies codes "
             "as weights.",
@@ -181,7 +194,8 @@ def quantization(subject: Subject) -> Iterator[Complaint]:
         )
 
 
-def _bloat(subject: Subject) -> Iterator[Complaint]:
+def _check_waste(subject: Subject) -> Iterator[Complaint]:
+    """Yield a complaint about bytes that no tensor uses, or that edits left behind."""
     details = subject.checkpoint.details
     total, used = storage_use(subject.checkpoint.root)
     unused, dead = total - used, details.dead_bytes
@@ -193,13 +207,13 @@ def _bloat(subject: Subject) -> Iterator[Complaint]:
     if facts:
         views = (
             name_of(path)
-            for path, one in subject.checkpoint.tensors()
-            if one.storage is not None and one.storage.nbytes - one.nbytes >= _LEAST_UNUSED
+            for path, tensor in subject.checkpoint.tensors()
+            if tensor.storage is not None and tensor.storage.nbytes - tensor.nbytes >= _LEAST_UNUSED
         )
         yield Complaint(
             "bloat",
             " and ".join(facts),
-            names_of(views),
+            summarize_names(views),
             severity="misleads",
             effect="torch.save writes the whole storage of a view (big[:10] takes as much space as "
             "big), and torch.load reads all of it into memory.",
@@ -207,20 +221,22 @@ def _bloat(subject: Subject) -> Iterator[Complaint]:
         )
 
 
-def _aliases(subject: Subject) -> Iterator[Complaint]:
+def _check_aliases(subject: Subject) -> Iterator[Complaint]:
     """Yield a complaint about tied keys that a safetensors file has only in its metadata."""
-    kept = {
-        name: str(one.storage.key)
+    lost = {
+        name: str(tensor.storage.key)
         for section in subject.models
-        for name, one in get_named_tensors(section.node).items()
-        if one.storage is not None and one.storage.key != name
+        for name, tensor in get_named_tensors(section.node).items()
+        if tensor.storage is not None and tensor.storage.key != name
     }
-    if kept:
+    if lost:
         yield Complaint(
             "aliases",
-            f"{counted(len(kept), 'tied key')} {are(len(kept))} only in the metadata of the file",
-            names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
-            quote=quote("missing-key", printable(next(iter(kept)))),
+            f"{counted(len(lost), 'tied key')} {are(len(lost))} only in the metadata of the file",
+            summarize_names(
+                f"{printable(name)} = {printable(target)}" for name, target in lost.items()
+            ),
+            quote=quote("missing-key", printable(next(iter(lost)))),
             effect="safetensors.torch.load_model restores them",
             fix=(),
             format="torch-zip",
@@ -228,54 +244,56 @@ def _aliases(subject: Subject) -> Iterator[Complaint]:
         )
 
 
-def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
+def _check_save_file(subject: Subject) -> Iterator[Complaint]:
     """Yield notes about weights that `safetensors.torch.save_file` rejects."""
     model = subject.model
     if model is None:
         return
-    tensors = {name: one for name, one in get_named_tensors(model.node).items() if one.has_content}
-    tied = find_ties(((name,), one) for name, one in tensors.items())
-    keyed = (Take(model.name),) if model.path and subject.key is not None else ()
-    choices = (Choice((*keyed, *([Untie()] if tied else []))),)
+    tensors = {
+        name: tensor for name, tensor in get_named_tensors(model.node).items() if tensor.has_content
+    }
+    tied = find_ties(((name,), tensor) for name, tensor in tensors.items())
+    take = (Take(model.name),) if model.path and subject.key is not None else ()
+    choices = (Choice((*take, *([Untie()] if tied else []))),)
     if tied:
         yield Complaint(
             "ties",
             "some keys are tied: they share one tensor",
-            names_of(" = ".join(map(printable, names)) for names in tied),
+            summarize_names(" = ".join(map(printable, names)) for names in tied),
             severity="note",
             quote=quote("shared"),
             effect="torch.load keeps the keys tied",
             choices=choices,
         )
-    several = {name for names in tied for name in names}
-    scattered = [name for name, one in tensors.items() if not one.is_contiguous]
-    shared = [name for name in find_overlapping_keys(tensors) if name not in several]
+    tied_names = {name for names in tied for name in names}
+    scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
+    shared = [name for name in find_overlapping_keys(tensors) if name not in tied_names]
     if scattered or shared:
         yield Complaint(
             "views",
             "some tensors are views: they are not contiguous or share bytes with others",
-            names_of(dict.fromkeys((*scattered, *shared))),
+            summarize_names(dict.fromkeys((*scattered, *shared))),
             severity="note",
             effect="torch.load keeps the views; safetensors.torch.save_file rejects them.",
             choices=choices,
         )
 
 
-def placement(subject: Subject) -> Iterator[Complaint]:
+def check_devices(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about the devices onto which the tensors load."""
     if load_format(subject.checkpoint.format).tensors_only:
         return
-    tags = [tag for tag in restored_devices(subject.checkpoint.root) if tag not in ANYWHERE]
+    tags = [tag for tag in list_restored_devices(subject.checkpoint.root) if tag not in ANYWHERE]
     missing = [tag for tag in tags if _FIRST.get(tag, tag) not in subject.devices]
     if missing:
-        names = _names(subject, missing)
+        names = _list_tensors_on(subject, missing)
         gpus = sum(tag.startswith("cuda:") for tag in subject.devices)
         yield Complaint(
             "device",
             f"{counted(len(names), 'tensor')} {are(len(names))} on {listed(missing)}, but this "
             f"machine only has {listed(subject.devices)}",
-            names_of(names),
-            quote=_error(missing[0], gpus),
+            summarize_names(names),
+            quote=_device_error(missing[0], gpus),
             effect="map_location='cpu' or a dict works, a function does not"
             if missing[0].partition(":")[0] in CARRIED
             else "",
@@ -283,28 +301,28 @@ def placement(subject: Subject) -> Iterator[Complaint]:
         )
     doubles = [
         name_of(path)
-        for path, one in subject.checkpoint.tensors()
-        if one.dtype in ("float64", "complex128")
+        for path, tensor in subject.checkpoint.tensors()
+        if tensor.dtype in ("float64", "complex128")
     ]
     if doubles and "mps" in subject.devices:
         yield Complaint(
             "device",
             f"{counted(len(doubles), 'tensor')} {are(len(doubles))} float64, which mps "
             "does not support",
-            names_of(doubles),
+            summarize_names(doubles),
             hint="ckptool cast FILE --dtype float32",
             severity="note",
             quote=quote("mps-float64"),
         )
     if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
-        tag, names = printable(tags[0]), _names(subject, tags)
-        every = sum(1 for _, one in subject.checkpoint.tensors() if one.kind != "numpy")
-        are_all = len(names) == every
-        which = "every tensor is" if are_all else f"{len(names):,} of {every:,} tensors are"
+        tag, names = printable(tags[0]), _list_tensors_on(subject, tags)
+        total = sum(1 for _, tensor in subject.checkpoint.tensors() if tensor.kind != "numpy")
+        are_all = len(names) == total
+        subject_text = "every tensor is" if are_all else f"{len(names):,} of {total:,} tensors are"
         yield Complaint(
             "one-gpu",
-            f"{which} on {tag}",
-            names_of(names),
+            f"{subject_text} on {tag}",
+            summarize_names(names),
             severity="misleads",
             effect=f"Without map_location, every rank of a DDP run loads it onto {tag}, which runs "
             "out of memory (CUDA out of memory after a resume).",
@@ -312,11 +330,12 @@ def placement(subject: Subject) -> Iterator[Complaint]:
         )
 
 
-def _names(subject: Subject, tags: list[str]) -> list[str]:
-    return [name_of(path) for path, one in subject.checkpoint.tensors() if one.device in tags]
+def _list_tensors_on(subject: Subject, tags: list[str]) -> list[str]:
+    """Return the names of the tensors on these devices."""
+    return [name_of(path) for path, tensor in subject.checkpoint.tensors() if tensor.device in tags]
 
 
-def _error(tag: str, gpus: int) -> Quote:
+def _device_error(tag: str, gpus: int) -> Quote:
     """Return torch's error for a device that this machine lacks."""
     kind, _, index = tag.partition(":")
     word = kind.upper()
@@ -341,7 +360,7 @@ _AMD_GPU = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 _AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
-def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
+def parse_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
     """Return the devices of the target machine, for example of `cuda:0,cuda:1`, and always `cpu`.
 
     Args:
@@ -351,44 +370,44 @@ def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
         UsageError: an item is not a device.
     """
     given: object = devices.split(",") if isinstance(devices, str) else devices
-    each = given if isinstance(given, Iterable) else (given,)  # one torch.device
-    words = [str(word).strip() for word in each]
+    items = given if isinstance(given, Iterable) else (given,)  # one torch.device
+    words = [str(word).strip() for word in items]
     for word in words:
-        found = _WORD.fullmatch(word)
-        if found is None or found[1] not in _KINDS:
+        match = _WORD.fullmatch(word)
+        if match is None or match[1] not in _KINDS:
             raise UsageError(f"{word!r} is not a device", hint="--devices cpu or --devices cuda:0")
     return tuple(dict.fromkeys(("cpu", *("cuda:0" if word == "cuda" else word for word in words))))
 
 
-def devices_here(
+def detect_devices(
     root: str = os.sep, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
     """Return the devices that torch would find on this machine; `root` is for tests."""
-    count = min(_gpus(root), _visible(environment))
-    found = ["cpu", *(f"cuda:{index}" for index in range(count))]
+    count = min(_count_gpus(root), _count_visible_gpus(environment))
+    devices = ["cpu", *(f"cuda:{index}" for index in range(count))]
     if sys.platform == "darwin" and platform.machine() == "arm64":
-        found.append("mps")
-    return tuple(found)
+        devices.append("mps")
+    return tuple(devices)
 
 
-def _gpus(root: str) -> int:
+def _count_gpus(root: str) -> int:
     """Return the number of GPUs that the installed torch can use."""
-    nvidia = sum(1 for name in _entries(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
+    nvidia = sum(1 for name in _list_folder(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
     nodes = os.path.join(root, _AMD_NODES)
-    amd = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _entries(nodes))
-    if amd and not _lacks("hip"):
+    amd = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _list_folder(nodes))
+    if amd and not _torch_lacks("hip"):
         return amd
     # on Windows only the driver knows the number
-    return 0 if _lacks("cuda") else nvidia or int(_has_windows_driver(root))
+    return 0 if _torch_lacks("cuda") else nvidia or int(_has_windows_driver(root))
 
 
-def _lacks(kind: str) -> bool:
+def _torch_lacks(kind: str) -> bool:
     """Return True if the installed torch was built without `cuda` or `hip`."""
-    return re.search(rf"^{kind}\b[^=\n]*=\s*None", _installed_torch(), re.MULTILINE) is not None
+    return re.search(rf"^{kind}\b[^=\n]*=\s*None", _read_torch_version(), re.MULTILINE) is not None
 
 
-def _visible(environment: Mapping[str, str]) -> int:
-    """Count the GPUs visible by CUDA_VISIBLE_DEVICES: those before the first invalid number."""
+def _count_visible_gpus(environment: Mapping[str, str]) -> int:
+    """Return how many GPUs CUDA_VISIBLE_DEVICES allows: numbers before the first invalid one."""
     stated = environment.get("CUDA_VISIBLE_DEVICES")
     if stated is None:
         return 1 << 16
@@ -396,8 +415,8 @@ def _visible(environment: Mapping[str, str]) -> int:
     return sum(1 for _ in takewhile(lambda word: word and not word.startswith("-"), words))
 
 
-def _installed_torch() -> str:
-    """Return the text of the installed torch's `version.py`; empty without torch."""
+def _read_torch_version() -> str:
+    """Return the text of the installed torch's `version.py`; "" without torch."""
     with suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.origin is not None:
@@ -416,6 +435,7 @@ def _has_windows_driver(root: str) -> bool:
 
 
 def _is_amd_gpu(node: str) -> bool:
+    """Return True if a node of the driver's topology is a GPU."""
     try:
         with open(os.path.join(node, "properties"), encoding="ascii") as file:
             return _AMD_GPU.search(file.read(1 << 16)) is not None
@@ -423,7 +443,8 @@ def _is_amd_gpu(node: str) -> bool:
         return False
 
 
-def _entries(folder: str) -> Iterable[str]:
+def _list_folder(folder: str) -> Iterable[str]:
+    """Return the names in a folder; empty if it cannot be read."""
     try:
         return os.listdir(folder)
     except OSError:

@@ -17,18 +17,18 @@ from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import name_of
 from ckptool.core.values import to_document
-from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, with_file
+from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, fill_in_path
 from ckptool.diagnosis.contents import (
-    damage,
-    devices_here,
-    memory,
-    parsed_devices,
-    placement,
-    quantization,
+    check_damage,
+    check_devices,
+    check_memory,
+    check_quantization,
+    detect_devices,
+    parse_devices,
 )
-from ckptool.diagnosis.files import is_finding, layout, unopened
-from ckptool.diagnosis.models import level, naming, objects, versions
-from ckptool.diagnosis.training import fit, training
+from ckptool.diagnosis.files import check_layout, explain_unopened, is_finding
+from ckptool.diagnosis.models import check_keys, check_level, check_objects, check_versions
+from ckptool.diagnosis.training import check_fit, check_training
 from ckptool.errors import (
     AmbiguousName,
     CheckpointError,
@@ -40,7 +40,12 @@ from ckptool.errors import (
 from ckptool.files.source import Progress
 from ckptool.formats import load_format, load_writable_format, open_checkpoint, shard_format_of
 from ckptool.formats.identify import find_unused_path
-from ckptool.inspection.commands import TRAINING, convert_command, training_in, weights
+from ckptool.inspection.commands import (
+    TRAINING,
+    collect_weights,
+    convert_command,
+    list_training_state,
+)
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
 from ckptool.loading.target import ModelTarget
@@ -51,8 +56,8 @@ from ckptool.words import as_argument, counted, listed, shell
 from ckptool.writing.save import refuse_empty
 from ckptool.writing.target import default_target, target_format
 
-_CHECKS = (layout, level, objects, naming, fit, training, versions, memory,
-           quantization, placement)  # fmt: skip
+_CHECKS = (check_layout, check_level, check_objects, check_keys, check_fit, check_training,
+           check_versions, check_memory, check_quantization, check_devices)  # fmt: skip
 _RANK = {"fails": 0, "misleads": 0, "note": 1}
 _ORDER = {
     "malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1, "frozen": -1,
@@ -118,14 +123,14 @@ class Diagnosis(Result):
     @property
     def first_command(self) -> str | None:
         """The command to run first: of the plan, or one of the alternatives."""
-        others = (command for one in self.complaints for command in one.alternatives)
+        others = (command for complaint in self.complaints for command in complaint.alternatives)
         return next(iter((*self.commands, *others)), None)
 
     @property
     def losses(self) -> tuple[str, ...]:
         """The options of the plan that lose data, which the user must accept."""
         steps = self.plan.steps
-        asked = {
+        options = {
             "--model-only": TRAINING[0] in self.training
             and any(isinstance(step, Take) and (step.model_only or step.ema) for step in steps),
             "--drop-objects": any(isinstance(step, Plain) and step.drop_objects for step in steps),
@@ -133,12 +138,14 @@ class Diagnosis(Result):
                 isinstance(step, Fit) and step.allow_unexpected for step in steps
             ),
         }
-        return tuple(option for option, is_asked in asked.items() if is_asked)
+        return tuple(option for option, is_used in options.items() if is_used)
 
     @property
     def would_run(self) -> tuple[str, ...]:
         """The calls that unpickling would make, except known constructors of data."""
-        return next((one.where for one in self.complaints if one.kind == "malicious"), ())
+        return next(
+            (complaint.where for complaint in self.complaints if complaint.kind == "malicious"), ()
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.doctor/1`."""
@@ -184,14 +191,14 @@ def doctor(
         NotFound: `key` is missing.
     """
     file = os.fsdecode(path)
-    here = devices_here() if devices is None else parsed_devices(devices)
+    here = detect_devices() if devices is None else parse_devices(devices)
     with ExitStack() as stack:
         reference = None
         if like is not None:
             if isinstance(like, (str, os.PathLike)):
                 named = as_argument(os.fsdecode(like))
                 like = stack.enter_context(open_checkpoint(like, limits=limits))
-            reference = Reference(like, named, _target_of(like))
+            reference = Reference(like, named, _describe_reference(like))
         try:
             checkpoint = stack.enter_context(
                 open_checkpoint(file, limits=limits)
@@ -199,14 +206,14 @@ def doctor(
         except CheckpointError as error:
             if not is_finding(error, file):
                 raise
-            complaints = tuple(unopened(error, file))
+            complaints = tuple(explain_unopened(error, file))
             return Diagnosis(file, None, here, complaints, complaints[0].commands)
-        return diagnosed(
+        return diagnose(
             Subject(checkpoint, key, here, reference), quick=quick, progress=progress, limits=limits
         )
 
 
-def diagnosed(
+def diagnose(
     subject: Subject,
     *,
     quick: bool = True,
@@ -215,14 +222,14 @@ def diagnosed(
 ) -> Diagnosis:
     """Return the diagnosis of an open checkpoint; with `quick` only of its header."""
     # First, because the key may be missing.
-    found = [one for check in _CHECKS for one in check(subject)]
+    complaints = [complaint for check in _CHECKS for complaint in check(subject)]
     if subject.companion is not None:
-        found = [one for one in found if one.kind not in _OF_OBJECTS]
-    harm = [] if quick else list(damage(subject, limits, progress))
-    return _assemble(subject, [*harm, *found])
+        complaints = [complaint for complaint in complaints if complaint.kind not in _OF_OBJECTS]
+    damage = [] if quick else list(check_damage(subject, limits, progress))
+    return _assemble(subject, [*damage, *complaints])
 
 
-def _target_of(like: Like) -> ModelTarget:
+def _describe_reference(like: Like) -> ModelTarget:
     """Return the keys and shapes of the reference.
 
     Raises:
@@ -239,31 +246,36 @@ def _target_of(like: Like) -> ModelTarget:
         ) from error
 
 
-def _assemble(subject: Subject, found: list[Complaint]) -> Diagnosis:
-    """Build the diagnosis. A damaged or partial file gets no command."""
-    hopeless = any(one.kind in _HOPELESS for one in found)
-    planner = Planner(subject, [] if hopeless else found)
+def _assemble(subject: Subject, complaints_found: list[Complaint]) -> Diagnosis:
+    """Build the diagnosis: complaints with commands, and the plan. No plan for a hopeless file."""
+    is_hopeless = any(complaint.kind in _HOPELESS for complaint in complaints_found)
+    planner = Planner(subject, [] if is_hopeless else complaints_found)
     plan = planner.plan()
-    first = ""
-    if hopeless:
-        kinds = {one.kind for one in found}
-        first = "no command can recover the weights from this file"
+    hint = ""
+    if is_hopeless:
+        kinds = {complaint.kind for complaint in complaints_found}
+        hint = "no command can recover the weights from this file"
         if "damaged" in kinds:
-            first = "first get an intact file"
+            hint = "first get an intact file"
         elif "part" in kinds:
-            first = "get all parts of the checkpoint first"
+            hint = "get all parts of the checkpoint first"
     path = without_query(subject.checkpoint.path)
-    complaints = [_add_commands(one, planner, plan, first) for one in found]
-    complaints = [replace(one, hint=with_file(one.hint or "", path)) for one in complaints]
-    if any((one.hint or "").startswith(_UNFIXABLE) for one in complaints):
-        rest = "no command for only this: the file would still not load"
+    complaints = [_add_commands(complaint, planner, plan, hint) for complaint in complaints_found]
+    complaints = [
+        replace(complaint, hint=fill_in_path(complaint.hint or "", path))
+        for complaint in complaints
+    ]
+    if any((complaint.hint or "").startswith(_UNFIXABLE) for complaint in complaints):
+        text = "no command for only this: the file would still not load"
         complaints = [
-            replace(one, commands=(), hint=one.hint or rest) if one.commands else one
-            for one in complaints
+            replace(complaint, commands=(), hint=complaint.hint or text)
+            if complaint.commands
+            else complaint
+            for complaint in complaints
         ]
         plan = FixPlan()
-    reader = with_file(_reader(subject), path)
-    fails = bool(reader) or any(one.severity != "note" for one in complaints)
+    reader = fill_in_path(_find_reader(subject), path)
+    fails = bool(reader) or any(complaint.severity != "note" for complaint in complaints)
     resumes = subject.is_training and load_format(subject.checkpoint.format).resumes
     resume = planner.plan(resume=True) if fails and resumes else FixPlan()
     commands = (plan.command,) if plan.command is not None else ()
@@ -271,26 +283,27 @@ def _assemble(subject: Subject, found: list[Complaint]) -> Diagnosis:
         path,
         subject.checkpoint.format,
         subject.devices,
-        tuple(sorted(complaints, key=_urgency)),
+        tuple(sorted(complaints, key=_urgency_key)),
         commands,
         plan.command,
         plan.target or None,
         resume.command if commands else None,
-        training_in(subject.checkpoint),
-        _resume_line(subject) if resumes and not hopeless else "",
+        list_training_state(subject.checkpoint),
+        _make_resume_code(subject) if resumes and not is_hopeless else "",
         reader,
         plan,
     )
 
 
-def _reader(subject: Subject) -> str:
+def _find_reader(subject: Subject) -> str:
+    """Return the call that reads the file as is, with FILE for its path; "" for torch.load."""
     refusal = load_format(subject.checkpoint.format).refusal
     if subject.companion is not None:
         return subject.companion.reader
     return refusal.reader if refusal is not None else ""
 
 
-def _resume_line(subject: Subject) -> str:
+def _make_resume_code(subject: Subject) -> str:
     """Return the Python line that resumes with the model of the reference; "" without one."""
     if subject.reference is None or subject.model is None:
         return ""
@@ -299,28 +312,36 @@ def _resume_line(subject: Subject) -> str:
     file = without_query(subject.checkpoint.path)
     key = f", key={subject.key!r}" if subject.key is not None else ""
     optimizer = ", optimizer=optimizer" if subject.optimizers else ""
-    is_counted = TRAINING[1] in training_in(subject.checkpoint)
+    is_counted = TRAINING[1] in list_training_state(subject.checkpoint)
     epoch = f"; epoch = ckptool.load({file!r})['epoch']" if is_counted else ""
     return f"ckptool.load_into(model, {file!r}{optimizer}{key}){epoch}"
 
 
-def _add_commands(found: Complaint, planner: Planner, plan: FixPlan, first: str) -> Complaint:
-    """Return a complaint with its commands, or with `first` as its hint if no command helps yet."""
-    if first:
-        return replace(found, hint=found.hint or (first if found.fix is not None else None))
-    tried = [(one, planner.choice(one, plan)) for one in found.choices]
-    others = tuple(dict.fromkeys(made[0] for _, made in tried if made is not None))
-    lines = (one.code.replace("FILE", repr(made[1])) for one, made in tried if made and one.code)
-    found = replace(found, code="; ".join(lines))
-    if plan.command is not None and found.kind in plan.fixed:
-        return replace(found, commands=(plan.command,), alternatives=others)
-    hint = found.hint
-    if found.fix is not None and not others and not hint:
+def _add_commands(
+    complaint: Complaint, planner: Planner, plan: FixPlan, hint_first: str
+) -> Complaint:
+    """Return a complaint with its commands; `hint_first` is its hint if no command helps yet."""
+    if hint_first:
+        return replace(
+            complaint, hint=complaint.hint or (hint_first if complaint.fix is not None else None)
+        )
+    attempts = [(choice, planner.find_command(choice, plan)) for choice in complaint.choices]
+    alternatives = tuple(dict.fromkeys(result[0] for _, result in attempts if result is not None))
+    code_lines = (
+        choice.code.replace("FILE", repr(result[1]))
+        for choice, result in attempts
+        if result and choice.code
+    )
+    complaint = replace(complaint, code="; ".join(code_lines))
+    if plan.command is not None and complaint.kind in plan.fixed:
+        return replace(complaint, commands=(plan.command,), alternatives=alternatives)
+    hint = complaint.hint
+    if complaint.fix is not None and not alternatives and not hint:
         hint = _UNFIXABLE + (f": {plan.obstacle}" if plan.obstacle else "")
-    return replace(found, alternatives=others, hint=hint)
+    return replace(complaint, alternatives=alternatives, hint=hint)
 
 
-def _urgency(complaint: Complaint) -> tuple[int, int, bool]:
+def _urgency_key(complaint: Complaint) -> tuple[int, int, bool]:
     """Return the sort key of a complaint: worst first, then fixed by the plan, notes last."""
     return _ORDER.get(complaint.kind, 0), _RANK[complaint.severity], not complaint.commands
 
@@ -339,10 +360,12 @@ class Planner:
     succeeds. A conversion with `Fit` succeeds only if the result fits the reference.
     """
 
-    def __init__(self, subject: Subject, found: Iterable[Complaint]) -> None:
+    def __init__(self, subject: Subject, complaints: Iterable[Complaint]) -> None:
         """Prepare plans for the complaints that the checks found."""
         self._subject = subject
-        self._fixes = sorted((one for one in found if one.fix is not None), key=_fix_order)
+        self._fixes = sorted(
+            (complaint for complaint in complaints if complaint.fix is not None), key=_fix_order_key
+        )
         self._taken: set[str] = set()
         self._commands: dict[tuple[str, ...], tuple[str, str]] = {}
 
@@ -351,72 +374,72 @@ class Planner:
         plan: FixPlan | None = None
         state = self._subject.checkpoint
         fixed: set[str] = set()
-        obstacle = problem = ""
-        for one in self._fixes:
-            fix, format = one.fix or (), one.format
+        obstacle = error_text = ""
+        for complaint in self._fixes:
+            fix, format = complaint.fix or (), complaint.format
             if resume and (format or any(isinstance(step, _OF_A_MODEL) for step in fix)):
-                if one.resume is None:
+                if complaint.resume is None:
                     continue
-                fix, format = one.resume, None
+                fix, format = complaint.resume, None
             is_plain = any(isinstance(step, Plain) for step in fix)
             if plan is not None and is_plain and not blockers(state.root):
-                fixed.add(one.kind)  # earlier steps removed the objects
+                fixed.add(complaint.kind)  # earlier steps removed the objects
                 continue
-            for more in (fix, *self._instead_of_plain())[: None if is_plain else 1]:
+            for steps in (fix, *self._alternatives_to_plain())[: None if is_plain else 1]:
                 merged = FixPlan(
-                    steps=_merge(plan.steps if plan else (), more),
+                    steps=_merge(plan.steps if plan else (), steps),
                     format=(plan and plan.format) or format,
                 )
                 try:
-                    made = state if merged == plan else self._apply(merged)
-                    if any(isinstance(step, Take) for step in more) and is_plain:
-                        _refuse_blocked(made)
-                    state = made
+                    converted_state = state if merged == plan else self._apply(merged)
+                    if any(isinstance(step, Take) for step in steps) and is_plain:
+                        _refuse_blocked(converted_state)
+                    state = converted_state
                 except CheckpointError as error:
-                    is_last = more is not fix and isinstance(more[0], Take)
-                    problem = problem if is_last else error.message
+                    is_last = steps is not fix and isinstance(steps[0], Take)
+                    error_text = error_text if is_last else error.message
                     continue
                 plan = merged
-                fixed.add(one.kind)
+                fixed.add(complaint.kind)
                 break
             else:
-                obstacle = obstacle or problem
+                obstacle = obstacle or error_text
         if plan is None:
             return FixPlan(obstacle=obstacle)
-        command, target = self._command(plan, RESUMED if resume else FIXED)
+        command, target = self._make_command(plan, RESUMED if resume else FIXED)
         return replace(
             plan, command=command, target=target, fixed=frozenset(fixed), obstacle=obstacle
         )
 
-    def _instead_of_plain(self) -> Iterator[Steps]:
+    def _alternatives_to_plain(self) -> Iterator[Steps]:
         """Yield steps for objects that cannot become plain data, the least loss first."""
         yield (Plain(drop_objects=True),)
         if self._subject.model is not None:
             yield (Take(self._subject.key, model_only=True),)
 
-    def choice(self, choice: Choice, plan: FixPlan) -> tuple[str, str] | None:
+    def find_command(self, option: Choice, plan: FixPlan) -> tuple[str, str] | None:
         """Return the command of a choice combined with the plan, and its target; None if it fails.
 
         The command reads the source file, so the plan does not have to run first.
         """
-        for base in (plan, FixPlan()):
-            format = base.format if choice.word else "safetensors"
-            chosen = FixPlan(steps=_merge(base.steps, choice.steps), format=format)
-            known = (str(format), *(word for step in chosen.steps for word in step.words()))
+        for base_plan in (plan, FixPlan()):
+            format = base_plan.format if option.word else "safetensors"
+            combined = FixPlan(steps=_merge(base_plan.steps, option.steps), format=format)
+            key = (str(format), *(word for step in combined.steps for word in step.words()))
             with suppress(CheckpointError):
-                if known not in self._commands:
-                    self._apply(chosen)
-                    self._commands[known] = self._command(chosen, choice.word)
-                return self._commands[known]
+                if key not in self._commands:
+                    self._apply(combined)
+                    self._commands[key] = self._make_command(combined, option.word)
+                return self._commands[key]
         return None
 
     def _apply(self, plan: FixPlan) -> Checkpoint:
-        """Convert the header.
+        """Convert the header with the steps of a plan.
 
         Raises:
             CheckpointError: the conversion fails, cannot be written, or would lose weights.
         """
-        source, format = self._subject.checkpoint, self._format(plan)
+        source, format = self._subject.checkpoint, self._choose_format(plan)
         state = converted(source, plan.steps, format)
         refuse_placeholders(state)
         refuse_empty(state, load_writable_format(format).plan(state))
@@ -425,17 +448,17 @@ class Planner:
             _refuse_lost_weights(source, state, alone=alone)
         return state
 
-    def _format(self, plan: FixPlan) -> str:
+    def _choose_format(self, plan: FixPlan) -> str:
         """Return the format of the plan, else safetensors or torch as the source."""
         if plan.format is not None:
             return plan.format
         checkpoint = self._subject.checkpoint
-        flat = load_format(checkpoint.format).tensors_only
-        return "safetensors" if flat else "torch-zip"
+        is_flat = load_format(checkpoint.format).tensors_only
+        return "safetensors" if is_flat else "torch-zip"
 
-    def _command(self, plan: FixPlan, word: str) -> tuple[str, str]:
+    def _make_command(self, plan: FixPlan, word: str) -> tuple[str, str]:
         """Return the command of a conversion, and its unique target."""
-        checkpoint, format = self._subject.checkpoint, self._format(plan)
+        checkpoint, format = self._subject.checkpoint, self._choose_format(plan)
         target = default_target(checkpoint.path, word or FIXED, format, sharded=True)
         if not (
             word or shard_format_of(checkpoint.format)
@@ -443,8 +466,8 @@ class Planner:
             target = f"{target.removesuffix(f'.{FIXED}.safetensors')}.safetensors"
         target = find_unused_path(target, self._taken)
         self._taken.add(target)
-        chosen = format if target_format(checkpoint, target) != format else None
-        return convert_command(checkpoint.path, target, plan.steps, format=chosen), target
+        format_option = format if target_format(checkpoint, target) != format else None
+        return convert_command(checkpoint.path, target, plan.steps, format=format_option), target
 
 
 def _merge(steps: Iterable[Step], more: Iterable[Step]) -> Steps:
@@ -452,40 +475,42 @@ def _merge(steps: Iterable[Step], more: Iterable[Step]) -> Steps:
 
     With `Fit` the keys are those of the reference, wrapper prefixes included.
     """
-    made: dict[type[Step], Step] = {}
+    merged: dict[type[Step], Step] = {}
     for step in (*steps, *more):
         kind = type(step)
-        made[kind] = _merge_options(made[kind], step) if kind in made else step
-    if Fit in made:
-        made.pop(Strip, None)
-        if isinstance(take := made.get(Take), Take):
-            made[Take] = replace(take, lazy=True)
-    return tuple(made[kind] for kind in STEPS if kind in made)
+        merged[kind] = _merge_options(merged[kind], step) if kind in merged else step
+    if Fit in merged:
+        merged.pop(Strip, None)
+        if isinstance(take := merged.get(Take), Take):
+            merged[Take] = replace(take, lazy=True)
+    return tuple(merged[kind] for kind in STEPS if kind in merged)
 
 
 def _merge_options(first: Step, second: Step) -> Step:
     """Merge the options of two steps: lists are concatenated, else the second step wins."""
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for field in fields(first):
         old, new = getattr(first, field.name), getattr(second, field.name)
         if isinstance(new, tuple):
             new = tuple(dict.fromkeys((*old, *new)))
-        given[field.name] = old if new == field.default else new
-    if given.get("ema"):  # averages are already only the state dict of the model
-        given.update(key=None, model_only=False)
-    return replace(first, **given)
+        options[field.name] = old if new == field.default else new
+    if options.get("ema"):  # averages are already only the state dict of the model
+        options.update(key=None, model_only=False)
+    return replace(first, **options)
 
 
-def _fix_order(one: Complaint) -> tuple[int, bool]:
+def _fix_order_key(complaint: Complaint) -> tuple[int, bool]:
     """Return the sort key of a fix: by format, then by the order of its steps; any rewrite last.
 
     The model is extracted before some of its tensors are left out.
     """
-    if one.format:
+    if complaint.format:
         return -1, False
-    steps = one.fix or ()
-    part = any(isinstance(step, Take) and not (step.key or step.model_only) for step in steps)
-    return min((STEPS.index(type(step)) for step in steps), default=len(STEPS)), part
+    steps = complaint.fix or ()
+    is_partial_take = any(
+        isinstance(step, Take) and not (step.key or step.model_only) for step in steps
+    )
+    return min((STEPS.index(type(step)) for step in steps), default=len(STEPS)), is_partial_take
 
 
 def _refuse_blocked(checkpoint: Checkpoint) -> None:
@@ -505,8 +530,8 @@ def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) 
         NotRepresentable: some of these tensors are dropped.
     """
     kinds = MODEL_KINDS if alone else (*MODEL_KINDS, "optimizer")
-    tensors = weights(before.root, kinds)
-    if len(weights(after.root, kinds)) < len(tensors):
+    tensors = collect_weights(before.root, kinds)
+    if len(collect_weights(after.root, kinds)) < len(tensors):
         refused = [pair for pair in tensors if is_refused(pair[1])] or tensors
         names = [name_of(path) for path, _ in refused]
         raise NotRepresentable(

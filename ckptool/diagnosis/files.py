@@ -11,7 +11,7 @@ from ckptool.core.checkpoint import TORCH_REFUSES
 from ckptool.core.finding import Severity
 from ckptool.core.model import ByteString
 from ckptool.core.tree import name_of, walk
-from ckptool.diagnosis.complaint import Complaint, Subject, names_of
+from ckptool.diagnosis.complaint import Complaint, Subject, summarize_names
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -23,16 +23,16 @@ from ckptool.errors import (
 from ckptool.formats import load_format
 from ckptool.formats.base import A_FOLDER
 from ckptool.inspection.blockers import (
-    first_calls,
-    layout_blockers,
-    misnamed,
-    missing_weights,
-    outdated_names,
-    unnamed,
-    would_run,
-    would_run_of,
+    describe_wrong_extension,
+    detect_missing_weights,
+    find_calls_in_files,
+    find_layout_blockers,
+    find_outdated_names,
+    find_unpickling_calls,
+    is_format_entry_missing,
+    summarize_calls,
 )
-from ckptool.inspection.neighbors import neighbor_notes
+from ckptool.inspection.neighbors import describe_neighbors
 from ckptool.quotes import Quote, quote
 from ckptool.transforms import Plain
 from ckptool.words import listed, printable
@@ -43,69 +43,78 @@ _COMMAND = re.compile(
 """A hint that is or ends with a command that downloads the checkpoint."""
 
 
-def layout(subject: Subject) -> Iterator[Complaint]:
+def check_layout(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about the name and the layout of the file."""
     checkpoint = subject.checkpoint
-    known = load_format(checkpoint.format)
-    if runs := would_run(checkpoint):
-        yield _malicious(runs)
-    part = missing_weights(checkpoint)
-    if part is not None:
+    format = load_format(checkpoint.format)
+    if runs := find_unpickling_calls(checkpoint):
+        yield _complain_of_calls(runs)
+    missing = detect_missing_weights(checkpoint)
+    if missing is not None:
         effect = "load_state_dict fails on keys or shapes, or leaves the model untrained."
-        where = names_of(part.where)
+        where = summarize_names(missing.where)
         yield Complaint(
-            part.kind, part.text, where, hint=part.hint, severity=part.severity, effect=effect
+            missing.kind,
+            missing.text,
+            where,
+            hint=missing.hint,
+            severity=missing.severity,
+            effect=effect,
         )
-    yield from _misnamed(subject)
-    if known.refusal is not None:
-        refused = known.refusal
+    yield from _check_extension(subject)
+    if format.refusal is not None:
+        refused = format.refusal
         severity: Severity = "note" if refused.reader else "fails"
-        yield _rewritten(refused.kind, severity, refused.what, refused.instead, said=refused.quote)
+        yield _complain_fixed_by_rewrite(
+            refused.kind, severity, refused.what, refused.instead, quoted=refused.quote
+        )
     elif os.path.isdir(checkpoint.path):
         what = "it is an unzipped checkpoint folder"
-        yield _rewritten("folder", "fails", what, said=A_FOLDER)
-    yield from _refused(subject)
-    yield from _compressed(subject)
+        yield _complain_fixed_by_rewrite("folder", "fails", what, quoted=A_FOLDER)
+    yield from _check_rejected_parts(subject)
+    yield from _check_compression(subject)
     if checkpoint.details.byteorder == "big":
-        yield _rewritten(
+        yield _complain_fixed_by_rewrite(
             "big-endian",
             "misleads",
             "its numbers are big-endian",
             "torch before 2.1, and programs that read the records directly, do not swap the "
             "bytes: the values are wrong, without an error.",
         )
-    if known.legacy:
-        yield _rewritten(
+    if format.legacy:
+        yield _complain_fixed_by_rewrite(
             "legacy",
             "note",
             "it is a legacy stream, which torch wrote before 1.6",
             "torch.load reads all of it into memory",
-            said=quote("mmap"),
+            quoted=quote("mmap"),
         )
-    yield from _python2(subject)
+    yield from _check_python2_text(subject)
     for text in checkpoint.details.left_behind:
         effect = "torch.load ignores it, and rewriting the file drops it."
         yield Complaint("beside", text, severity="note", effect=effect)
-    for text in neighbor_notes(checkpoint):
+    for text in describe_neighbors(checkpoint):
         yield Complaint("neighbors", text, severity="note")
 
 
-def _rewritten(
+def _complain_fixed_by_rewrite(
     kind: str,
     severity: Severity,
-    what: str,
+    text: str,
     effect: str = "",
     where: tuple[str, ...] = (),
     *,
-    said: Quote | None = None,
+    quoted: Quote | None = None,
 ) -> Complaint:
-    return Complaint(kind, what, where, severity=severity, quote=said, effect=effect, fix=())
+    """Return a complaint that any rewrite of the file fixes; `quoted` is the library's error."""
+    return Complaint(kind, text, where, severity=severity, quote=quoted, effect=effect, fix=())
 
 
-def _malicious(calls: tuple[str, ...]) -> Complaint:
+def _complain_of_calls(calls: tuple[str, ...]) -> Complaint:
+    """Return the complaint about the calls that loading the file would run."""
     return Complaint(
         "malicious",
-        f"loading it would run {listed(first_calls(calls))}",
+        f"loading it would run {listed(summarize_calls(calls))}",
         calls,
         hint="use only the weights, or nothing from it",
         effect="torch.load(weights_only=False) and pickle.load run it. ckptool never does.",
@@ -113,24 +122,28 @@ def _malicious(calls: tuple[str, ...]) -> Complaint:
     )
 
 
-def _misnamed(subject: Subject) -> Iterator[Complaint]:
+def _check_extension(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about a wrong extension, and about a header without `format: pt`."""
     checkpoint = subject.checkpoint
-    what = misnamed(checkpoint)
-    if what is None:
-        if unnamed(checkpoint):
+    text = describe_wrong_extension(checkpoint)
+    if text is None:
+        if is_format_entry_missing(checkpoint):
             effect = "safetensors loads it; mlx requires the entry too"
-            what = 'its header lacks the entry "format": "pt"'
-            yield _rewritten("format-unnamed", "note", what, effect, said=quote("no-format"))
+            text = 'its header lacks the entry "format": "pt"'
+            yield _complain_fixed_by_rewrite(
+                "format-unnamed", "note", text, effect, quoted=quote("no-format")
+            )
     elif load_format(checkpoint.format).tensors_only:
-        said, effect = _operand(_head(checkpoint.path)[:1])
+        operand_error, effect = _quote_operand_error(_read_head(checkpoint.path)[:1])
         effect = f"{effect}; it loads if its extension is .safetensors"
-        yield Complaint("misnamed", what, quote=said, effect=effect, fix=(), format="torch-zip")
+        yield Complaint(
+            "misnamed", text, quote=operand_error, effect=effect, fix=(), format="torch-zip"
+        )
     else:
         format = "torch-zip" if subject.is_training else "safetensors"
         yield Complaint(
             "misnamed",
-            what,
+            text,
             quote=quote("long-header"),
             effect="torch.load opens it",
             fix=(),
@@ -138,53 +151,57 @@ def _misnamed(subject: Subject) -> Iterator[Complaint]:
         )
 
 
-def _refused(subject: Subject) -> Iterator[Complaint]:
+def _check_rejected_parts(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about zip records and pickle opcodes that torch rejects for any data."""
     checkpoint, details = subject.checkpoint, subject.checkpoint.details
     for note in details.notes:
         if note.startswith(TORCH_REFUSES):
             reason = note.removeprefix(TORCH_REFUSES).strip()
-            yield _rewritten("records", "fails", reason, "torch.load rejects the archive.")
-    texts = [text for text in layout_blockers(checkpoint) if text.startswith(_ABOUT_PICKLE)]
+            yield _complain_fixed_by_rewrite(
+                "records", "fails", reason, "torch.load rejects the archive."
+            )
+    texts = [text for text in find_layout_blockers(checkpoint) if text.startswith(_ABOUT_PICKLE)]
     if texts:
         is_framed = (details.protocol or 0) >= 4
-        yield _rewritten(
+        yield _complain_fixed_by_rewrite(
             "protocol",
             "fails",
             f"weights_only=True cannot read this protocol {details.protocol} pickle "
             f"({'; '.join(texts)})",
-            said=quote("operand", 149) if is_framed else quote("any-operand"),
+            quoted=quote("operand", 149) if is_framed else quote("any-operand"),
         )
-    names = outdated_names(checkpoint, subject.blocked)
+    names = find_outdated_names(checkpoint, subject.blocked)
     if names:
-        yield _rewritten(
+        yield _complain_fixed_by_rewrite(
             "outdated",
             "fails",
             f"its pickle refers to {listed(names)}, which current torch does not allow",
-            said=quote("global", printable(names[0])),
+            quoted=quote("global", printable(names[0])),
         )
 
 
 _ABOUT_PICKLE = ("pickle ", "no torch loads ")
 
 
-def _compressed(subject: Subject) -> Iterator[Complaint]:
+def _check_compression(subject: Subject) -> Iterator[Complaint]:
+    """Yield a complaint about compressed records, which only mmap reads wrongly."""
     names = [
         name_of(path)
         for path, tensor in subject.checkpoint.tensors()
         if tensor.storage is not None and tensor.storage.compressed
     ]
     if names and load_format(subject.checkpoint.format).refusal is None:
-        yield _rewritten(
+        yield _complain_fixed_by_rewrite(
             "compressed",
             "misleads",
             "its records are compressed, which torch.save never does",
             "torch.load(mmap=True) reads the compressed bytes as numbers, without an error.",
-            names_of(names),
+            summarize_names(names),
         )
 
 
-def _python2(subject: Subject) -> Iterator[Complaint]:
+def _check_python2_text(subject: Subject) -> Iterator[Complaint]:
+    """Yield a complaint about text that Python 2 pickled and that is not UTF-8."""
     places = {
         name_of(path): None
         for path, leaf in walk(subject.checkpoint.root)
@@ -192,13 +209,13 @@ def _python2(subject: Subject) -> Iterator[Complaint]:
         if type(text) is ByteString and text.raw != text.raw.decode(errors="ignore").encode()
     }
     if places:
-        yield _rewritten(
+        yield _complain_fixed_by_rewrite(
             "python2",
             "fails",
             "Python 2 pickled it, with text that is not UTF-8",
             "torch.load(encoding='latin1') reads it",
-            names_of(places),
-            said=quote("not-utf-8"),
+            summarize_names(places),
+            quoted=quote("not-utf-8"),
         )
 
 
@@ -212,26 +229,27 @@ def is_finding(error: CheckpointError, path: str) -> bool:
     return isinstance(error, (NotACheckpoint, UnsupportedFormat, CorruptFile))
 
 
-def unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
+def explain_unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
     """Yield complaints about a file that does not open as a checkpoint."""
-    what = error.message.removeprefix(f"{path} is ")
+    message = error.message.removeprefix(f"{path} is ")
     command = _COMMAND.search(error.hint or "")
-    said, effect = _failure(error, path)
+    load_error, effect = _describe_load_failure(error, path)
     yield Complaint(
-        _kind(error),
-        what if what == error.message else f"it is {what}",
+        _kind_of_error(error),
+        message if message == error.message else f"it is {message}",
         (error.file,) if error.file and error.file != path else (),
         hint=None if command else error.hint or "download, copy or save it again",
-        quote=said,
+        quote=load_error,
         effect=effect,
         commands=(command[1],) if command else (),
     )
-    found = would_run_of([path])
-    if found:
-        yield replace(_malicious(found), hint="use nothing from it")
+    runs = find_calls_in_files([path])
+    if runs:
+        yield replace(_complain_of_calls(runs), hint="use nothing from it")
 
 
-def _kind(error: CheckpointError) -> str:
+def _kind_of_error(error: CheckpointError) -> str:
+    """Return the kind of complaint for an error in opening a file."""
     if isinstance(error, TruncatedFile):
         return "truncated"
     if isinstance(error, FileMissing):
@@ -241,7 +259,7 @@ def _kind(error: CheckpointError) -> str:
     return "unsupported" if isinstance(error, UnsupportedFormat) else "not-a-checkpoint"
 
 
-def _failure(error: CheckpointError, path: str) -> tuple[Quote | None, str]:
+def _describe_load_failure(error: CheckpointError, path: str) -> tuple[Quote | None, str]:
     """Return the error of the library that would load the file, and the effect."""
     if os.path.isdir(path):
         return A_FOLDER, ""
@@ -249,24 +267,26 @@ def _failure(error: CheckpointError, path: str) -> tuple[Quote | None, str]:
         return None, "The weights in the missing file keep their initial values, or loading fails."
     if path.lower().endswith(".safetensors"):
         return quote("header"), ""
-    head = _head(path)
+    head = _read_head(path)
     if not head:
         return None, "torch.load raises EOFError (before 2.6: Ran out of input)."
     if head.startswith(b"PK\x03\x04"):
         return quote("no-directory"), "or it fails on the pickle"
     if head[:1] == b"\x80":
         return None, "torch.load fails on the pickle, or on a storage that is truncated."
-    return _operand(head[:1])
+    return _quote_operand_error(head[:1])
 
 
-def _operand(first: bytes) -> tuple[Quote, str]:
+def _quote_operand_error(first: bytes) -> tuple[Quote, str]:
+    """Return torch's error for a file that does not begin like a pickle, and the effect."""
     byte = first[0] if first else 0
     shown = f"'{first.decode()}'" if 32 < byte < 127 else f"'\\x{byte:02x}'"
     effect = f"before torch 2.6: invalid load key, {shown}. weights_only=False, which it proposes, "
     return quote("operand", byte), f"{effect}never helps here"
 
 
-def _head(path: str) -> bytes:
+def _read_head(path: str) -> bytes:
+    """Return the first 16 bytes of a file; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(16)

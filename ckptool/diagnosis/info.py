@@ -22,28 +22,28 @@ from ckptool.core.sections import (
 from ckptool.core.tree import drop_ties, find_ties, name_of
 from ckptool.core.values import is_value, summarize, to_document, to_json_path
 from ckptool.diagnosis.complaint import Subject
-from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
+from ckptool.diagnosis.diagnose import Diagnosis, diagnose
 from ckptool.errors import without_query
 from ckptool.formats import Source, load_format, open_or_reuse
 from ckptool.inspection.blockers import (
     ANYWHERE,
-    layout_blockers,
-    misnamed,
-    missing_weights,
-    needed_import,
-    outdated_names,
-    restored_devices,
-    unnamed,
-    would_run,
+    describe_wrong_extension,
+    detect_missing_weights,
+    find_layout_blockers,
+    find_outdated_names,
+    find_unpickling_calls,
+    is_format_entry_missing,
+    list_restored_devices,
+    suggest_import,
 )
 from ckptool.inspection.commands import (
     TRAINING,
     convert_command,
+    describe_waste,
     ema_command,
-    training_in,
-    waste_notes,
+    list_training_state,
 )
-from ckptool.inspection.neighbors import neighbor_notes
+from ckptool.inspection.neighbors import describe_neighbors
 from ckptool.inspection.quantization import quantizations
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.casting import Cast
@@ -148,46 +148,52 @@ def info(source: Source) -> Info:
         UnreadableFile, LimitExceeded: the path cannot be opened as a checkpoint.
     """
     with open_or_reuse(source) as checkpoint:
-        return _summary(checkpoint, _Verdicts(checkpoint))
+        return _summarize(checkpoint, _Verdicts(checkpoint))
 
 
-def overview(checkpoint: Checkpoint, devices: tuple[str, ...]) -> tuple[Info, Diagnosis]:
+def summarize_and_diagnose(
+    checkpoint: Checkpoint, devices: tuple[str, ...]
+) -> tuple[Info, Diagnosis]:
     """Return the result of `info`, and the diagnosis of the header for `devices`."""
     verdicts = _Verdicts(checkpoint)
-    return _summary(checkpoint, verdicts), verdicts.on(devices)
+    return _summarize(checkpoint, verdicts), verdicts.diagnose_for(devices)
 
 
-def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
+def _summarize(checkpoint: Checkpoint, diagnoses: _Verdicts) -> Info:
+    """Return the summary of a checkpoint, with the commands of its diagnoses."""
     tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
     total, used = storage_use(checkpoint.root)
     objects = blockers(checkpoint.root)
-    layout = (*layout_blockers(checkpoint), *outdated_names(checkpoint, objects))
-    name, part = misnamed(checkpoint), missing_weights(checkpoint)
-    verdicts = known.by_machine()
-    unfixable = bool(objects) and not any(one.commands for one in verdicts.values())
-    notes = [] if part is None else [f"{part.text}; {part.hint}"]
-    if name is None and unnamed(checkpoint):
+    layout = (*find_layout_blockers(checkpoint), *find_outdated_names(checkpoint, objects))
+    extension_note, missing = (
+        describe_wrong_extension(checkpoint),
+        detect_missing_weights(checkpoint),
+    )
+    verdicts = diagnoses.diagnose_by_machine()
+    unfixable = bool(objects) and not any(diagnosis.commands for diagnosis in verdicts.values())
+    notes = [] if missing is None else [f"{missing.text}; {missing.hint}"]
+    if extension_note is None and is_format_entry_missing(checkpoint):
         command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), [])
         notes.append(
             f"its header lacks format: pt, which transformers and mlx require; {command} adds it"
         )
-    elif name is not None and name not in layout:
-        notes.append(name)
+    elif extension_note is not None and extension_note not in layout:
+        notes.append(extension_note)
     notes += details.notes
-    notes += neighbor_notes(checkpoint)
+    notes += describe_neighbors(checkpoint)
     notes += load_format(checkpoint.format).describe_layout(checkpoint)
     notes += (*details.left_behind, *details.unreferenced)
-    notes += waste_notes(checkpoint.path, total - used, details.dead_bytes)
-    if unfixable and (text := needed_import(objects)):
+    notes += describe_waste(checkpoint.path, total - used, details.dead_bytes)
+    if unfixable and (text := suggest_import(objects)):
         notes.append(text)
-    for found in quantizations(checkpoint):
+    for quantization in quantizations(checkpoint):
         steps, target = (Cast(dequantize="bfloat16"),), default_target(checkpoint.path, "plain")
-        them = "it" if len(found.names) == 1 else "them"
+        them = "it" if len(quantization.names) == 1 else "them"
         plain = f"; {convert_command(checkpoint.path, target, steps)} dequantizes {them}"
-        notes.append(f"{found}{plain if found.is_known else ''}")
-    notes += _layout_notes(checkpoint, choose_only_model(find_likely_models(checkpoint)))
+        notes.append(f"{quantization}{plain if quantization.is_known else ''}")
+    notes += _suggest_recipe(checkpoint, choose_only_model(find_likely_models(checkpoint)))
     for section in sections:
         if section.kind == "optimizer" and has_training_weights(section):
             notes.append(
@@ -205,7 +211,7 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         torch_version=details.torch_version,
         byteorder=details.byteorder,
         protocol=details.protocol,
-        sections=tuple(map(_section_info, sections)),
+        sections=tuple(map(_summarize_section, sections)),
         devices=devices,
         dtypes=Counter(tensor.dtype for _, tensor in tensors),
         globals=details.globals,
@@ -216,18 +222,18 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         dead_bytes=details.dead_bytes,
         ties=tuple(find_ties(tensors)),
         notes=tuple(notes),
-        commands=_commands(verdicts),
-        would_run=would_run(checkpoint),
-        training=training_in(checkpoint),
-        part=part.text if part is not None and part.severity == "fails" else "",
-        alternatives=_alternatives(verdicts["cpu"]),
-        obstacle=_obstacle(verdicts["cpu"]),
+        commands=_collect_commands(verdicts),
+        would_run=find_unpickling_calls(checkpoint),
+        training=list_training_state(checkpoint),
+        part=missing.text if missing is not None and missing.severity == "fails" else "",
+        alternatives=_collect_alternatives(verdicts["cpu"]),
+        obstacle=_find_obstacle(verdicts["cpu"]),
         reader=verdicts["cpu"].reader,
     )
 
 
-def _layout_notes(checkpoint: Checkpoint, model: Section | None) -> Iterator[str]:
-    """Yield the recipe that matches the keys of the only model, or else all paths."""
+def _suggest_recipe(checkpoint: Checkpoint, model: Section | None) -> Iterator[str]:
+    """Yield a note on the recipe that matches the keys of the only model, or else all paths."""
     from ckptool.recipes import looks_like  # it reads all recipes
 
     if model is None:
@@ -246,56 +252,65 @@ class _Verdicts:
         self._checkpoint = checkpoint.with_late_values()
         self._known: dict[tuple[str, ...], Diagnosis] = {}
 
-    def on(self, devices: tuple[str, ...]) -> Diagnosis:
+    def diagnose_for(self, devices: tuple[str, ...]) -> Diagnosis:
         """Return the diagnosis for a machine with these devices."""
         if devices not in self._known:
-            self._known[devices] = diagnosed(Subject(self._checkpoint, devices=devices))
+            self._known[devices] = diagnose(Subject(self._checkpoint, devices=devices))
         return self._known[devices]
 
-    def by_machine(self) -> dict[str, Diagnosis]:
+    def diagnose_by_machine(self) -> dict[str, Diagnosis]:
         """Return the diagnoses for machines with one GPU and without."""
-        without = self.on(("cpu",))
-        if set(restored_devices(self._checkpoint.root)) <= ANYWHERE:
-            return {"one_gpu": without, "cpu": without}
-        return {"one_gpu": self.on(("cpu", "cuda:0")), "cpu": without}
+        without_gpu = self.diagnose_for(("cpu",))
+        if set(list_restored_devices(self._checkpoint.root)) <= ANYWHERE:
+            return {"one_gpu": without_gpu, "cpu": without_gpu}
+        return {"one_gpu": self.diagnose_for(("cpu", "cuda:0")), "cpu": without_gpu}
 
 
-def _commands(verdicts: Mapping[str, Diagnosis]) -> dict[str, str]:
+def _collect_commands(verdicts: Mapping[str, Diagnosis]) -> dict[str, str]:
     """Return the command of each plan, by machine, if the file does not load."""
-    needed = {machine: found for machine, found in verdicts.items() if not found.ok}
-    plans = {machine: found.all_at_once for machine, found in needed.items()}
-    plans["resume"] = next((found.resume for found in needed.values() if found.resume), None)
+    failing = {machine: diagnosis for machine, diagnosis in verdicts.items() if not diagnosis.ok}
+    plans = {machine: diagnosis.all_at_once for machine, diagnosis in failing.items()}
+    plans["resume"] = next(
+        (diagnosis.resume for diagnosis in failing.values() if diagnosis.resume), None
+    )
     return {name: command for name, command in plans.items() if command is not None}
 
 
-def _alternatives(found: Diagnosis) -> tuple[str, ...]:
+def _collect_alternatives(diagnosis: Diagnosis) -> tuple[str, ...]:
     """Return the alternative commands against errors and warnings."""
-    wrong = (one for one in found.complaints if one.severity != "note" and not one.commands)
-    return tuple(dict.fromkeys(command for one in wrong for command in one.alternatives))
+    unfixed = (
+        complaint
+        for complaint in diagnosis.complaints
+        if complaint.severity != "note" and not complaint.commands
+    )
+    return tuple(
+        dict.fromkeys(command for complaint in unfixed for command in complaint.alternatives)
+    )
 
 
-def _obstacle(found: Diagnosis) -> str:
+def _find_obstacle(diagnosis: Diagnosis) -> str:
     """Return the first error or warning of a file that no plan fixes."""
-    texts = (one.text for one in found.complaints if one.severity != "note")
-    return "" if found.commands else next(texts, "")
+    texts = (complaint.text for complaint in diagnosis.complaints if complaint.severity != "note")
+    return "" if diagnosis.commands else next(texts, "")
 
 
-def _section_info(section: Section) -> SectionInfo:
+def _summarize_section(section: Section) -> SectionInfo:
+    """Return the kind, counts and bytes of a section, tied tensors counted once."""
     tensors = section.tensors()
-    once = drop_ties(tensors)
+    distinct_tensors = drop_ties(tensors)
     return SectionInfo(
         path=to_json_path(section.path),
         name=section.name,
         kind=section.kind,
         wrappers=section.wrappers,
         tensors=len(tensors),
-        parameters=_parameters(section.kind, once),
-        nbytes=sum(map(_bytes_here, (tensor for _, tensor in once))),
-        values=_values_text(section) if section.kind == "values" else "",
+        parameters=_count_parameters(section.kind, distinct_tensors),
+        nbytes=sum(map(_count_local_bytes, (tensor for _, tensor in distinct_tensors))),
+        values=_format_values(section) if section.kind == "values" else "",
     )
 
 
-def _values_text(section: Section) -> str:
+def _format_values(section: Section) -> str:
     """Return `epoch=3, lr=0.1, and 2 more`; an object is a key without a value."""
     leaves = ((name_of(path), leaf) for path, leaf in section.node.items())
     texts = (
@@ -306,7 +321,7 @@ def _values_text(section: Section) -> str:
     return listed(texts, most=2)
 
 
-def _bytes_here(tensor: TensorRef) -> int:
+def _count_local_bytes(tensor: TensorRef) -> int:
     """Return the bytes of a tensor in this file, which may have only this rank's part."""
     if tensor.storage is not None or not tensor.parts:
         return tensor.nbytes
@@ -315,7 +330,8 @@ def _bytes_here(tensor: TensorRef) -> int:
     return sum(part.nbytes for part in tensor.tensors_inside())
 
 
-def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
+def _count_parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
+    """Return the number of parameters in a section of this kind; 0 if it is not a model."""
     if kind not in MODEL_KINDS:
         return 0
     if kind == "module":

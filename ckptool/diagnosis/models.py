@@ -23,14 +23,14 @@ from ckptool.diagnosis.complaint import (
     Choice,
     Complaint,
     Subject,
-    names_of,
-    unwrapped,
+    map_to_bare_keys,
+    summarize_names,
 )
 from ckptool.errors import NameCollision
 from ckptool.formats import load_format
-from ckptool.inspection.blockers import calls, missing_weights, needed_import
+from ckptool.inspection.blockers import detect_missing_weights, find_called_names, suggest_import
 from ckptool.inspection.commands import ema_command
-from ckptool.inspection.scan_calls import makes_data
+from ckptool.inspection.scan_calls import is_data_constructor
 from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER, NAMED_ADAPTER
 from ckptool.quotes import Quote, quote
@@ -69,29 +69,29 @@ def is_floating(dtype: str) -> bool:
     return "float" in dtype or "complex" in dtype
 
 
-def level(subject: Subject) -> Iterator[Complaint]:
+def check_level(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about where the state dict is, and about other entries in it."""
     model = subject.model
     if model is None:
         if subject.models:
-            yield _several(subject)
-        elif missing_weights(subject.checkpoint) is None:
-            yield _none(subject)
+            yield _complain_of_several_models(subject)
+        elif detect_missing_weights(subject.checkpoint) is None:
+            yield _complain_of_no_model(subject)
         return
     if model.path:
-        yield _one_level_down(subject, model)
-    names = [str(name) for name in list_value_keys(model.node)]
-    if names and model.kind == "state_dict":
+        yield _complain_of_level(subject, model)
+    value_names = [str(name) for name in list_value_keys(model.node)]
+    if value_names and model.kind == "state_dict":
         yield Complaint(
             "values-inside",
-            f"the state dict has plain values among its tensors: {listed(names)}",
-            names_of(names),
+            f"the state dict has plain values among its tensors: {listed(value_names)}",
+            summarize_names(value_names),
             hint="ckptool.load_state_dict and a safetensors file leave them out",
-            quote=quote("unexpected-key", printable(names[0])),
+            quote=quote("unexpected-key", printable(value_names[0])),
             fix=(Take(model_only=True),),
         )
-    bare = unwrapped(model)
-    if N_AVERAGED in bare and len(bare) > 1 and not subject.is_compared(model):
+    bare_keys = map_to_bare_keys(model)
+    if N_AVERAGED in bare_keys and len(bare_keys) > 1 and not subject.is_compared(model):
         yield Complaint(
             "averaged",
             f"the state dict is of an AveragedModel (it has {N_AVERAGED})",
@@ -102,7 +102,7 @@ def level(subject: Subject) -> Iterator[Complaint]:
         )
 
 
-def _one_level_down(subject: Subject, model: Section) -> Complaint:
+def _complain_of_level(subject: Subject, model: Section) -> Complaint:
     """Return the complaint about weights under a key: a note in a training checkpoint."""
     root = subject.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
@@ -112,102 +112,113 @@ def _one_level_down(subject: Subject, model: Section) -> Complaint:
         f'the weights are under the key "{printable(model.name)}"'
         + (", next to the training state" if is_training else ""),
         (printable(model.name),),
-        hint=f"in code: torch.load(FILE){_subscripts(model)}",
+        hint=f"in code: torch.load(FILE){_format_subscripts(model)}",
         severity="note" if is_training else "fails",
         quote=quote("unexpected-key", printable(keys[0])) if keys else quote("no-dict"),
         fix=(Take(subject.key, model_only=True),),
     )
 
 
-def _subscripts(section: Section) -> str:
+def _format_subscripts(section: Section) -> str:
     """Return the Python subscripts of a section: `['model'][0]`."""
     return printable("".join(f"[{key!r}]" for key in section.path))
 
 
-def _several(subject: Subject) -> Complaint:
+def _complain_of_several_models(subject: Subject) -> Complaint:
+    """Return the complaint about several state dicts, with a choice for each."""
     named = [section for section in subject.models if section.name]
-    flat = (Choice((Flatten(),)),) if _are_parts(subject) else ()
-    shown = [
+    join_choice = (Choice((Flatten(),)),) if _are_parts_of_one(subject) else ()
+    descriptions = [
         f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
         for section in subject.models
     ]
-    choices = (Choice((Take(one.name, model_only=True),), _word(one)) for one in named)
+    choices = (
+        Choice((Take(model.name, model_only=True),), _make_file_word(model)) for model in named
+    )
     return Complaint(
         "several-models",
-        f"it has {len(shown)} state dicts"
-        + (" without a common key: load one, or all as one" if flat else ": choose one to load"),
-        names_of(shown, most=20),
+        f"it has {len(descriptions)} state dicts"
+        + (
+            " without a common key: load one, or all as one"
+            if join_choice
+            else ": choose one to load"
+        ),
+        summarize_names(descriptions, max_count=20),
         hint=f"ckptool doctor FILE --key {shell(named[0].name)}" if named else None,
         severity="note" if subject.is_training else "fails",
         quote=quote("missing"),
-        choices=(*flat, *choices),
+        choices=(*join_choice, *choices),
     )
 
 
-def _are_parts(subject: Subject) -> bool:
+def _are_parts_of_one(subject: Subject) -> bool:
     """Return True if the file has only state dicts, which share no key.
 
     Some libraries read these together, from a dict of dicts or from flat keys: for example
     diffusers `image_proj.` and `ip_adapter.` of an IP-Adapter.
     """
-    root, keys = subject.checkpoint.root, [key for one in subject.models for key in one.node]
-    paths = [one.path for one in subject.models]
+    root, keys = (
+        subject.checkpoint.root,
+        [key for section in subject.models for key in section.node],
+    )
+    paths = [section.path for section in subject.models]
     is_only_these = isinstance(root, dict) and paths == [(key,) for key in root]
     return is_only_these and len(keys) == len({*keys})
 
 
-def _word(section: Section) -> str:
+def _make_file_word(section: Section) -> str:
     """Return the name of a section as part of a file name."""
     return re.sub(r"[^\w-]+", "-", section.name, flags=re.ASCII).strip("-")[:40] or "extracted"
 
 
-def _none(subject: Subject) -> Complaint:
+def _complain_of_no_model(subject: Subject) -> Complaint:
     """Return the complaint about a file without a model: a note for training state."""
     root, sections = subject.checkpoint.root, subject.checkpoint.sections
     kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in sections]
-    named = [kind for kind in kinds if not kind.startswith(("the values", "the state_dict"))]
+    named_kinds = [kind for kind in kinds if not kind.startswith(("the values", "the state_dict"))]
     states = [part for part in sections if part.kind in ("optimizer", "scheduler")]
     states.sort(key=lambda part: part.kind)
-    found = list(find_tensors(root))
+    tensors = list(find_tensors(root))
     # A tensor, a list, settings, and random generator states are not meant to be a model.
-    harmless = bool(states or not found) or (
+    is_harmless = bool(states or not tensors) or (
         not isinstance(root, (dict, Opaque))
-        or all(one.dtype in _RANDOM and len(one.shape) == 1 for one in found)
+        or all(tensor.dtype in _RANDOM and len(tensor.shape) == 1 for tensor in tensors)
     )
     remedy = ""
     if states:
-        remedy = (
-            f"{states[0].kind}.load_state_dict(torch.load(FILE){_subscripts(states[0])}) loads it"
-        )
-    elif harmless and subject.blocked:
-        called = [name for name in calls(subject.checkpoint) if not makes_data(name)]
+        call = f"torch.load(FILE){_format_subscripts(states[0])}"
+        remedy = f"{states[0].kind}.load_state_dict({call}) loads it"
+    elif is_harmless and subject.blocked:
+        called = [
+            name for name in find_called_names(subject.checkpoint) if not is_data_constructor(name)
+        ]
         loader = load_format(subject.checkpoint.format).unsafe_loader
         remedy = f"{loader} loads it, if you trust its author"
         if called:
             remedy = f"unpickling the file calls {listed(called, most=5)}"
-    elif not harmless:
+    elif not is_harmless:
         remedy = "use the file that has the weights"
-    said = quote("missing" if isinstance(root, dict) else "no-dict")
+    load_error = quote("missing" if isinstance(root, dict) else "no-dict")
     if subject.companion is not None:
         return Complaint(
             "no-model",
             subject.companion.what,
             hint=f"{subject.companion.reader} reads it",
             severity="note",
-            quote=said,
+            quote=load_error,
         )
     return Complaint(
         "no-model",
         "it has no state dict of a model; it has "
-        + (listed(named, most=4) if named else _describe(root, len(found))),
-        names_of(kinds),
+        + (listed(named_kinds, most=4) if named_kinds else _describe_root(root, len(tensors))),
+        summarize_names(kinds),
         hint=remedy,
-        severity="note" if harmless else "fails",
-        quote=said,
+        severity="note" if is_harmless else "fails",
+        quote=load_error,
     )
 
 
-def _describe(root: Any, tensors: int) -> str:
+def _describe_root(root: Any, tensors: int) -> str:
     """Describe a file without sections: `a dict of 3 entries with 2 tensors`."""
     if isinstance(root, TensorRef):
         return "one tensor"
@@ -219,38 +230,48 @@ def _describe(root: Any, tensors: int) -> str:
     return f"a value of type {type(root).__name__}"
 
 
-def objects(subject: Subject) -> Iterator[Complaint]:
+def check_objects(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about objects that `torch.load` rejects, or that need their classes."""
-    refused = list(refusals(subject.checkpoint.root))
-    modules = [(name_of(path), node) for path, node in refused if to_model_state(node) is not None]
-    whole = {id(node) for _, node in modules}
-    others = [(name_of(path), class_of(node)) for path, node in refused if id(node) not in whole]
+    rejected = list(refusals(subject.checkpoint.root))
+    modules = [(name_of(path), node) for path, node in rejected if to_model_state(node) is not None]
+    module_ids = {id(node) for _, node in modules}
+    other_objects = [
+        (name_of(path), class_of(node)) for path, node in rejected if id(node) not in module_ids
+    ]
     names = subject.checkpoint.details.globals
-    first = next(iter(blocking(names)), None) or next(iter(subject.blocked), "")
-    kind = "blocked-global" if first.partition(".")[0] in _BLOCKED else "global"
-    said = quote(kind, printable(first))
+    blocked = next(iter(blocking(names)), None) or next(iter(subject.blocked), "")
+    kind = "blocked-global" if blocked.partition(".")[0] in _BLOCKED else "global"
+    load_error = quote(kind, printable(blocked))
     if modules:
         classes = dict.fromkeys(class_of(node) for _, node in modules)
-        known = [*classes, *subject.blocked]
-        own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
-        absent = f"nothing else loads it without the class {printable(own)}" if own else ""
-        alone = subject.model is not None and subject.model.kind == "module"
+        candidates = [*classes, *subject.blocked]
+        custom_class = next(
+            (name for name in candidates if name.partition(".")[0] not in _EVERYWHERE), None
+        )
+        effect = (
+            f"nothing else loads it without the class {printable(custom_class)}"
+            if custom_class
+            else ""
+        )
+        is_model = subject.model is not None and subject.model.kind == "module"
         yield Complaint(
             "module",
             f"it contains a pickled model ({listed(classes)}), not a state dict",
-            names_of(name or "the root" for name, _ in modules),
-            quote=said,
-            effect=absent,
-            fix=(Take(model_only=True),) if alone else (Plain(),),
+            summarize_names(name or "the root" for name, _ in modules),
+            quote=load_error,
+            effect=effect,
+            fix=(Take(model_only=True),) if is_model else (Plain(),),
         )
-    if others or (subject.blocked and not modules):
-        classes = dict.fromkeys([kind for _, kind in others] or subject.blocked)
+    if other_objects or (subject.blocked and not modules):
+        classes = dict.fromkeys([kind for _, kind in other_objects] or subject.blocked)
         yield Complaint(
             "objects",
             f"it contains objects that weights_only=True rejects: {listed(classes)}",
-            names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
-            hint=_remedy(classes),
-            quote=said,
+            summarize_names(
+                (f"{name or 'the root'} ({kind})" for name, kind in other_objects), max_count=20
+            ),
+            hint=_hint_for_objects(classes),
+            quote=load_error,
             effect="weights_only=False, which it proposes, runs any code in the file",
             fix=(Plain(),),
         )
@@ -259,9 +280,9 @@ def objects(subject: Subject) -> Iterator[Complaint]:
         yield Complaint(
             "unread",
             "a state dict made from the pickled model would lack weights",
-            names_of(texts),
+            summarize_names(texts),
             hint="save model.state_dict() in the process that has the model"
-            if calls(subject.checkpoint)
+            if find_called_names(subject.checkpoint)
             else f"{load_format(subject.checkpoint.format).unsafe_loader} with its classes "
             "installed, and save model.state_dict()",
             severity="misleads",
@@ -279,69 +300,71 @@ def objects(subject: Subject) -> Iterator[Complaint]:
         )
 
 
-def _remedy(classes: Iterable[str]) -> str:
+def _hint_for_objects(classes: Iterable[str]) -> str:
     """Return the hint for objects that no command turns into plain data."""
     if any(kind.rpartition(".")[2] in _SHARDED for kind in classes):
         return "gather the full tensors in the training job, and save those"
-    return needed_import(classes)
+    return suggest_import(classes)
 
 
-def naming(subject: Subject) -> Iterator[Complaint]:
+def check_keys(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about keys of state dicts that are not compared with a reference."""
-    models = [one for one in subject.models if not subject.is_compared(one)]
+    models = [part for part in subject.models if not subject.is_compared(part)]
     for section in models:
-        yield from _averages(subject, section)
-    yield from _wrappers([section for section in models if section.wrappers])
-    yield from _submodules(models)
+        yield from _check_averages(subject, section)
+    yield from _check_wrappers([section for section in models if section.wrappers])
+    yield from _check_wrapped_submodules(models)
     for section in models:
-        within, others = split_partly_wrapped(unwrapped(section).values())
-        if within:
+        wrapped, others = split_partly_wrapped(map_to_bare_keys(section).values())
+        if wrapped:
             yield Complaint(
                 "wrapped-in-part",
-                f"{counted(len(within), 'key')} {'starts' if len(within) == 1 else 'start'} with "
+                f"{counted(len(wrapped), 'key')} {'starts' if len(wrapped) == 1 else 'start'} with "
                 f'"module.", but {printable(others[0])} does not',
-                names_of(within),
+                summarize_names(wrapped),
                 hint="if it is a wrapper: ckptool rename FILE --prefix module.=",
                 severity="note",
                 effect="strip-module keeps it, because it may be the name of a layer.",
             )
-        yield from _adapters(section)
-    yield from _lightning(subject)
+        yield from _check_adapters(section)
+    yield from _check_lightning(subject)
 
 
-def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
+def _check_wrappers(sections: list[Section]) -> Iterator[Complaint]:
+    """Yield a complaint about the wrapper prefixes of these sections."""
     if not sections:
         return
-    kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
+    words = dict.fromkeys(word for section in sections for word in section.wrappers)
     names = [
         name
         for section in sections
         for name in list_wrappable_keys(section.node)
         if is_wrappable(name)
     ]
-    named = dict.fromkeys(section.name for section in sections if section.name)
-    inside = f" in {listed(named)}" if named else ""
-    bare = [unwrapped(section) for section in sections]
-    fronts = {
-        find_common_wrapper({k: v for k, v in one.items() if is_wrappable(k)}) for one in bare
+    section_names = dict.fromkeys(section.name for section in sections if section.name)
+    suffix = f" in {listed(section_names)}" if section_names else ""
+    bare_keys = [map_to_bare_keys(section) for section in sections]
+    prefixes_found = {
+        find_common_wrapper({k: v for k, v in keys.items() if is_wrappable(k)})
+        for keys in bare_keys
     }
-    front = fronts.pop() if len(fronts) == 1 else ""
-    text = f'every key{inside} starts with "{front}"'
-    if not front:
-        prefixes = listed(f'"{word}."' for word in kinds)
-        text = f"keys{inside} have the wrapper prefix{'es' if len(kinds) > 1 else ''} {prefixes}"
+    prefix = prefixes_found.pop() if len(prefixes_found) == 1 else ""
+    text = f'every key{suffix} starts with "{prefix}"'
+    if not prefix:
+        prefixes = listed(f'"{word}."' for word in words)
+        text = f"keys{suffix} have the wrapper prefix{'es' if len(words) > 1 else ''} {prefixes}"
     yield Complaint(
         "wrappers",
         text,
-        names_of(names),
-        hint=_collision(sections),
+        summarize_names(names),
+        hint=_describe_collision(sections),
         quote=quote("other-keys", printable(names[0]), call=_UNWRAPPED),
         effect="with strict=False it loads nothing, without an error",
         fix=(Strip(),),
     )
 
 
-def _collision(sections: Iterable[Section]) -> str:
+def _describe_collision(sections: Iterable[Section]) -> str:
     """Return why the wrapper prefixes cannot be removed; "" if they can."""
     try:
         for section in sections:
@@ -351,7 +374,7 @@ def _collision(sections: Iterable[Section]) -> str:
     return ""
 
 
-def _averages(subject: Subject, section: Section) -> Iterator[Complaint]:
+def _check_averages(subject: Subject, section: Section) -> Iterator[Complaint]:
     """Yield a complaint about averaged weights under the prefix of their class."""
     names = [*get_named_tensors(section.node)]
     prefix = average_prefix(names)
@@ -360,14 +383,14 @@ def _averages(subject: Subject, section: Section) -> Iterator[Complaint]:
     own = [name for name in names if name.startswith(prefix)]
     others = [name for name in names if not name.startswith(prefix)]
     steps, is_alone = (Take(ema=True),), not has_online_model(names)
-    besides = f" except {listed(others, most=3)}" if others else ""
+    exception = f" except {listed(others, most=3)}" if others else ""
     yield Complaint(
         "averages",
-        f'every key{besides} starts with "{prefix}": averaged weights (EMA)'
+        f'every key{exception} starts with "{prefix}": averaged weights (EMA)'
         if is_alone
         else f'{len(own):,} of {len(names):,} keys start with "{prefix}": averaged weights (EMA), '
         "next to those of the model",
-        names_of(own),
+        summarize_names(own),
         hint=f"{ema_command(subject.checkpoint)} writes them under the keys of the model",
         severity="fails" if is_alone or prefix == AVERAGED else "note",
         quote=quote("unexpected-key", printable(own[0])),
@@ -377,54 +400,59 @@ def _averages(subject: Subject, section: Section) -> Iterator[Complaint]:
     )
 
 
-def _submodules(models: list[Section]) -> Iterator[Complaint]:
+def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
+    """Yield a complaint about submodules that DataParallel wrapped."""
     names = [
         name
         for section in models
-        for name in unwrapped(section).values()
+        for name in map_to_bare_keys(section).values()
         if not average_prefix([name])  # a copy of another submodule
     ]
     paths = wrapped_submodules(filter(is_wrappable, names))[:_MOST_PARTS]
     if not paths:
         return
-    before = tuple(f"{path}.module." for path in paths)
-    own = [name for name in names if name.startswith(before)]
+    prefixes = tuple(f"{path}.module." for path in paths)
+    affected = [name for name in names if name.startswith(prefixes)]
     rules = (rf"^{escaped(path)}\.module\.=>{literal(path)}." for path in paths)
     is_simple = len(paths) == 1 and not any(section.wrappers for section in models)
     yield Complaint(
         "submodule-wrapper",
         f'every key below {listed(map(printable, paths), most=3)} starts with "module.": '
         "DataParallel wrapped part of the model",
-        names_of(own),
-        quote=quote("unexpected-key", printable(own[0]), call=_UNWRAPPED),
+        summarize_names(affected),
+        quote=quote("unexpected-key", printable(affected[0]), call=_UNWRAPPED),
         effect="a model that has a layer of that name loads it (--like REFERENCE knows)",
         fix=(Strip(at=paths[0]) if is_simple else Rename(tuple(rules)),),
     )
 
 
-def _adapters(section: Section) -> Iterator[Complaint]:
-    """Yield a complaint about the prefix `base_model.model.` and `base_layer` of PEFT."""
-    every = [name for name in list_wrappable_keys(section.node) if is_wrappable(name)]
-    names = [name for name in every if name.startswith(PEFT)]
-    named = {name: found[2] for name in every if (found := NAMED_ADAPTER.search(name))}
+def _check_adapters(section: Section) -> Iterator[Complaint]:
+    """Yield complaints about the keys of PEFT: `base_model.model.`, `base_layer`, adapter names."""
+    keys = [name for name in list_wrappable_keys(section.node) if is_wrappable(name)]
+    names = [name for name in keys if name.startswith(PEFT)]
+    adapter_names = {name: found[2] for name in keys if (found := NAMED_ADAPTER.search(name))}
     adapted = [
-        name for name in every if name in named or (name.startswith(PEFT) and ADAPTER.search(name))
+        name
+        for name in keys
+        if name in adapter_names or (name.startswith(PEFT) and ADAPTER.search(name))
     ]
-    wrapped = [name for name in every if _BASE_LAYER in name]
-    if len(named) == len(every) and len(adapters := {*named.values()}) == 1:
-        yield _named_adapter(adapters.pop(), [*named])
+    wrapped = [name for name in keys if _BASE_LAYER in name]
+    if len(adapter_names) == len(keys) and len(adapters := {*adapter_names.values()}) == 1:
+        yield _complain_of_adapter_name(adapters.pop(), [*adapter_names])
     if not names and not wrapped:
         return
-    own = bool(adapted or wrapped) or len(names) < len(every)
-    alone = len(adapted) == len(every)
+    has_adapters = bool(adapted or wrapped) or len(names) < len(keys)
+    is_adapters_only = len(adapted) == len(keys)
     kind, remedy = "a merged model", ""
-    if own:
-        kind = "adapters without their base model" if alone else "a model with its adapters"
+    if has_adapters:
+        kind = (
+            "adapters without their base model" if is_adapters_only else "a model with its adapters"
+        )
         remedy = (
             "ckptool merge-lora BASE FILE -o OUT merges it into its base model; "
             "PeftModel.from_pretrained loads it on top of that"
         )
-    if adapted and wrapped and not alone:
+    if adapted and wrapped and not is_adapters_only:
         remedy = (
             "ckptool merge-lora FILE -o OUT --alpha N merges them, where N is the lora_alpha; "
             "its PeftModel loads it as is"
@@ -433,23 +461,23 @@ def _adapters(section: Section) -> Iterator[Complaint]:
     yield Complaint(
         "adapter",
         f"the keys are those of PEFT: {kind}",
-        names_of(shown),
+        summarize_names(shown),
         hint=remedy,
-        severity="note" if own and not wrapped else "fails",
+        severity="note" if has_adapters and not wrapped else "fails",
         quote=quote("unexpected-key", printable(shown[0])),
         effect="with strict=False no adapter is applied, without an error",
-        fix=None if own else (Rename((f"^{escaped(PEFT)}=>",)),),
+        fix=None if has_adapters else (Rename((f"^{escaped(PEFT)}=>",)),),
     )
 
 
-def _named_adapter(adapter: str, names: list[str]) -> Complaint:
+def _complain_of_adapter_name(adapter: str, names: list[str]) -> Complaint:
     """Return the note about keys with an adapter name, which PEFT itself would not write."""
     rule = rf"\.{escaped(adapter)}(?=(\.weight|\.bias)?$)=>"
     return Complaint(
         "adapter-name",
         f'the keys contain the adapter name "{printable(adapter)}", as in the state dict of a '
         "PeftModel",
-        names_of(names),
+        summarize_names(names),
         severity="note",
         effect="The PeftModel loads them with strict=False; PeftModel.from_pretrained adds the "
         "name itself and finds none of these keys.",
@@ -457,12 +485,12 @@ def _named_adapter(adapter: str, names: list[str]) -> Complaint:
     )
 
 
-def _lightning(subject: Subject) -> Iterator[Complaint]:
+def _check_lightning(subject: Subject) -> Iterator[Complaint]:
     """Yield a note if every key starts with one attribute of a LightningModule."""
     root, model = subject.checkpoint.root, subject.model
     if not isinstance(root, dict) or _LIGHTNING not in root or model is None:
         return
-    names = list(unwrapped(model).values())
+    names = list(map_to_bare_keys(model).values())
     parts = {name.partition(".")[0] for name in names}
     if len(parts) != 1 or not all("." in name for name in names) or subject.is_compared(model):
         return
@@ -471,7 +499,7 @@ def _lightning(subject: Subject) -> Iterator[Complaint]:
         "lightning",
         f'every key starts with "{printable(prefix)}", the attribute of the LightningModule that '
         "has the model",
-        names_of(names),
+        summarize_names(names),
         severity="note",
         quote=quote(
             "unexpected-key", printable(names[0]), call="load_state_dict on the inner model"
@@ -481,28 +509,28 @@ def _lightning(subject: Subject) -> Iterator[Complaint]:
     )
 
 
-def versions(subject: Subject) -> Iterator[Complaint]:
+def check_versions(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about cast buffers and lost `_metadata`."""
     for section in subject.models:
         tensors = get_named_tensors(section.node)
         cast = [
             name
-            for name, one in tensors.items()
-            if name.rpartition(".")[2] in INTEGERS and is_floating(one.dtype)
+            for name, tensor in tensors.items()
+            if name.rpartition(".")[2] in INTEGERS and is_floating(tensor.dtype)
         ]
         if cast:
             kinds = dict.fromkeys(tensors[name].dtype for name in cast)
             yield Complaint(
                 "cast-buffers",
                 f"buffers that count or index were cast to {', '.join(kinds)}",
-                names_of(cast),
+                summarize_names(cast),
                 hint="in code: state[name] = state[name].long(); ckptool cast skips them",
                 severity="misleads",
                 effect="load_state_dict copies them into the model's integer buffers without an "
                 "error: float16 counts to 2048, bfloat16 to 256, and fractions are cut off.",
             )
         if section.kind == "state_dict" and not _has_metadata(section.node):
-            yield from _norms(subject, tensors)
+            yield from _check_batch_norms(subject, tensors)
     packed = [
         key
         for node in walk_everything(subject.checkpoint.root)
@@ -513,34 +541,40 @@ def versions(subject: Subject) -> Iterator[Complaint]:
     ]
     if packed:
         why = "a quantized layer reads the state as the oldest version"
-        yield _lost("fails", packed, why, quote("packed"))
+        yield _complain_of_lost_metadata("fails", packed, why, quote("packed"))
 
 
-def _norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complaint]:
+def _check_batch_norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complaint]:
     """Yield a complaint about BatchNorm without `_metadata`, which skips a missing counter."""
-    means = [name for name in tensors if name.rpartition(".")[2] == "running_mean"]
+    mean_names = [name for name in tensors if name.rpartition(".")[2] == "running_mean"]
     counter = "num_batches_tracked"
-    lack = [n for n in means if f"{n.removesuffix('running_mean')}{counter}" not in tensors]
+    incomplete = [
+        n for n in mean_names if f"{n.removesuffix('running_mean')}{counter}" not in tensors
+    ]
     why = "BatchNorm reads the state as from torch before 0.4.1"
-    if lack:
-        yield _lost("misleads", lack, f"{why}: the model silently keeps its own counter")
-    elif means and load_format(subject.checkpoint.format).by_torch:
-        yield _lost("note", means, f"{why}, which here changes nothing")
+    if incomplete:
+        yield _complain_of_lost_metadata(
+            "misleads", incomplete, f"{why}: the model silently keeps its own counter"
+        )
+    elif mean_names and load_format(subject.checkpoint.format).by_torch:
+        yield _complain_of_lost_metadata("note", mean_names, f"{why}, which here changes nothing")
 
 
 def _has_metadata(node: Any) -> bool:
+    """Return True if a state dict has its `_metadata`."""
     return isinstance(node, OrderedMap) and bool(node.metadata)
 
 
-def _lost(
-    severity: Severity, names: Iterable[str], why: str, said: Quote | None = None
+def _complain_of_lost_metadata(
+    severity: Severity, names: Iterable[str], why: str, load_error: Quote | None = None
 ) -> Complaint:
+    """Return the complaint about a state dict without `_metadata`, and why it matters."""
     return Complaint(
         "metadata",
         "the state dict lost its _metadata, the versions of its modules",
-        names_of(names),
+        summarize_names(names),
         hint="save model.state_dict() unchanged in the process that has the model",
         severity=severity,
-        quote=said,
+        quote=load_error,
         effect=f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",
     )

@@ -28,8 +28,8 @@ from ckptool.diagnosis.complaint import (
     Complaint,
     Steps,
     Subject,
-    names_of,
-    unwrapped,
+    map_to_bare_keys,
+    summarize_names,
 )
 from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.commands import ema_command
@@ -58,7 +58,7 @@ _MOST_JOINED = 20
 _WITHOUT_STATE = "load the weights without the optimizer; its state restarts from zero"
 
 
-def fit(subject: Subject) -> Iterator[Complaint]:
+def check_fit(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about differences from the reference.
 
     A command with `like` is proposed only if its result fits the reference strictly.
@@ -69,21 +69,21 @@ def fit(subject: Subject) -> Iterator[Complaint]:
     report = compared(subject.checkpoint, subject.model, target)
     averages = (name for name, _ in report.kept if is_average_counter(name))
     missing, unexpected = (*report.missing_keys, *averages), report.unexpected_keys
-    lost = len(missing) + len(report.mismatched)
-    differs = difference(report, lost, unexpected)
-    alone = not (lost or differs)
-    allowed = True if unexpected and alone else None
-    like = (Fit(subject.reference, allow_unexpected=allowed),)
-    rules = tuple(one.rule for one in report.proposed if one.rule)
-    choices = (Choice((Rename(rules), *like), "fitting"),) if rules else ()
-    remedy = _hint_for(subject.model, subject.reference, report, missing, differs)
-    yield from _renamed(subject.model, report, () if lost else like)
+    lost_count = len(missing) + len(report.mismatched)
+    differs = difference(report, lost_count, unexpected)
+    only_extra = not (lost_count or differs)
+    allowed = True if unexpected and only_extra else None
+    fit_step = (Fit(subject.reference, allow_unexpected=allowed),)
+    rules = tuple(rename.rule for rename in report.proposed if rename.rule)
+    choices = (Choice((Rename(rules), *fit_step), "fitting"),) if rules else ()
+    remedy = _hint_for_keys(subject.model, subject.reference, report, missing, differs)
+    yield from _check_renamed_keys(subject.model, report, () if lost_count else fit_step)
     if missing:
         yield Complaint(
             "missing",
             f"{len(missing):,} of the {counted(report.names, 'tensor')} in the reference "
             f"{are(len(missing))} missing",
-            names_of(missing),
+            summarize_names(missing),
             hint=remedy,
             quote=quote("missing-key", printable(missing[0])),
             effect=f"with strict=False they keep their initial values. {_HALF_LOADED}",
@@ -93,18 +93,18 @@ def fit(subject: Subject) -> Iterator[Complaint]:
         yield Complaint(
             "unexpected",
             f"{counted(len(unexpected), 'tensor')} {are(len(unexpected))} not in the reference",
-            names_of(unexpected),
+            summarize_names(unexpected),
             hint="" if missing else remedy,
             quote=quote("unexpected-key", printable(unexpected[0])),
             effect=f"with strict=False they are left out. {_HALF_LOADED}",
-            fix=like if alone else None,
+            fix=fit_step if only_extra else None,
         )
-    heads = _without_heads(subject.reference, report)
-    yield from _shapes(report, "" if missing else differs, heads)
-    yield from _types(report.cast)
+    heads = _choose_without_heads(subject.reference, report)
+    yield from _check_shapes(report, "" if missing else differs, heads)
+    yield from _check_dtypes(report.cast)
 
 
-def _hint_for(
+def _hint_for_keys(
     model: Section,
     reference: Reference,
     report: MatchReport,
@@ -115,20 +115,20 @@ def _hint_for(
     unexpected = report.unexpected_keys
     if differs == MERGE or report.recipe:
         return differs.replace("ADAPTER", "FILE")
-    if form := _parametrization_call(unexpected):
+    if form := _find_parametrization_call(unexpected):
         return f"call {form} on the model that saved it, and save it again"
-    if form := _parametrization_call(missing):
+    if form := _find_parametrization_call(missing):
         return f"the file has plain weights: call {form} on the new model, then load"
-    held, wanted = get_named_tensors(model.node), reference.target.slots
-    ours = {name: held[name].shape for name in unexpected if name in held}
-    theirs = {name: shape for name in missing if (shape := wanted[name].shape) is not None}
-    for whole, parts, text in (
-        (theirs, ours, "{0} = torch.cat([{1}])"),
-        (ours, theirs, "{1} = {0}.chunk({2})"),
+    tensors, slots = get_named_tensors(model.node), reference.target.slots
+    file_shapes = {name: tensors[name].shape for name in unexpected if name in tensors}
+    model_shapes = {name: shape for name in missing if (shape := slots[name].shape) is not None}
+    for joined, parts, text in (
+        (model_shapes, file_shapes, "{0} = torch.cat([{1}])"),
+        (file_shapes, model_shapes, "{1} = {0}.chunk({2})"),
     ):
-        if found := _joined(whole, parts):
-            shown = ", ".join(map(printable, found[1]))
-            code = text.format(printable(found[0]), shown, len(found[1]))
+        if join := _find_joined_tensor(joined, parts):
+            shown = ", ".join(map(printable, join[1]))
+            code = text.format(printable(join[0]), shown, len(join[1]))
             return f"in code: {code}, in the order in which the model uses them"
     if report.proposed:
         command = f"ckptool match FILE --like {shell(reference.word)}"
@@ -137,45 +137,52 @@ def _hint_for(
         return "no key matches: the file is for a different architecture"
     if differs or not missing:
         return differs
-    kept = listed(names_of(missing, most=2))
-    return f"load with strict=False: the model keeps its own {kept}"
+    missing_names = listed(summarize_names(missing, max_count=2))
+    return f"load with strict=False: the model keeps its own {missing_names}"
 
 
-def _parametrization_call(names: Collection[str]) -> str:
+def _find_parametrization_call(names: Collection[str]) -> str:
     """Return the torch call that makes weights plain again; "" if they are plain."""
-    held = set(names)
+    known_names = set(names)
     for name in names:
-        if (found := _PARAMETRIZED.search(name)) is not None:
-            return f"torch.nn.utils.parametrize.remove_parametrizations(module, {found[1]!r})"
-        for ending, other, function in _FORMS:
-            bare = name.removesuffix(ending)
-            if bare != name and bare + other in held:
-                last = bare.rpartition(".")[2]
+        if (match := _PARAMETRIZED.search(name)) is not None:
+            return f"torch.nn.utils.parametrize.remove_parametrizations(module, {match[1]!r})"
+        for suffix, partner, function in _FORMS:
+            base = name.removesuffix(suffix)
+            if base != name and base + partner in known_names:
+                last = base.rpartition(".")[2]
                 return function.format(printable(repr(last)), printable(last))
     return ""
 
 
-def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str, list[str]] | None:
-    """Find a tensor with the rows of several others next to it: `qkv` of `q`, `k` and `v`."""
-    beside: dict[str, list[str]] = {}
+def _find_joined_tensor(
+    whole: Mapping[str, Shape], parts: Mapping[str, Shape]
+) -> tuple[str, list[str]] | None:
+    """Return a tensor that has the rows of several others next to it, and the names of these.
+
+    For example `qkv` of `q`, `k` and `v`. None if no tensor is joined.
+    """
+    parts_by_path: dict[str, list[str]] = {}
     for part in parts:
-        beside.setdefault(".".join(part.split(".")[:-2]), []).append(part)
+        parts_by_path.setdefault(".".join(part.split(".")[:-2]), []).append(part)
     for name, shape in whole.items():
-        above = name.rpartition(".")[0]
-        for path in (above, above.rpartition(".")[0]):
-            near = [
+        parent = name.rpartition(".")[0]
+        for path in (parent, parent.rpartition(".")[0]):
+            candidates = [
                 part
-                for part in beside.get(path, ())[:_MOST_JOINED]
+                for part in parts_by_path.get(path, ())[:_MOST_JOINED]
                 if name.endswith(part.rpartition(".")[2])
                 and len(shape) == len(parts[part]) > 0
                 and shape[1:] == parts[part][1:]
             ]
-            if len(near) > 1 and sum(parts[part][0] or 0 for part in near) == shape[0]:
-                return name, near
+            if len(candidates) > 1 and sum(parts[part][0] or 0 for part in candidates) == shape[0]:
+                return name, candidates
     return None
 
 
-def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator[Complaint]:
+def _check_renamed_keys(
+    model: Section, report: MatchReport, fix: Steps | None
+) -> Iterator[Complaint]:
     """Yield a complaint about keys that rules rename to those of the reference."""
     pairs: dict[str, str] = {}
     texts = []
@@ -188,16 +195,18 @@ def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator
         texts.append(printable(renaming.text))
     if not pairs:
         return
-    kinds = {one.kind for one in report.renamed}
-    rules = tuple(one.rule for one in report.renamed)
+    kinds = {renaming.kind for renaming in report.renamed}
+    rules = tuple(renaming.rule for renaming in report.renamed)
     if not fix:  # only the keys: missing tensors have their own complaint
         fix = (Rename(rules),) if all(rules) else None
-    bare = unwrapped(model)
-    is_stripped = report.fits and all(bare.get(own) == new for own, new in pairs.items())
+    bare_keys = map_to_bare_keys(model)
+    is_stripped = report.fits and all(
+        bare_keys.get(old_name) == new for old_name, new in pairs.items()
+    )
     yield Complaint(
         "wrappers" if kinds == {"wrapper"} else "renamed",
         f"keys differ from the reference: {listed(texts, most=3)}",
-        names_of(pairs),
+        summarize_names(pairs),
         quote=quote("missing-key", printable([*pairs.values()][-1])),
         effect="with strict=False they are left out, without an error",
         fix=fix,
@@ -205,13 +214,16 @@ def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator
     )
 
 
-def _without_heads(reference: Reference, report: MatchReport) -> tuple[Choice, ...]:
+def _choose_without_heads(reference: Reference, report: MatchReport) -> tuple[Choice, ...]:
     """Return the conversion without the tensors of other shapes, if all others match."""
-    given = dict(Allowance().judged(report).remedy.arguments)
-    names = given.get("allow_mismatched")
-    if not isinstance(names, tuple) or not given.keys() <= {"allow_mismatched", "allow_unexpected"}:
+    allowed = dict(Allowance().judged(report).remedy.arguments)
+    names = allowed.get("allow_mismatched")
+    if not isinstance(names, tuple) or not allowed.keys() <= {
+        "allow_mismatched",
+        "allow_unexpected",
+    }:
         return ()
-    extra = given.get("allow_unexpected")
+    extra = allowed.get("allow_unexpected")
     steps = Fit(
         reference,
         allow_mismatched=names,
@@ -221,37 +233,47 @@ def _without_heads(reference: Reference, report: MatchReport) -> tuple[Choice, .
     return (Choice((steps,), "fitting", code),)
 
 
-def _shapes(report: MatchReport, differs: str, choices: tuple[Choice, ...]) -> Iterator[Complaint]:
-    wrong = report.mismatched
-    if not wrong:
+def _check_shapes(
+    report: MatchReport, differs: str, choices: tuple[Choice, ...]
+) -> Iterator[Complaint]:
+    """Yield a complaint about tensors with shapes that differ from the reference."""
+    mismatches = report.mismatched
+    if not mismatches:
         return
-    first, names = wrong[0], [one.name for one in wrong]
-    resized = any("pos" in one.name and len(one.shape) == len(one.wanted) for one in wrong)
-    shown = (f"{one.name} (file {list(one.shape)}, model {list(one.wanted)})" for one in wrong)
+    first, names = mismatches[0], [mismatch.name for mismatch in mismatches]
+    can_resize = any(
+        "pos" in mismatch.name and len(mismatch.shape) == len(mismatch.wanted)
+        for mismatch in mismatches
+    )
+    shown = (
+        f"{mismatch.name} (file {list(mismatch.shape)}, model {list(mismatch.wanted)})"
+        for mismatch in mismatches
+    )
     yield Complaint(
         "size-mismatch",
-        f"the shape of {counted(len(wrong), 'tensor')} differs from the reference: "
+        f"the shape of {counted(len(mismatches), 'tensor')} differs from the reference: "
         f"{listed(shown, most=3)}",
-        names_of(names),
+        summarize_names(names),
         hint=differs
-        or (f"resize position embeddings ({_INTERPOLATE}), or " * resized)
+        or (f"resize position embeddings ({_INTERPOLATE}), or " * can_resize)
         + "delete them from the state dict and load with strict=False: the model keeps its own "
-        + listed(names_of(names, most=2)),
+        + listed(summarize_names(names, max_count=2)),
         quote=quote("size", printable(first.name), list(first.shape), list(first.wanted)),
         effect=f"strict=False does not skip it. {_HALF_LOADED}",
-        choices=() if resized or differs else choices,
+        choices=() if can_resize or differs else choices,
     )
 
 
-def _types(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
-    truncated = [one for one in casts if is_floating(one.before) and not is_floating(one.after)]
-    rounded = [one for one in casts if one not in truncated]
+def _check_dtypes(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
+    """Yield complaints about tensors that torch would cast on loading."""
+    truncated = [cast for cast in casts if is_floating(cast.before) and not is_floating(cast.after)]
+    rounded = [cast for cast in casts if cast not in truncated]
     if truncated:
         yield Complaint(
             "cast-to-integer",
             f"{counted(len(truncated), 'floating-point tensor')} would load into integer or "
-            f"boolean buffers: {_kinds(truncated)}",
-            names_of(one.name for one in truncated),
+            f"boolean buffers: {_summarize_casts(truncated)}",
+            summarize_names(cast.name for cast in truncated),
             hint="in code: state[name] = state[name].long(), if the values are integers",
             severity="misleads",
             effect="load_state_dict copies them without an error: 2.87 becomes 2, inf the smallest "
@@ -261,8 +283,8 @@ def _types(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
         yield Complaint(
             "dtype",
             f"the dtype of {counted(len(rounded), 'tensor')} differs from the reference: "
-            f"{_kinds(rounded)}",
-            names_of(one.name for one in rounded),
+            f"{_summarize_casts(rounded)}",
+            summarize_names(cast.name for cast in rounded),
             hint=f"ckptool cast FILE --dtype {rounded[0].after} --dry-run counts what overflows, "
             "underflows and loses precision",
             severity="note",
@@ -271,11 +293,14 @@ def _types(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
         )
 
 
-def _kinds(casts: Sequence[DtypeChange]) -> str:
-    return listed(dict.fromkeys(f"file {one.before}, model {one.after}" for one in casts), most=4)
+def _summarize_casts(casts: Sequence[DtypeChange]) -> str:
+    """Return `file float32, model int64`, once for each pair of dtypes."""
+    return listed(
+        dict.fromkeys(f"file {cast.before}, model {cast.after}" for cast in casts), most=4
+    )
 
 
-def training(subject: Subject) -> Iterator[Complaint]:
+def check_training(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about optimizer state that would load for the wrong parameter, or none."""
     for section in subject.optimizers:
         if subject.models and has_training_weights(section):
@@ -283,53 +308,54 @@ def training(subject: Subject) -> Iterator[Complaint]:
                 "training-weights",
                 "the optimizer is schedule-free and was saved in train mode, so the model has "
                 "training weights",
-                (_where(section),),
+                (_name_section(section),),
                 hint=f"{ema_command(subject.checkpoint)} writes the weights for evaluation",
                 severity="misleads",
                 effect="load_state_dict loads them without an error, but they evaluate worse than "
                 "those after optimizer.eval().",
             )
-        for found in _complaints(subject, section):
+        for complaint in _check_optimizer(subject, section):
             # Fixed by extracting the model without it, if that model is known.
             fix = (Take(model_only=True),) if subject.model is not None else None
-            yield replace(found, fix=fix, hint=found.hint if subject.models else None)
+            yield replace(complaint, fix=fix, hint=complaint.hint if subject.models else None)
 
 
-def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
+def _check_optimizer(subject: Subject, section: Section) -> Iterator[Complaint]:
+    """Yield complaints about the groups and states of one optimizer."""
     if section.is_foreign:
         return
     if not section.node["param_groups"]:
         yield Complaint(
             "optimizer-groups",
             "the optimizer has no parameter groups",
-            (f"{_where(section)}/param_groups",),
+            (f"{_name_section(section)}/param_groups",),
             hint=_WITHOUT_STATE,
             quote=quote("group-count"),
         )
         return
-    known = {key for group in list_groups(section) for key in group}
-    gone = [key for key in section.node["state"] if key not in known]
-    if gone:
+    group_keys = {key for group in list_groups(section) for key in group}
+    unused = [key for key in section.node["state"] if key not in group_keys]
+    if unused:
         yield Complaint(
             "optimizer-leftover",
-            f"the optimizer has the state of {counted(len(gone), 'parameter')} that its groups "
+            f"the optimizer has the state of {counted(len(unused), 'parameter')} that its groups "
             "do not have",
-            names_of(f"{_where(section)}/state/{key}" for key in gone),
+            summarize_names(f"{_name_section(section)}/state/{key}" for key in unused),
             hint=_WITHOUT_STATE,
             severity="misleads",
             effect="The optimizer loads it without an error and never uses it.",
         )
     model = find_model(section, subject.models, subject.optimizers)
     if model is not None and (subject.model is None or subject.model.holder is model.holder):
-        yield from _against_model(section, model)
+        yield from _check_optimizer_of_model(section, model)
 
 
-def _likely_parameters(model: Section, tensors: dict[str, TensorRef]) -> dict[str, Shape]:
+def _guess_parameters(model: Section, tensors: dict[str, TensorRef]) -> dict[str, Shape]:
     """Return keys and shapes of the likely parameters, which a state dict does not mark.
 
     Integer tensors and known buffers are not parameters.
     """
-    names = unwrapped(model)
+    names = map_to_bare_keys(model)
     return {
         names.get(name, name): tensor.shape
         for name, tensor in tensors.items()
@@ -337,53 +363,62 @@ def _likely_parameters(model: Section, tensors: dict[str, TensorRef]) -> dict[st
     }
 
 
-def _where(section: Section) -> str:
+def _name_section(section: Section) -> str:
+    """Return the name of a section for a sentence."""
     return printable(section.name) or "the root"
 
 
-def _against_model(section: Section, model: Section) -> Iterator[Complaint]:
+def _check_optimizer_of_model(section: Section, model: Section) -> Iterator[Complaint]:
     """Yield complaints about an optimizer state that does not belong to this model."""
-    once = drop_ties(((name,), value) for name, value in get_named_tensors(model.node).items())
-    tensors = {str(path[0]): tensor for path, tensor in once}
-    weights = _likely_parameters(model, tensors)
+    distinct_tensors = drop_ties(
+        ((name,), value) for name, value in get_named_tensors(model.node).items()
+    )
+    tensors = {str(path[0]): tensor for path, tensor in distinct_tensors}
+    weights = _guess_parameters(model, tensors)
     order = [key for group in list_groups(section) for key in group]
     states = find_shapes(section)
-    foreign = Counter(states.values()) - Counter(one.shape for one in tensors.values())
+    foreign = Counter(states.values()) - Counter(weight.shape for weight in tensors.values())
     if len(order) > len(tensors):
         text = f"the optimizer was saved for {counted(len(order), 'parameter')}"
-        yield _misfit(section, f"{text}, but the model has {counted(len(tensors), 'tensor')}")
+        yield _complain_of_optimizer_size(
+            section, f"{text}, but the model has {counted(len(tensors), 'tensor')}"
+        )
     elif foreign:
         text = "the optimizer has {} with shapes that no tensor of the model has"
-        yield _misfit(section, text.format(counted(foreign.total(), "state")))
+        yield _complain_of_optimizer_size(section, text.format(counted(foreign.total(), "state")))
     elif len(order) == len(weights) and len(section.node["param_groups"]) == 1:
-        own = list_names(section)
-        names = list(map(map_to_bare_names(own).__getitem__, own))
+        own_names = list_names(section)
+        names = list(map(map_to_bare_names(own_names).__getitem__, own_names))
         if names and set(names) != set(weights):
             return
         shapes = [weights[name] for name in names] if names else list(weights.values())
         pairs = zip(order, shapes, strict=True)
-        wrong = [at for at, (key, shape) in enumerate(pairs) if states.get(key, shape) != shape]
-        if wrong:
-            yield _permuted(wrong, names or list(weights))
+        misplaced = [
+            index for index, (key, shape) in enumerate(pairs) if states.get(key, shape) != shape
+        ]
+        if misplaced:
+            yield _complain_of_optimizer_order(misplaced, names or list(weights))
 
 
-def _misfit(section: Section, what: str) -> Complaint:
+def _complain_of_optimizer_size(section: Section, text: str) -> Complaint:
+    """Return the complaint about an optimizer for another number of parameters or shapes."""
     return Complaint(
         "optimizer-size",
-        what,
-        (_where(section),),
+        text,
+        (_name_section(section),),
         hint=_WITHOUT_STATE,
         quote=quote("group-size"),
         effect="or step() fails on a size",
     )
 
 
-def _permuted(wrong: list[int], names: Sequence[str]) -> Complaint:
+def _complain_of_optimizer_order(wrong: list[int], names: Sequence[str]) -> Complaint:
+    """Return the complaint about states at positions of other parameters."""
     return Complaint(
         "optimizer-order",
         "the optimizer lists its parameters in a different order from the model: "
         f"the shapes of {counted(len(wrong), 'state')} differ from those of the parameters there",
-        names_of(names[at] for at in wrong),
+        summarize_names(names[at] for at in wrong),
         hint="build the optimizer with its parameters in the saved order, or load the weights "
         "without the optimizer",
         severity="misleads",

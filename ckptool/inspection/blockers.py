@@ -38,7 +38,7 @@ ANYWHERE = frozenset({"cpu", "meta"})
 """Devices that load on every machine."""
 
 
-def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
+def find_unpickling_calls(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the calls, as Python, that unpickling the files of a checkpoint would make.
 
     Calls of known constructors of data are left out. Files whose pickle refers only to names on
@@ -46,84 +46,90 @@ def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     if not blocking(checkpoint.details.globals):
         return ()
-    return would_run_of([source.name for source in checkpoint.sources], hidden=False)
+    return find_calls_in_files([source.name for source in checkpoint.sources], hidden=False)
 
 
-def first_calls(runs: Iterable[str], most: int = _MOST_CALLS) -> list[str]:
+def summarize_calls(runs: Iterable[str], max_count: int = _MOST_CALLS) -> list[str]:
     """Return the first call of each callable, shortened for a sentence, then `and 3 more`."""
-    each: dict[str, str] = {}
+    first_by_callable: dict[str, str] = {}
     for text in runs:
-        each.setdefault(text.partition("(")[0], text)
+        first_by_callable.setdefault(text.partition("(")[0], text)
     shown = [
         text if len(text) <= _CALL_LENGTH else f"{text[: _CALL_LENGTH - 4].rstrip()}...)"
-        for text in each.values()
+        for text in first_by_callable.values()
     ]
-    hidden = len(shown) - most
-    return [*shown[:most], f"and {hidden:,} more"] if hidden > 0 else shown
+    hidden = len(shown) - max_count
+    return [*shown[:max_count], f"and {hidden:,} more"] if hidden > 0 else shown
 
 
-def would_run_of(files: Iterable[str], *, hidden: bool = True) -> tuple[str, ...]:
+def find_calls_in_files(files: Iterable[str], *, hidden: bool = True) -> tuple[str, ...]:
     """Return the calls that unpickling any files would make.
 
     With `hidden`, scan also records that are missing from the zip directory.
     """
     from ckptool.inspection.scan import scan  # rarely needed
 
-    found = [
+    scans = [
         scan(file, hidden=hidden) for file in dict.fromkeys(files) if place_of(file).is_file(file)
     ]
-    return tuple(dict.fromkeys(call.text for one in found for call in one.runs))
+    return tuple(dict.fromkeys(call.text for report in scans for call in report.runs))
 
 
-def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
+def find_called_names(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the names outside torch's allow list that unpickling the file calls.
 
     A class that the file only refers to, or creates by `cls.__new__(cls)`, is not called. A name
     that is not in the tree counts as called, because the pickle dropped the result.
     """
-    called, named = [], set()
+    called_names, uncalled = [], set()
     for node in walk_everything(checkpoint.root):
-        inside = list(get_children(node))
+        parts = list(get_children(node))
         if isinstance(node, Opaque):
-            del inside[0]  # the constructor
+            del parts[0]  # the constructor
             is_made = node.maker == "newobj" and not (node.args or node.kwargs)
             if is_made and isinstance(node.func, Global):
-                named.add(node.class_name)
+                uncalled.add(node.class_name)
             else:
-                called.append(node.class_name)
-        named.update(one.qualified for one in inside if isinstance(one, Global))
-    return blocking((*called, *(one for one in checkpoint.details.globals if one not in named)))
+                called_names.append(node.class_name)
+        uncalled.update(part.qualified for part in parts if isinstance(part, Global))
+    others = (name for name in checkpoint.details.globals if name not in uncalled)
+    return blocking((*called_names, *others))
 
 
-def misnamed(checkpoint: Checkpoint) -> str | None:
+def describe_wrong_extension(checkpoint: Checkpoint) -> str | None:
     """Return a sentence if the extension is that of another format, else None."""
     name = checkpoint.path.lower()
-    known = load_format(checkpoint.format)
-    if known.tensors_only and name.endswith(TORCH_ENDINGS):
-        ending = os.path.splitext(name)[1]
-        return f"it is a safetensors file, but its extension is {ending}, as for torch"
-    if known.by_torch and name.endswith(".safetensors"):
+    format = load_format(checkpoint.format)
+    if format.tensors_only and name.endswith(TORCH_ENDINGS):
+        extension = os.path.splitext(name)[1]
+        return f"it is a safetensors file, but its extension is {extension}, as for torch"
+    if format.by_torch and name.endswith(".safetensors"):
         return "torch.save wrote it, but its extension is .safetensors"
     return None
 
 
-def unnamed(checkpoint: Checkpoint) -> bool:
+def is_format_entry_missing(checkpoint: Checkpoint) -> bool:
     """Return True if the header lacks the entry by which other libraries know the format."""
     key = load_format(checkpoint.format).header_key
     return bool(key) and key not in checkpoint.details.header
 
 
-def missing_weights(checkpoint: Checkpoint) -> Finding | None:
+def detect_missing_weights(checkpoint: Checkpoint) -> Finding | None:
     """Return a finding about weights that are missing from the file, or None.
 
     Sources: deepspeed/runtime/engine.py (file names, `mp_world_size`, placeholders of ZeRO-3),
     torch/distributed/fsdp/_flat_param.py (`_flat_param`), the file names of Megatron and Llama.
     """
-    checks = (_packed, _placeholders, _flat_parameters, _rank)
-    return next((part for check in checks if (part := check(checkpoint)) is not None), None)
+    checks = (
+        _detect_packed_weights,
+        _detect_placeholders,
+        _detect_flat_parameters,
+        _detect_rank_file,
+    )
+    return next((finding for check in checks if (finding := check(checkpoint)) is not None), None)
 
 
-def _packed(checkpoint: Checkpoint) -> Finding | None:
+def _detect_packed_weights(checkpoint: Checkpoint) -> Finding | None:
     """Detect TorchScript weights that are packed, without keys, or were never written."""
     details = checkpoint.details
     if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
@@ -134,8 +140,8 @@ def _packed(checkpoint: Checkpoint) -> Finding | None:
         )
     if not load_format(checkpoint.format).is_program:
         return None
-    named = (*details.globals, *blockers(checkpoint.root))
-    if has_packed_weights(checkpoint.root) or any(name.startswith(PACKED) for name in named):
+    referenced = (*details.globals, *blockers(checkpoint.root))
+    if has_packed_weights(checkpoint.root) or any(name.startswith(PACKED) for name in referenced):
         return Finding("packed", PACKED_WEIGHTS, hint=RUN_IT)
     keys = list(checkpoint.root) if isinstance(checkpoint.root, dict) else []
     names = [key for key in keys if str(key).startswith(CONSTANT)]
@@ -146,21 +152,23 @@ def _packed(checkpoint: Checkpoint) -> Finding | None:
     return Finding("frozen", text, hint="save the state dict of the model before torch.jit.freeze")
 
 
-def _placeholders(checkpoint: Checkpoint) -> Finding | None:
-    found = find_placeholders(checkpoint)
-    if found is None:
+def _detect_placeholders(checkpoint: Checkpoint) -> Finding | None:
+    """Detect ZeRO-3 placeholders; the hint has the folder if it is known."""
+    finding = find_placeholders(checkpoint)
+    if finding is None:
         return None
-    hint = _gathered(checkpoint.path) if found.hint == PLACEHOLDERS else found.hint
-    return Finding(found.kind, found.text, found.where, hint=hint)
+    hint = _hint_for_rank_file(checkpoint.path) if finding.hint == PLACEHOLDERS else finding.hint
+    return Finding(finding.kind, finding.text, finding.where, hint=hint)
 
 
-def _gathered(path: str) -> str:
+def _hint_for_rank_file(path: str) -> str:
     """Return the hint about one DeepSpeed rank file, with its folder if known."""
     folder = shell(os.path.dirname(path) or ".") if is_step_file(path) else "FOLDER"
     return PLACEHOLDERS.replace("FOLDER", folder)
 
 
-def _flat_parameters(checkpoint: Checkpoint) -> Finding | None:
+def _detect_flat_parameters(checkpoint: Checkpoint) -> Finding | None:
+    """Detect the flat parameters that FSDP saves without the model's own keys."""
     names = [
         name
         for section in checkpoint.sections
@@ -175,7 +183,7 @@ def _flat_parameters(checkpoint: Checkpoint) -> Finding | None:
     return Finding("flat-parameters", text, tuple(names), hint=remedy)
 
 
-def _rank(checkpoint: Checkpoint) -> Finding | None:
+def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
     """Detect one of several rank files by its content, its name or the files next to it."""
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
@@ -183,19 +191,19 @@ def _rank(checkpoint: Checkpoint) -> Finding | None:
         remedy = f"ckptool convert {shell(checkpoint.path)} OUT --model-only --concat 'GLOB=DIM'"
         text = f"it has the parts of each matrix from {len(root)} ranks"
         return Finding("part", text, hint=f"join them with {remedy}")
-    size, found = root.get("mp_world_size"), _COUNTED.search(name)
+    world_size, counted_name = root.get("mp_world_size"), _COUNTED.search(name)
     if _ZERO.search(name):
         text = "judging by its name, it has one rank's part of an optimizer state"
-        return Finding("part", text, hint=_gathered(checkpoint.path))
-    if type(size) is int and size > 1:
-        text = f"it has one of {size} parts of each matrix: its mp_world_size is {size}"
+        return Finding("part", text, hint=_hint_for_rank_file(checkpoint.path))
+    if type(world_size) is int and world_size > 1:
+        text = f"it has one of {world_size} parts of each matrix: its mp_world_size is {world_size}"
         return Finding("part", text, hint=_GATHER)
-    if type(size) is int:
+    if type(world_size) is int:
         return None
-    parts = parse_rank_name(name) and any(
-        one.is_spread and not one.whole for _, one in checkpoint.tensors()
+    is_shard_of_set = parse_rank_name(name) and any(
+        tensor.is_spread and not tensor.whole for _, tensor in checkpoint.tensors()
     )
-    if parts or SHARDING_INFO in checkpoint.details.header:
+    if is_shard_of_set or SHARDING_INFO in checkpoint.details.header:
         remedy = f"open its folder to join all ranks: {printable(folder or '.')}"
         return Finding("part", "it has one rank's part of each tensor", hint=remedy)
     total = _OF_TOTAL.search(name)
@@ -206,32 +214,32 @@ def _rank(checkpoint: Checkpoint) -> Finding | None:
             return Finding(
                 "part", f"judging by its name, it is one of {count:,} parts", hint=remedy
             )
-    if not found:
+    if not counted_name:
         return None
-    word, number = found[1], found[2]
+    prefix, number = counted_name[1], counted_name[2]
     other = f"{int(number) + (1 if int(number) == 0 else -1):0{len(number)}}"
-    sibling = name[: found.start()] + word + other + name[found.end() :]
+    sibling = name[: counted_name.start()] + prefix + other + name[counted_name.end() :]
     if os.path.lexists(os.path.join(folder, sibling)):
         why = f"{printable(sibling)} is next to it"
     elif int(number):
         why = f"its name has the number {number}"
     else:
-        text = f"judging by its name ({word}{number}), it may be one of several parts"
+        text = f"judging by its name ({prefix}{number}), it may be one of several parts"
         return Finding("part", text, hint="look for the other parts at its source", severity="note")
     return Finding("part", f"it is one of several parts: {why}", hint=_GATHER)
 
 
-def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
+def find_layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield reasons in the layout why `torch.load(weights_only=True)` rejects the file."""
     if os.path.isdir(checkpoint.path):
         yield "torch.load cannot open a folder"
-    known = load_format(checkpoint.format)
-    if known.refusal is not None:
-        yield known.refusal.what
-    if known.tensors_only and (text := misnamed(checkpoint)):
+    format = load_format(checkpoint.format)
+    if format.refusal is not None:
+        yield format.refusal.what
+    if format.tensors_only and (text := describe_wrong_extension(checkpoint)):
         yield text
-    if known.legacy:
-        yield from _legacy_blockers(checkpoint)
+    if format.legacy:
+        yield from _find_legacy_blockers(checkpoint)
     for note in checkpoint.details.notes:
         if note.startswith(TORCH_REFUSES):
             yield note.removeprefix(TORCH_REFUSES).strip()
@@ -239,7 +247,7 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"pickle opcodes: {', '.join(checkpoint.details.opcodes)}"
 
 
-def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[str, ...]:
+def find_outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[str, ...]:
     """Return names that `weights_only=True` rejects but the tree does not need.
 
     For example functions with which older torch created tensors: a rewrite uses the current ones.
@@ -250,14 +258,15 @@ def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[st
     return blocking(checkpoint.details.globals)
 
 
-def needed_import(classes: Iterable[str]) -> str:
+def suggest_import(classes: Iterable[str]) -> str:
     """Return the import that lets `torch.load` load objects of these classes; "" if none does."""
-    if not all(kind.startswith("torchao.") for kind in classes):
+    if not all(class_name.startswith("torchao.") for class_name in classes):
         return ""
     return "import torchao first; it allows its own classes, so that torch.load(FILE) works"
 
 
-def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
+def _find_legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield reasons in the pickle protocol and the dtypes of a legacy stream."""
     protocol = checkpoint.details.protocol
     if protocol not in (2, 3) and not checkpoint.details.opcodes:
         yield f"pickle protocol {protocol}"  # also in the pickles before and after the object
@@ -267,15 +276,15 @@ def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"no torch loads {', '.join(untyped)} from a legacy stream"
 
 
-def restored_devices(root: Any) -> tuple[str, ...]:
+def list_restored_devices(root: Any) -> tuple[str, ...]:
     """Return the devices of all tensors and storages, in order of first use.
 
     `torch.load` needs these devices. NumPy arrays have none.
     """
-    tags: dict[str, None] = {}
+    devices: dict[str, None] = {}
     for node in walk_everything(root):
         if isinstance(node, TensorRef) and node.kind != "numpy":
-            tags[node.device] = None
+            devices[node.device] = None
         elif isinstance(node, StorageRef):
-            tags[node.storage.device] = None
-    return tuple(tags)
+            devices[node.storage.device] = None
+    return tuple(devices)

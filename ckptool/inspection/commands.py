@@ -19,15 +19,15 @@ TRAINING = ("optimizer", "epoch", "schedule")
 
 def ema_command(checkpoint: Checkpoint) -> str:
     """Return the command that writes the averaged weights."""
-    return _joined("extract", as_argument(checkpoint.path), "--ema")
+    return _format_command("extract", as_argument(checkpoint.path), "--ema")
 
 
-def training_in(checkpoint: Checkpoint) -> tuple[str, ...]:
+def list_training_state(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the items of `TRAINING` that the file has."""
     kinds = {section.kind for section in checkpoint.sections}
     has_epoch = isinstance(checkpoint.root, dict) and "epoch" in checkpoint.root
-    found = ("optimizer" in kinds, has_epoch, "scheduler" in kinds)
-    return tuple(compress(TRAINING, found))
+    presence = ("optimizer" in kinds, has_epoch, "scheduler" in kinds)
+    return tuple(compress(TRAINING, presence))
 
 
 def convert_command(
@@ -35,27 +35,32 @@ def convert_command(
 ) -> str:
     """Return the shell command of a conversion with these steps."""
     words = [word for step in steps for word in step.words()]
-    chosen = () if format is None else ("--format", format)
-    return _joined("convert", as_argument(file), as_argument(target), *chosen, *words)
+    format_option = () if format is None else ("--format", format)
+    return _format_command(
+        "convert", as_argument(file), as_argument(target), *format_option, *words
+    )
 
 
-def _joined(*words: str) -> str:
+def _format_command(*words: str) -> str:
+    """Return a ckptool command with its words quoted for a shell."""
     return shlex.join(["ckptool", *words])
 
 
-def weights(root: Any, kinds: Collection[str] = MODEL_KINDS) -> list[tuple[Path, TensorRef]]:
-    """Return the tensors of all sections of these kinds."""
+def collect_weights(
+    root: Any, kinds: Collection[str] = MODEL_KINDS
+) -> list[tuple[Path, TensorRef]]:
+    """Return path and tensor of all sections of these kinds."""
     parts = (part for part in find_sections(root) if part.kind in kinds)
     return [pair for part in parts for pair in part.tensors()]
 
 
-def waste_notes(file: str, unused: int, dead: int) -> tuple[str, ...]:
+def describe_waste(file: str, unused: int, dead: int) -> tuple[str, ...]:
     """Return the note on the bytes that `compact` would drop: unused and dead ones."""
     facts = [
-        f"{counted(count, 'byte')} {of}{are(count)} {state}"
-        for count, of, state in ((unused, "of tensor data ", "unused"), (dead, "", "dead"))
+        f"{counted(count, 'byte')} {prefix}{are(count)} {state}"
+        for count, prefix, state in ((unused, "of tensor data ", "unused"), (dead, "", "dead"))
         if count > 0
     ]
     in_place = ["--in-place"] if file.endswith(".json") else []  # shards have no other target
-    command = _joined("compact", as_argument(file), *in_place)
+    command = _format_command("compact", as_argument(file), *in_place)
     return (f"{' and '.join(facts)}; {command} drops them",) if facts else ()

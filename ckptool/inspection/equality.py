@@ -30,10 +30,9 @@ from ckptool.errors import LimitExceeded
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
 Same = Callable[[TensorRef, TensorRef, bool], bool]
-"""Whether two plain arrays of one dtype and shape have equal elements.
+"""Returns True if two plain arrays of one dtype and shape have equal elements.
 
-The third says that they are no values: positions, sizes, scales, codes and bytes are equal or not,
-whatever tolerance the values have.
+The third argument is True if no tolerance applies: for positions, sizes, scales, codes and bytes.
 """
 
 ITSELF = "."
@@ -41,13 +40,13 @@ ITSELF = "."
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NO_PARTS = frozenset({"strided", "numpy", "meta"})
-"""Kinds that are all said by their header and their elements."""
+"""Kinds that header and elements describe completely."""
 _IN_HEADER = frozenset({"args", "layout", "size"})
 """Parts that only repeat the header."""
 _QUANTIZER = ("scheme", "scale", "zero_point", "axis")
 """The torch names of the items of a quantizer (`torch._utils._rebuild_qtensor`)."""
 _VALUES = frozenset({"values", "buffer", "_local_tensor"})
-"""What holds the values of a tensor made of parts: sparse or jagged, nested, distributed."""
+"""The part with the values of a tensor: sparse or jagged, nested, distributed."""
 
 
 def type_name(node: Any) -> str:
@@ -64,14 +63,14 @@ def type_name(node: Any) -> str:
 
 def is_made_of_parts(tensor: TensorRef) -> bool:
     """Return True if a tensor has parts other than its header and elements."""
-    return tensor.kind not in _NO_PARTS or any(map(_tells, tensor.wrapping))
+    return tensor.kind not in _NO_PARTS or any(map(_has_type_or_state, tensor.wrapping))
 
 
 def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
     """Return the stored elements of a tensor, or the bytes of a storage, as a plain array.
 
-    Those of a quantized tensor are integers, or bytes where several elements share one.
-    None where no run of bytes lies behind it: such a tensor is what its parts are.
+    Elements of a quantized tensor are integers, or bytes if several elements share one. None for
+    a tensor without a range of bytes: it is compared by its parts.
     """
     storage = tensor.storage
     if storage is None or storage.data is None:
@@ -84,12 +83,12 @@ def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
     return replace(tensor, dtype=dtype, kind="strided", parts=None, wrapping=(), hooks=None)
 
 
-def first_difference(
+def find_first_difference(
     a: Any,
     b: Any,
     same: Same | None = None,
     *,
-    held: bool = True,
+    items: bool = True,
     devices: bool = True,
     listed: Container[int] = frozenset(),
     limits: Limits = DEFAULT_LIMITS,
@@ -97,24 +96,24 @@ def first_difference(
     """Return where and how two values first differ; None if they are equal.
 
     Args:
-        a: Values, containers, objects, tensors that are made of parts.
+        a: A value, container, object, or tensor that is made of parts.
         b: The other.
         same: Compares each pair of plain arrays inside; None: all count as equal.
-        held: Whether what the two objects themselves hold as a list or dict is looked at.
-        devices: Whether device tags and requires_grad are.
+        items: Compare also the items that the two objects have as a list or dict.
+        devices: Compare also device tags and requires_grad.
         listed: Identities of tensors that are compared separately.
         limits: Limit how often containers may be referenced.
 
     Raises:
         LimitExceeded: the same containers are referenced too many times.
     """
-    return _Comparison(same, devices, listed, limits).run(a, b, held=held)
+    return _Comparison(same, devices, listed, limits).run(a, b, items=items)
 
 
 Part = tuple[Any, Any]
-"""A key, and what stands there."""
+"""A key and its value."""
 Step = tuple[Any, Any, Any]
-"""A key, and what stands there on either side."""
+"""A key, and its value on either side."""
 
 
 class _Differ(Exception):
@@ -127,11 +126,11 @@ class Unlike:
 
     place: str
     change: tuple[str, str] | None = None
-    """What stands there in either, in a few words; None where that takes figures."""
+    """Both values in a few words; None if that takes figures."""
 
 
 class _Comparison:
-    """One walk over two trees at once. Pairs met before, cycles among them, count as equal."""
+    """A walk over two trees at once. Pairs seen before, for example cycles, count as equal."""
 
     def __init__(
         self, same: Same | None, devices: bool, listed: Container[int], limits: Limits
@@ -140,113 +139,129 @@ class _Comparison:
         self._devices = devices
         self._listed = listed
         self._limits = limits
-        self._met: set[tuple[int, int]] = set()
-        self._seen: set[int] = set()
-        self._again = 0
+        self._compared_pairs: set[tuple[int, int]] = set()
+        self._seen_ids: set[int] = set()
+        self._repeats = 0
         self._kept: list[Any] = []
-        """What was made for the comparison, so that no later object gets its identity."""
+        """Objects made for the comparison, so that no later object gets their identity."""
 
-    def run(self, a: Any, b: Any, *, held: bool) -> Unlike | None:
+    def run(self, a: Any, b: Any, *, items: bool) -> Unlike | None:
+        """Return the first difference in a walk over both trees; None if they are equal."""
         todo: list[tuple[Any, Any, Link, bool]] = []
         trail: Link = None
         exact = False
         try:
-            steps = self._inside(a, b, exact, held=held)
+            steps = self._compare_nodes(a, b, exact, items=items)
             while True:
                 exact = exact or isinstance(a, TensorRef)
-                for key, one, other in reversed(steps):
-                    todo.append((one, other, (trail, key), exact and key not in _VALUES))
+                for key, value_a, value_b in reversed(steps):
+                    todo.append((value_a, value_b, (trail, key), exact and key not in _VALUES))
                 if not todo:
                     break
                 a, b, trail, exact = todo.pop()
-                steps = self._inside(a, b, exact)
+                steps = self._compare_nodes(a, b, exact)
         except _Differ as differ:
             change = differ.args if len(set(differ.args)) > 1 else None
             return Unlike(name_of(to_path(trail)) or ITSELF, change)
         return None
 
-    def _inside(self, a: Any, b: Any, exact: bool, *, held: bool = True) -> list[Step]:
-        """Return what is to be compared of two nodes; raises `_Differ` where they do themselves."""
+    def _compare_nodes(self, a: Any, b: Any, exact: bool, *, items: bool = True) -> list[Step]:
+        """Compare two nodes, and return their parts to compare.
+
+        Raises:
+            _Differ: the nodes themselves differ.
+        """
         if a is b or not self._is_new(a, b):
             return []
         if isinstance(a, DeviceValue) and isinstance(b, DeviceValue) and not self._devices:
             return []
         if id(a) in self._listed and id(b) in self._listed:
             return []
-        (one, mine), (other, others) = _made_of(a, held), _made_of(b, held)
-        if one != other:
+        (head_a, parts_a), (head_b, parts_b) = _describe_node(a, items), _describe_node(b, items)
+        if head_a != head_b:
             in_words = all(isinstance(node, (*_PLAIN, DeviceValue)) for node in (a, b))
             raise _Differ(*(map(summarize, (a, b)) if in_words else ()))
         if isinstance(a, dict):
-            steps = _by_key(mine, others)
+            steps = _pair_by_key(parts_a, parts_b)
             if isinstance(a, OrderedMap) and isinstance(b, OrderedMap):
-                steps += _by_key(_around(a), _around(b))
+                steps += _pair_by_key(_list_attached_parts(a), _list_attached_parts(b))
             return steps
         if isinstance(a, (Opaque, TensorRef)):
-            self._kept += (mine, others)
+            self._kept += (parts_a, parts_b)
         if isinstance(a, TensorRef):
-            return self._tensors(a, b, exact, _by_key(mine, others))
+            return self._compare_tensor_parts(a, b, exact, _pair_by_key(parts_a, parts_b))
         if isinstance(a, StorageRef):
             self._require(not self._devices or a.storage.device == b.storage.device)
-            self._elements(a, b, True)
-        return _in_order(mine, others)
+            self._require_equal_elements(a, b, True)
+        return _pair_in_order(parts_a, parts_b)
 
     def _is_new(self, a: Any, b: Any) -> bool:
+        """Return True for plain values, and for a pair of nodes that was not compared before."""
         if isinstance(a, _PLAIN):
             return True
         pair = id(a), id(b)
-        if pair in self._met:
+        if pair in self._compared_pairs:
             return False
-        self._met.add(pair)
-        self._again += pair[0] in self._seen
-        self._seen.add(pair[0])
-        if self._again > self._limits.max_repeats + len(self._seen):
+        self._compared_pairs.add(pair)
+        self._repeats += pair[0] in self._seen_ids
+        self._seen_ids.add(pair[0])
+        if self._repeats > self._limits.max_repeats + len(self._seen_ids):
             raise LimitExceeded("the same containers are referenced too many times")
         return True
 
-    def _require(self, equal: bool, *change: str) -> None:
+    def _require(self, equal: bool, *values: str) -> None:
+        """Raise `_Differ`, with both values in words, unless `equal`."""
         if not equal:
-            raise _Differ(*change)
+            raise _Differ(*values)
 
-    def _tensors(self, a: TensorRef, b: TensorRef, exact: bool, steps: list[Step]) -> list[Step]:
+    def _compare_tensor_parts(
+        self, a: TensorRef, b: TensorRef, exact: bool, steps: list[Step]
+    ) -> list[Step]:
+        """Compare devices, elements and counts of two tensors, and return all parts to compare."""
         if self._devices:
             self._require((a.device, a.requires_grad) == (b.device, b.requires_grad))
-        layers = _around(a), _around(b)
+        layers = _list_attached_parts(a), _list_attached_parts(b)
         if len(layers[0]) == len(layers[1]):  # else a file of another format cannot hold them
-            steps += _in_order(*layers)
+            steps += _pair_in_order(*layers)
         if a.kind == "quantized":  # what its codes mean comes first
             codes = raw_elements(a), raw_elements(b)
             self._kept += codes
             return [*steps, ("codes", *codes)]
-        self._elements(a, b, exact)
-        counts = _entries(a), _entries(b)
+        self._require_equal_elements(a, b, exact)
+        counts = _count_entries(a), _count_entries(b)
         self._require(counts[0] == counts[1], *(f"{count} entries" for count in counts))
         return steps
 
-    def _elements(self, a: TensorRef | StorageRef, b: TensorRef | StorageRef, exact: bool) -> None:
-        mine, others = raw_elements(a), raw_elements(b)
-        if mine is not None and others is not None and self._same is not None:
-            self._require(mine.shape == others.shape and self._same(mine, others, exact))
+    def _require_equal_elements(
+        self, a: TensorRef | StorageRef, b: TensorRef | StorageRef, exact: bool
+    ) -> None:
+        """Raise `_Differ` if the stored elements of two tensors or storages differ."""
+        elements_a, elements_b = raw_elements(a), raw_elements(b)
+        if elements_a is not None and elements_b is not None and self._same is not None:
+            self._require(
+                elements_a.shape == elements_b.shape and self._same(elements_a, elements_b, exact)
+            )
 
 
-def _by_key(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
-    """Return the parts of two nodes by key, in any order."""
-    mine = {to_comparable((key,)): (key, value) for key, value in a}
-    others = {to_comparable((key,)): value for key, value in b}
-    if mine.keys() != others.keys():
+def _pair_by_key(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
+    """Return the parts of two nodes by key, in any order; raises `_Differ` for other keys."""
+    parts_a = {to_comparable((key,)): (key, value) for key, value in a}
+    parts_b = {to_comparable((key,)): value for key, value in b}
+    if parts_a.keys() != parts_b.keys():
         raise _Differ
-    return [(key, value, others[known]) for known, (key, value) in mine.items()]
+    return [(key, value, parts_b[known]) for known, (key, value) in parts_a.items()]
 
 
-def _in_order(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
-    return [(key, one, other) for (key, one), (_, other) in zip(a, b, strict=True)]
+def _pair_in_order(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
+    """Return the parts of two nodes that have the same keys in the same order."""
+    return [(key, value_a, value_b) for (key, value_a), (_, value_b) in zip(a, b, strict=True)]
 
 
-def _made_of(node: Any, held: bool = True) -> tuple[tuple[Any, ...], list[Part]]:
-    """Return what equal nodes have alike, their kind first, and the parts to compare.
+def _describe_node(node: Any, items: bool = True) -> tuple[tuple[Any, ...], list[Part]]:
+    """Return the properties in which equal nodes agree, kind first, and their parts to compare.
 
-    `held`: also what an object itself holds as a list or dict. Parts of a dict and of a tensor
-    have their keys in any order.
+    With `items`, also the items that an object has as a list or dict. Keys of a dict and of a
+    tensor's parts are in any order.
     """
     if isinstance(node, dict):
         return ("dict", len(node)), list(node.items())
@@ -254,7 +269,7 @@ def _made_of(node: Any, held: bool = True) -> tuple[tuple[Any, ...], list[Part]]
         kind = "list" if isinstance(node, list) else "tuple"
         return (kind, len(node)), list(enumerate(node))
     if isinstance(node, TensorRef):
-        return ("tensor", node.kind, node.dtype, node.shape), _parts(node)
+        return ("tensor", node.kind, node.dtype, node.shape), _list_tensor_parts(node)
     if isinstance(node, StorageRef):
         return ("storage", node.class_name, node.storage.nbytes), []
     if isinstance(node, DeviceValue):
@@ -262,19 +277,19 @@ def _made_of(node: Any, held: bool = True) -> tuple[tuple[Any, ...], list[Part]]
     if isinstance(node, Global):
         return ("global", node.qualified), []
     if isinstance(node, Opaque):
-        return _object(node, held)
-    return ("value", type_name(node), _value(node)), []
+        return _describe_object(node, items)
+    return ("value", type_name(node), _normalize_value(node)), []
 
 
-def _value(value: Any) -> Any:
+def _normalize_value(value: Any) -> Any:
     """Return a plain value in a form in which NaN equals NaN."""
     if isinstance(value, complex):
-        return _value(value.real), _value(value.imag)
+        return _normalize_value(value.real), _normalize_value(value.imag)
     return value if value == value else "nan"
 
 
-def _parts(tensor: TensorRef) -> list[Part]:
-    """Return parts that do not only repeat the header, the items of a quantizer by name."""
+def _list_tensor_parts(tensor: TensorRef) -> list[Part]:
+    """Return the parts that do not repeat the header, the items of a quantizer by name."""
     if tensor.kind in _NO_PARTS:
         return []
     parts = {key: part for key, part in (tensor.parts or {}).items() if key not in _IN_HEADER}
@@ -283,7 +298,7 @@ def _parts(tensor: TensorRef) -> list[Part]:
     return list(parts.items())
 
 
-def _entries(tensor: TensorRef) -> int | None:
+def _count_entries(tensor: TensorRef) -> int | None:
     """Return the number of entries or blocks of a sparse tensor; None for others."""
     parts = tensor.parts or {}
     values = parts.get("values")
@@ -291,60 +306,61 @@ def _entries(tensor: TensorRef) -> int | None:
     return values.shape[0] if sparse and isinstance(values, TensorRef) and values.shape else None
 
 
-def _around(node: Any) -> list[Part]:
-    """Return what an `OrderedDict` has beside its entries, and what was put around a tensor."""
+def _list_attached_parts(node: Any) -> list[Part]:
+    """Return the attributes of an `OrderedDict`, or the wrapping layers of a tensor."""
     if isinstance(node, OrderedMap):
         return list(node.attributes.items())
     if isinstance(node, TensorRef):
-        layers = filter(_tells, node.wrapping)
+        layers = filter(_has_type_or_state, node.wrapping)
         return [(key, getattr(layer, key)) for layer in layers for key in ("type", "state")]
     return []
 
 
-def _tells(layer: Wrapping) -> bool:
-    """Return whether a layer says more than the header."""
+def _has_type_or_state(layer: Wrapping) -> bool:
+    """Return True if a layer has a type or state of its own."""
     return layer.type is not None or layer.state is not None
 
 
-def _object(node: Opaque, held: bool) -> tuple[tuple[Any, ...], list[Part]]:
+def _describe_object(node: Opaque, items: bool) -> tuple[tuple[Any, ...], list[Part]]:
+    """Return the properties and parts of an object, as `_describe_node`."""
     if node.plain is not None:
-        return ("value", node.plain[0], _value(node.plain[1])), []
+        return ("value", node.plain[0], _normalize_value(node.plain[1])), []
     if is_set(node):
-        items = list(set_items(node))
-        if all(map(_is_member, items)):
-            members = sorted(repr(to_comparable((item,))) for item in items)
+        elements = list(set_items(node))
+        if all(map(_is_member, elements)):
+            members = sorted(repr(to_comparable((item,))) for item in elements)
             return ("members", node.class_name, *members), []
-        return ("set", node.class_name, len(items)), [("items", item) for item in items]
+        return ("set", node.class_name, len(elements)), [("items", item) for item in elements]
     parts: list[Part] = []
     head: list[Any] = ["object", node.class_name, isinstance(node.func, Global)]
     if not isinstance(node.func, Global):
         parts.append(("function", node.func))
-    if held or node.class_name != "collections.Counter":
-        parts.append(("arguments", _arguments(node)))
+    if items or node.class_name != "collections.Counter":
+        parts.append(("arguments", _constructor_arguments(node)))
     parts.append(("options", node.kwargs))
-    for kind, run in groupby(node.steps, lambda step: step[0]):
-        values = [value for _, value in run]
+    for kind, group in groupby(node.steps, lambda step: step[0]):
+        values = [value for _, value in group]
         if kind == "build":
             parts += [("attributes", state) for state in values]
             head += [kind] * len(values)
-        elif held and (items := list(chain.from_iterable(values))):  # added in portions
-            parts.append(("items", items))
+        elif items and (elements := list(chain.from_iterable(values))):  # added in portions
+            parts.append(("items", elements))
             head.append(kind)
     return tuple(head), parts
 
 
 def _is_member(item: Any) -> bool:
-    """Return whether an item of a set is a plain value, or a tuple of such."""
+    """Return True if an item of a set is a plain value, or a tuple of plain values."""
     return isinstance(item, _PLAIN) or (
         isinstance(item, tuple) and all(isinstance(part, _PLAIN) for part in item)
     )
 
 
-def _arguments(node: Opaque) -> Any:
-    """Return what an object was made with; protocols 0 and 1 spell `__new__` by a function."""
+def _constructor_arguments(node: Opaque) -> Any:
+    """Return the constructor arguments of an object, without `_reconstructor` of protocols 0, 1."""
     match node:
         case Opaque(func=Global(name="_reconstructor"), args=(_, Global(name="object"), None)):
-            return ()
+            return ()  # `__new__` as a function
     return node.args
 
 
@@ -359,14 +375,14 @@ class Fingerprints:
     """
 
     def __init__(self, limits: Limits, listed: Container[int] = frozenset()) -> None:
-        """Take tensors whose identities are in `listed` as equal: they have a hash of their own."""
+        """Treat tensors with identities in `listed` as equal: they have a hash of their own."""
         self._repeated = RepeatedBytes(limits)
         self._listed = listed
         self._path: Path = ()
-        self._known: dict[int, bytes] = {}
+        self._digests: dict[int, bytes] = {}
         self._made: dict[int, tuple[tuple[Any, ...], list[Part]]] = {}
 
-    def of(self, path: Path, root: Any) -> str:
+    def compute(self, path: Path, root: Any) -> str:
         """Return the digest of a node, 16 hexadecimal digits; the tree must outlive this object.
 
         Raises:
@@ -377,29 +393,33 @@ class Fingerprints:
         while stack:
             node = stack[-1]
             if id(node) not in self._made:
-                head, parts = _made_of(node)
-                parts = [*parts, *_around(node)]
+                head, parts = _describe_node(node)
+                parts = [*parts, *_list_attached_parts(node)]
                 self._made[id(node)] = head, parts
-                within = (part for _, part in parts if isinstance(part, _CONTAINERS))
-                stack += [part for part in within if id(part) not in self._made]
-            elif id(stack.pop()) not in self._known:
-                self._known[id(node)] = self._digest(node, *self._made[id(node)])
-        return self._known[id(root)].hex()[:_LENGTH]
+                containers = (part for _, part in parts if isinstance(part, _CONTAINERS))
+                stack += [part for part in containers if id(part) not in self._made]
+            elif id(stack.pop()) not in self._digests:
+                self._digests[id(node)] = self._digest(node, *self._made[id(node)])
+        return self._digests[id(root)].hex()[:_LENGTH]
 
     def _digest(self, node: Any, head: tuple[Any, ...], parts: list[Part]) -> bytes:
-        found = [
-            _hash(repr(to_comparable((key,)))) + self._known_or_plain(part) for key, part in parts
+        """Return the digest of a node from its properties and the digests of its parts."""
+        digests = [
+            _hash_bytes(repr(to_comparable((key,)))) + self._digest_part(part)
+            for key, part in parts
         ]
         if isinstance(node, (dict, TensorRef)) or is_set(node):
-            found.sort()
-        return _hash(f"{head!r} {self._content(node)}", *found)
+            digests.sort()
+        return _hash_bytes(f"{head!r} {self._hash_elements(node)}", *digests)
 
-    def _known_or_plain(self, node: Any) -> bytes:
+    def _digest_part(self, node: Any) -> bytes:
+        """Return the digest of a container computed before, or of a plain value."""
         if isinstance(node, _CONTAINERS):
-            return self._known.get(id(node), b"itself")
-        return self._digest(node, *_made_of(node))
+            return self._digests.get(id(node), b"itself")
+        return self._digest(node, *_describe_node(node))
 
-    def _content(self, node: Any) -> str:
+    def _hash_elements(self, node: Any) -> str:
+        """Return the content hash of a tensor's elements; "" if they are listed or missing."""
         raw = raw_elements(node) if isinstance(node, (TensorRef, StorageRef)) else None
         if raw is None or id(raw) in self._listed:
             return ""
@@ -407,7 +427,8 @@ class Fingerprints:
         return hash_content(raw)
 
 
-def _hash(head: str, *parts: bytes) -> bytes:
+def _hash_bytes(head: str, *parts: bytes) -> bytes:
+    """Return the SHA-256 of a text and of the bytes after it."""
     import hashlib  # OpenSSL: a list without hashes has no use for it
 
     raw = head.encode("utf-8", "backslashreplace")

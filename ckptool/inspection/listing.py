@@ -197,26 +197,26 @@ def list_tensors(
                 )
             else:
                 objects.append((path, leaf))
-        rows = list(tensor_rows(leaves))
-        others = [_object_row(path, leaf) for path, leaf in objects]
+        rows = list(make_tensor_rows(leaves))
+        object_rows = [_make_object_row(path, leaf) for path, leaf in objects]
         if hash:
-            total = sum(one.nbytes for _, one in drop_ties(leaves) if one.has_content)
+            total = sum(tensor.nbytes for _, tensor in drop_ties(leaves) if tensor.has_content)
             hashes = hash_contents(leaves, limits, Meter(progress, total).advance)
-            digests = list(_digests(leaves, objects, limits))
+            digests = list(_compute_digests(leaves, objects, limits))
             rows = [
                 replace(row, sha256=sha256, digest=digest)
                 for row, sha256, digest in zip(rows, hashes, digests, strict=False)
             ]
-            others = [
+            object_rows = [
                 replace(row, digest=digest)
-                for row, digest in zip(others, digests[len(rows) :], strict=True)
+                for row, digest in zip(object_rows, digests[len(rows) :], strict=True)
             ]
         return Listing(
             file=without_query(checkpoint.path),
             format=checkpoint.format,
             tensors=tuple(rows),
             values=tuple(values),
-            objects=tuple(others),
+            objects=tuple(object_rows),
             hashed=hash,
             unmatched=tuple(map(str, chosen.unmatched)),
             quantizers=tuple(
@@ -225,26 +225,27 @@ def list_tensors(
         )
 
 
-def _object_row(path: Path, leaf: Any) -> ObjectRow:
-    name, words = class_name_of(leaf), summarize(leaf)
-    said = "" if words in (name, f"{name} object") else words
-    return ObjectRow(to_json_path(path), name_of(path), name, said)
+def _make_object_row(path: Path, leaf: Any) -> ObjectRow:
+    """Return the row of an object, with a summary if it is more than the class."""
+    name, text = class_name_of(leaf), summarize(leaf)
+    summary = "" if text in (name, f"{name} object") else text
+    return ObjectRow(to_json_path(path), name_of(path), name, summary)
 
 
-def tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]:
+def make_tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]:
     """Yield the row of each tensor.
 
     A storage has the name of its key, made unique if several files use the same key.
     """
     places = [tensor.place for _, tensor in leaves]
-    uses = Counter(places)
+    place_counts = Counter(places)
     names: dict[int, str] = {}
-    used = Counter[str]()
+    key_counts = Counter[str]()
     for (path, tensor), place in zip(leaves, places, strict=True):
         storage = tensor.storage
         if storage is not None and id(storage) not in names:
-            used[storage.key] += 1
-            count = used[storage.key]
+            key_counts[storage.key] += 1
+            count = key_counts[storage.key]
             names[id(storage)] = storage.key if count == 1 else f"{storage.key}#{count}"
         yield TensorRow(
             to_json_path(path),
@@ -258,22 +259,25 @@ def tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]
             names.get(id(storage)),
             tensor.requires_grad,
             numel=tensor.numel,
-            tied=place is not None and uses[place] > 1,
+            tied=place is not None and place_counts[place] > 1,
         )
 
 
-def _digests(
+def _compute_digests(
     leaves: Sequence[tuple[Path, TensorRef]], objects: Sequence[tuple[Path, Any]], limits: Limits
 ) -> Iterator[str | None]:
-    """Yield digests of objects, and of tensors with data other than elements (None for others)."""
+    """Yield a digest for each tensor, then for each object; None for plain tensors.
+
+    A tensor has a digest if it has data other than elements.
+    """
     from ckptool.inspection.equality import Fingerprints, is_made_of_parts
 
     listed = frozenset(id(tensor) for _, tensor in leaves if tensor.has_content)
     fingerprints = Fingerprints(limits, listed)
     for path, tensor in leaves:
-        yield fingerprints.of(path, tensor) if is_made_of_parts(tensor) else None
+        yield fingerprints.compute(path, tensor) if is_made_of_parts(tensor) else None
     for path, node in objects:
-        yield fingerprints.of(path, node)
+        yield fingerprints.compute(path, node)
 
 
 MAX_PARTS = 100  # dots of a name that make levels; a hostile name has millions
@@ -312,36 +316,43 @@ class TreeNode:
         }
 
 
-def tree(listing: Listing) -> TreeNode:
+def build_tree(listing: Listing) -> TreeNode:
     """Return the tensors of a listing by module; the label of the root is the file's name.
 
     Numbered siblings are folded if their subtrees have the same keys, dtypes, devices and shapes.
     """
-    rows = [(_parts(row), row) for row in listing.tensors]
-    return _fold(listing.file, 0, rows, {})[0]
+    rows = [(_split_path(row), row) for row in listing.tensors]
+    return _fold_module(listing.file, 0, rows, {})[0]
 
 
-def _parts(row: TensorRow) -> tuple[str, ...]:
+def _split_path(row: TensorRow) -> tuple[str, ...]:
+    """Return the components of a tensor's path, with its key split at dots."""
     *outer, own = (str(key) for key in row.path) if row.path else ("",)
     return (*outer, *own.split(".", MAX_PARTS))
 
 
-def _fold(
+def _fold_module(
     label: str, depth: int, rows: list[tuple[tuple[str, ...], TensorRow]], known: dict[Any, int]
 ) -> tuple[TreeNode, int]:
-    """Return the node of a module, and a number that equal subtrees share."""
+    """Return the node of a module, and a number that equal subtrees share.
+
+    `depth` is the number of path components that belong to the module.
+    """
     own = None
-    below: dict[str, list[tuple[tuple[str, ...], TensorRow]]] = {}
+    rows_by_child: dict[str, list[tuple[tuple[str, ...], TensorRow]]] = {}
     for parts, row in rows:
         if len(parts) == depth:
             own = row
         else:
-            below.setdefault(parts[depth], []).append((parts, row))
-    folded = [(name, *_fold(name, depth + 1, part, known)) for name, part in below.items()]
+            rows_by_child.setdefault(parts[depth], []).append((parts, row))
+    folded = [
+        (name, *_fold_module(name, depth + 1, child_rows, known))
+        for name, child_rows in rows_by_child.items()
+    ]
     shape = (own.dtype, own.shape, own.device) if own else None
     signature = (shape, tuple((name, number) for name, _, number in folded))
     number = known.setdefault(signature, len(known))
-    children = tuple(_grouped(folded))
+    children = tuple(_merge_siblings(folded))
     node = TreeNode(
         label,
         tensors=(own is not None) + sum(child.tensors for child in children),
@@ -353,7 +364,7 @@ def _fold(
     return node, number
 
 
-def _grouped(folded: list[tuple[str, TreeNode, int]]) -> Iterator[TreeNode]:
+def _merge_siblings(folded: list[tuple[str, TreeNode, int]]) -> Iterator[TreeNode]:
     """Yield siblings, with equal numbered ones merged into the first of them."""
     nodes = {name: node for name, node, _ in folded}
     for family in group_families(

@@ -60,12 +60,12 @@ def manifest_name(file: str, manifest: str) -> str:
         return os.path.abspath(file).replace(os.sep, "/")
 
 
-def hashed_tensors(
-    checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, told: BytesDone | None = None
+def hash_tensors(
+    checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, on_progress: BytesDone | None = None
 ) -> tuple[HashedTensor, ...]:
     """Return every listed tensor with its content hash. Raises as `hash_contents`."""
     leaves = list(checkpoint.tensors())
-    hashes = hash_contents(leaves, limits, told)
+    hashes = hash_contents(leaves, limits, on_progress)
     return tuple(
         HashedTensor(to_json_path(path), name_of(path), tensor.dtype, tensor.shape, sha256)
         for (path, tensor), sha256 in zip(leaves, hashes, strict=True)
@@ -99,7 +99,7 @@ def read_manifest(path: str, limits: Limits = DEFAULT_LIMITS) -> Files | None:
     source = FileSource(path)
     try:
         if not source.read(0, min(source.size, 64)).lstrip().startswith(b"{"):
-            raise _no_manifest(path)
+            raise _not_manifest_error(path)
         if source.size > limits.max_json_bytes:
             raise LimitExceeded(
                 f"the manifest has {source.size:,} bytes; the limit is {limits.max_json_bytes:,}",
@@ -107,23 +107,25 @@ def read_manifest(path: str, limits: Limits = DEFAULT_LIMITS) -> Files | None:
             )
         document = parse_json(source.read(0, source.size).decode("utf-8"), "the manifest")
     except (UnicodeDecodeError, CorruptFile) as error:
-        raise _no_manifest(path) from error
+        raise _not_manifest_error(path) from error
     finally:
         source.close()
     match document:
         case {"schema": str(schema), "files": list(files)} if schema == SCHEMA:
-            return dict(_file(entry, path) for entry in files)
-    raise _no_manifest(path)
+            return dict(_parse_file(entry, path) for entry in files)
+    raise _not_manifest_error(path)
 
 
-def _file(entry: Any, path: str) -> tuple[str, list[HashedTensor]]:
+def _parse_file(entry: Any, path: str) -> tuple[str, list[HashedTensor]]:
+    """Return the name and the tensors of a file in a manifest."""
     match entry:
         case {"file": str(name), "tensors": list(tensors)}:
-            return name, [_tensor(tensor, path) for tensor in tensors]
-    raise _no_manifest(path)
+            return name, [_parse_tensor(tensor, path) for tensor in tensors]
+    raise _not_manifest_error(path)
 
 
-def _tensor(entry: Any, path: str) -> HashedTensor:
+def _parse_tensor(entry: Any, path: str) -> HashedTensor:
+    """Return a tensor of a manifest; raises UsageError unless it has all keys."""
     match entry:
         case {
             "path": list(keys), "name": str(name), "dtype": str(dtype), "shape": list(shape),
@@ -133,10 +135,11 @@ def _tensor(entry: Any, path: str) -> HashedTensor:
             and all(size is None or type(size) is int for size in shape)
         ):  # fmt: skip
             return HashedTensor(tuple(keys), name, dtype, tuple(shape), sha256)
-    raise _no_manifest(path)
+    raise _not_manifest_error(path)
 
 
-def _no_manifest(path: str) -> UsageError:
+def _not_manifest_error(path: str) -> UsageError:
+    """Return the error about a file that is not a manifest."""
     return UsageError(
         "not a ckptool manifest, so it is not overwritten",
         file=path,
@@ -158,17 +161,22 @@ def compare_tensors(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor
     (`state_dict/module.fc.weight` is `fc.weight`). If the layout of the file differs from the
     manifest's, missing containers are a note and not a problem.
     """
-    by_path = {one.path: one for one in found}
-    both = [(one, by_path[one.path]) for one in wanted if one.path in by_path]
-    taken = {one.path for one, _ in both}
-    ours, theirs = _groups(wanted, taken), _groups(found, taken)
-    moved = False
-    for place, other in _group_pairs(ours, theirs):
-        moved = moved or place != other
-        common = [name for name in ours[place] if name in theirs[other]]
-        both.extend((ours[place].pop(name), theirs[other].pop(name)) for name in common)
+    by_path = {tensor.path: tensor for tensor in found}
+    pairs = [(tensor, by_path[tensor.path]) for tensor in wanted if tensor.path in by_path]
+    paired_paths = {tensor.path for tensor, _ in pairs}
+    ours, theirs = (
+        _group_by_container(wanted, paired_paths),
+        _group_by_container(found, paired_paths),
+    )
+    is_moved = False
+    for container, partner in _pair_containers(ours, theirs):
+        is_moved = is_moved or container != partner
+        common = [name for name in ours[container] if name in theirs[partner]]
+        pairs.extend((ours[container].pop(name), theirs[partner].pop(name)) for name in common)
     problems, notes = list[Finding](), list[str]()
-    renamed = [(want.name, have.name) for want, have in both if want.name != have.name]
+    renamed = [
+        (expected.name, actual.name) for expected, actual in pairs if expected.name != actual.name
+    ]
     if renamed:
         old, new = (listed([name]) for name in renamed[0])
         notes.append(
@@ -179,18 +187,18 @@ def compare_tensors(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor
         ("missing", 0, ours, "in the manifest, but not in this file", "not in this file"),
         ("extra", 1, theirs, "in this file, but not in the manifest", "not in the manifest"),
     ):
-        paired = {pair[side].path[:-1] for pair in both}
+        paired = {pair[side].path[:-1] for pair in pairs}
         elsewhere = Counter[str]()
-        for place, group in groups.items():
-            if moved and place not in paired:
-                elsewhere[name_of(place[:1])] += len(group)
+        for container, group in groups.items():
+            if is_moved and container not in paired:
+                elsewhere[name_of(container[:1])] += len(group)
             else:
-                problems += (Finding(kind, text, (one.name,)) for one in group.values())
+                problems += (Finding(kind, text, (tensor.name,)) for tensor in group.values())
         for name, count in (+elsewhere).items():
             notes.append(f"{counted(count, 'tensor')} of {listed([name])} {are(count)} {where}")
-    for pair in both:
-        problems += _differences(*pair)
-    unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in both)
+    for pair in pairs:
+        problems += _compare_tensor(*pair)
+    unhashed = sum(expected.sha256 is None and actual.sha256 is None for expected, actual in pairs)
     if unhashed:
         notes.append(
             f"{counted(unhashed, 'tensor')} without a hash because they are sparse or quantized: "
@@ -199,52 +207,59 @@ def compare_tensors(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor
     return Findings(tuple(problems), tuple(notes))
 
 
-def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Finding]:
-    if want.dtype != have.dtype:
-        text = f"dtype is {have.dtype}, expected {want.dtype}"
-        yield Finding("dtype", text, (have.name,))
-    if want.shape != have.shape:
-        text = f"shape is {format_shape(have.shape)}, expected {format_shape(want.shape)}"
-        yield Finding("shape", text, (have.name,))
-    elif want.dtype == have.dtype and want.sha256 != have.sha256:
+def _compare_tensor(expected: HashedTensor, actual: HashedTensor) -> Iterator[Finding]:
+    """Yield differences of one tensor: in dtype, shape, or content."""
+    if expected.dtype != actual.dtype:
+        text = f"dtype is {actual.dtype}, expected {expected.dtype}"
+        yield Finding("dtype", text, (actual.name,))
+    if expected.shape != actual.shape:
+        text = f"shape is {format_shape(actual.shape)}, expected {format_shape(expected.shape)}"
+        yield Finding("shape", text, (actual.name,))
+    elif expected.dtype == actual.dtype and expected.sha256 != actual.sha256:
         text = "content differs from the manifest, by SHA-256"
-        yield Finding("content", text, (have.name,))
+        yield Finding("content", text, (actual.name,))
 
 
-def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_Place, _Group]:
-    """Group tensors by container and bare key, if unique, except the paths in `taken`."""
+def _group_by_container(
+    tensors: Iterable[HashedTensor], skipped: Container[_Place]
+) -> dict[_Place, _Group]:
+    """Group tensors by container and bare key, if unique, except the paths in `skipped`."""
     groups: dict[_Place, _Group] = {}
-    for one in tensors:
-        groups.setdefault(one.path[:-1], {})[one.path[-1] if one.path else ""] = one
-    for place, group in groups.items():
+    for tensor in tensors:
+        groups.setdefault(tensor.path[:-1], {})[tensor.path[-1] if tensor.path else ""] = tensor
+    for container, group in groups.items():
         renamed: Mapping[Any, str] = map_to_bare_names(
-            [own for own in group if isinstance(own, str)]
+            [key for key in group if isinstance(key, str)]
         )
-        groups[place] = {
-            renamed.get(own, own): one for own, one in group.items() if one.path not in taken
+        groups[container] = {
+            renamed.get(key, key): tensor
+            for key, tensor in group.items()
+            if tensor.path not in skipped
         }
     return groups
 
 
-def _group_pairs(
+def _pair_containers(
     wanted: dict[_Place, _Group], found: dict[_Place, _Group]
 ) -> Iterator[tuple[_Place, _Place]]:
     """Yield containers with equal paths, then those with most common content, then most keys."""
-    yield from ((place, place) for place in found if place in wanted)
-    left = {place: group for place, group in wanted.items() if place not in found}
-    other = {place: group for place, group in found.items() if place not in wanted}
+    yield from ((container, container) for container in found if container in wanted)
+    unpaired = {container: group for container, group in wanted.items() if container not in found}
+    unpaired_found = {
+        container: group for container, group in found.items() if container not in wanted
+    }
     for content in (True, False):
-        where: dict[Any, list[_Place]] = {}
-        for want, group in left.items():
-            for own, one in group.items():
-                where.setdefault((own, content and one.sha256), []).append(want)
+        candidates: dict[Any, list[_Place]] = {}
+        for expected, group in unpaired.items():
+            for key, tensor in group.items():
+                candidates.setdefault((key, content and tensor.sha256), []).append(expected)
         votes = Counter(
-            (want, have)
-            for have, group in other.items()
-            for own, one in group.items()
-            for want in where.get((own, content and one.sha256), ())[:_MOST_COMPARED]
+            (expected, actual)
+            for actual, group in unpaired_found.items()
+            for key, tensor in group.items()
+            for expected in candidates.get((key, content and tensor.sha256), ())[:_MOST_COMPARED]
         )
-        for (want, have), _ in votes.most_common():
-            if want in left and have in other:
-                del left[want], other[have]
-                yield want, have
+        for (expected, actual), _ in votes.most_common():
+            if expected in unpaired and actual in unpaired_found:
+                del unpaired[expected], unpaired_found[actual]
+                yield expected, actual

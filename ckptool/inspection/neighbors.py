@@ -15,7 +15,7 @@ _TRAINING = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "
 """Name prefixes of the state files of the transformers Trainer and accelerate."""
 
 
-def neighbor_notes(checkpoint: Checkpoint) -> Iterator[str]:
+def describe_neighbors(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield notes on files next to the weights, if their name is that of a model folder."""
     path = checkpoint.path
     if identify_library(path) is None:
@@ -25,11 +25,13 @@ def neighbor_notes(checkpoint: Checkpoint) -> Iterator[str]:
         names = sorted(os.listdir(folder))
     except OSError:
         return
-    training = [name for name in names if name.startswith(_TRAINING) and not name.endswith(".json")]
-    if training:
+    state_files = [
+        name for name in names if name.startswith(_TRAINING) and not name.endswith(".json")
+    ]
+    if state_files:
         step = read_trainer_state(folder).get("global_step")
         when = f"the training at step {step:,}" if type(step) is int else "the training"
-        yield f"next to it is the state of {when}: {listed(training)}"
+        yield f"next to it is the state of {when}: {listed(state_files)}"
     adapters = [name for name in names if identify_library(name) == "peft"]
     if adapters and identify_library(path) != "peft":
         files = listed([*adapters, *({ADAPTER_CONFIG} & {*names})])

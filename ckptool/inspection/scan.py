@@ -36,7 +36,7 @@ from ckptool.inspection.scan_calls import (
     VERDICTS,
     Judge,
     SuspectCall,
-    worst,
+    worst_verdict,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid, storage_type
@@ -82,25 +82,29 @@ _METHODS: dict[int, Callable[[], Any]] = {
 """The decompressor of a zip record, by its method."""
 
 
-_Raw = Callable[[ByteRange, Any, int], int]
+_TrailingBytes = Callable[[ByteRange, Any, int], int]
 
 
-def _behind_storage(data: ByteRange, record: Any, position: int) -> int:
-    """Return the bytes behind a pickle in the storages of torch's tar of 2017."""
+def _storage_bytes_after_pickle(data: ByteRange, record: Any, position: int) -> int:
+    """Return the number of bytes after a pickle in the storages of torch's tar of 2017."""
     if not (isinstance(record, tuple) and record):
         return 0
     numel = int.from_bytes(data.read(position, COUNT.size), "little")
     return COUNT.size + numel * BY_NAME[storage_type(record[-1], data.source.name)[0]].itemsize
 
 
-def _behind_tensor(data: ByteRange, record: Any, position: int) -> int:
-    """Return the bytes behind a pickle in the tensors of that tar: sizes, strides, an offset."""
+def _tensor_bytes_after_pickle(data: ByteRange, record: Any, position: int) -> int:
+    """Return the number of bytes after a pickle in that tar's tensors: sizes, strides, offset."""
     if not isinstance(record, tuple):
         return 0
     return 16 * (1 + int.from_bytes(data.read(position, 4), "little"))
 
 
-_TORCH_TAR = {"storages": _behind_storage, "tensors": _behind_tensor, "pickle": lambda *_: 0}
+_TORCH_TAR = {
+    "storages": _storage_bytes_after_pickle,
+    "tensors": _tensor_bytes_after_pickle,
+    "pickle": lambda *_: 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ class Stream:
     fault: str = ""
     """Why it cannot be traced to its end."""
     told: int = 0
-    """The number of calls that run something, including those not in `calls`."""
+    """The number of calls that run something, including calls that are not listed."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.scan/1`."""
@@ -189,7 +193,7 @@ def scan(
     called) or `cannot tell`. It follows from what is called, not from a list of bad names.
 
     Args:
-        path: A file of any kind. Of the files in a folder, `files_below` yields the paths.
+        path: A file of any kind. Of the files in a folder, `find_files` yields the paths.
         limits: Limits for hostile files.
         hidden: Also look for records that are missing from the directory of an inconsistent zip.
 
@@ -199,41 +203,43 @@ def scan(
     name = os.fsdecode(path)
     with closing(place_of(path).open(name)) as source:
         scanner = _Scanner(name, limits, hidden=hidden)
-        scanner.look(ByteRange(source, 0, source.size), "", 0)
+        scanner.scan_content(ByteRange(source, 0, source.size), "", 0)
         notes, code = tuple(dict.fromkeys(scanner.notes)), tuple(scanner.code)
         streams = tuple(scanner.streams)
         return Scan(without_query(name), scanner.verdict, scanner.pickles, streams, code, notes)
 
 
-def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
+def find_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
     """Yield the files of paths, folders and patterns, each once.
 
     Links to files are followed, links to folders are not. A pattern that matches nothing is
     yielded unchanged: opening it raises the error.
     """
     seen = set()
-    for given in map(os.fsdecode, paths):
-        pattern = not os.path.lexists(given) and has_magic(given)
-        for path in (sorted(glob(given, recursive=True)) if pattern else ()) or (given,):
-            for file in _inside(path) if place_of(path).is_folder(path) else (path,):
+    for given_path in map(os.fsdecode, paths):
+        is_pattern = not os.path.lexists(given_path) and has_magic(given_path)
+        for path in (sorted(glob(given_path, recursive=True)) if is_pattern else ()) or (
+            given_path,
+        ):
+            for file in _walk_files(path) if place_of(path).is_folder(path) else (path,):
                 if file not in seen:
                     seen.add(file)
                     yield file
 
 
-def _inside(folder: str) -> Iterator[str]:
-    """Yield the files in a folder, and unreadable folders: opening them raises the error."""
+def _walk_files(folder: str) -> Iterator[str]:
+    """Yield the files below a folder, and unreadable folders: opening them raises the error."""
     if is_address(folder):
         place = place_of(folder)
         top = place.spelled(folder).rstrip("/")
         for path in (f"{top}/{name}" for name in sorted(place.names(folder))):
-            yield from _inside(path) if place.is_folder(path) else (path,)
+            yield from _walk_files(path) if place.is_folder(path) else (path,)
         return
     failed = list[OSError]()
-    for here, folders, names in os.walk(folder, onerror=failed.append):
+    for current, folders, names in os.walk(folder, onerror=failed.append):
         folders[:] = sorted(set(folders) - {".git", "__pycache__"})
         for name in sorted(names):
-            path = os.path.join(here, name)
+            path = os.path.join(current, name)
             if os.path.isfile(path) or os.path.islink(path):
                 yield path
     yield from (os.fsdecode(error.filename) for error in failed)
@@ -255,37 +261,40 @@ class _Scanner:
 
     @property
     def verdict(self) -> str:
-        return worst(*(stream.verdict for stream in self.streams))
+        return worst_verdict(*(stream.verdict for stream in self.streams))
 
     def add_stream(self, stream: Stream) -> None:
         """Add a stream; in a full list, a worse one replaces the last, which keeps the verdict."""
         if len(self.streams) < _MOST_STREAMS:
             self.streams[stream] = None
-        elif worst(stream.verdict, last := next(reversed(self.streams)).verdict) != last:
+        elif worst_verdict(stream.verdict, last := next(reversed(self.streams)).verdict) != last:
             self.streams.popitem()
             self.streams[stream] = None
 
-    def unread(self, where: str, why: str) -> None:
-        """Note data that may contain a pickle but is not read."""
+    def report_unread(self, where: str, why: str) -> None:
+        """Report data that may contain a pickle but is not read."""
         self.add_stream(Stream(where, 0, CANNOT_TELL, fault=why))
 
-    def memory(self, raw: bytes) -> ByteRange:
+    def wrap_memory(self, raw: bytes) -> ByteRange:
+        """Return bytes as the content of a file in memory."""
         return ByteRange(MemorySource(raw, self.file), 0, len(raw))
 
-    def look(self, data: ByteRange, where: str, depth: int, raw: _Raw | None = None) -> set[str]:
+    def scan_content(
+        self, data: ByteRange, where: str, depth: int, trailing_bytes: _TrailingBytes | None = None
+    ) -> set[str]:
         """Scan `data` by its content; return the keys of the storages it refers to."""
         keys = set[str]()
         try:
             if depth > _DEEPEST:
                 raise LimitExceeded(f"archives are nested more than {_DEEPEST} levels deep")
-            keys = self._pickles(data, where, raw=raw)
-            self._carrier(data, where, depth)
+            keys = self._scan_pickles(data, where, trailing_bytes=trailing_bytes)
+            self._scan_container(data, where, depth)
         except CheckpointError as error:
-            self.unread(where, error.message)
+            self.report_unread(where, error.message)
         return keys
 
-    def _carrier(self, data: ByteRange, where: str, depth: int) -> None:
-        """Scan the content of an archive, an array or a compressed stream."""
+    def _scan_container(self, data: ByteRange, where: str, depth: int) -> None:
+        """Scan the content of an archive, an array, a compressed stream or a Keras config."""
         head = data.read(0, min(BLOCK, data.length))
         is_raw = not isinstance(
             data.source, InflatedSource
@@ -293,29 +302,29 @@ class _Scanner:
         tail = data.read(max(data.length - _ZIP_END, 0)) if is_raw else b""
         is_zip = head.startswith(b"PK\x03\x04")
         if is_zip or b"PK\x05\x06" in tail:
-            self._zip(data, where, depth)
+            self._scan_zip(data, where, depth)
         if is_zip:
             return
         if is_tar(head):
             if data.length != data.source.size:
                 if data.length > _MOST_INFLATED:
                     raise LimitExceeded("a tar inside an archive is too large to read")
-                data = self.memory(data.read())
+                data = self.wrap_memory(data.read())
             for name, member in read_members(data.source, self.limits).items():
-                self.look(member, _below(where, name), depth + 1, _TORCH_TAR.get(name))
+                self.scan_content(member, _join_names(where, name), depth + 1, _TORCH_TAR.get(name))
         elif head.startswith(b"\x93NUMPY"):
             header = read_array_header(Record(where or self.file, data))
             if re.search(r"O|object|\\", header.descr):
-                self._pickles(data, where, header.length)
-        for pattern, make in _COMPRESSED.items():
-            if found := re.match(pattern, head):
-                packed = data.slice(found.end(), data.length - found.end())
-                sure = head[:1] not in b"\x78\x5d"  # two bytes may match by chance
-                inflated = self._inflated(packed, make, where, sure=sure)
-                self.look(inflated, _below(where, "inflated"), depth + 1)
-        for magic, what in _UNREAD:
+                self._scan_pickles(data, where, header.length)
+        for pattern, make_inflater in _COMPRESSED.items():
+            if match := re.match(pattern, head):
+                packed = data.slice(match.end(), data.length - match.end())
+                is_certain = head[:1] not in b"\x78\x5d"  # two bytes may match by chance
+                inflated = self._inflate(packed, make_inflater, where, is_certain=is_certain)
+                self.scan_content(inflated, _join_names(where, "inflated"), depth + 1)
+        for magic, description in _UNREAD:
             if head.startswith(magic):
-                self.unread(where, f"{what} is not supported")
+                self.report_unread(where, f"{description} is not supported")
         is_config = head.lstrip()[:1] == b"{" or head.startswith(b"\x89HDF")
         if is_config and _LAMBDA.search(data.read(0, min(data.length, 16 << 20))):
             text = "keras.layers.Lambda: keras.models.load_model runs the code in it"
@@ -327,190 +336,212 @@ class _Scanner:
 
     # Pickles
 
-    def _pickles(
-        self, data: ByteRange, where: str, start: int = 0, raw: _Raw | None = None
+    def _scan_pickles(
+        self,
+        data: ByteRange,
+        where: str,
+        start: int = 0,
+        trailing_bytes: _TrailingBytes | None = None,
     ) -> set[str]:
         """Judge consecutive pickles, and return the keys of the storages that they refer to.
 
-        `raw` returns the number of bytes after a pickle; no other bytes are allowed.
+        `trailing_bytes` returns the number of bytes after a pickle; no other bytes are allowed.
         """
         position, keys = start, set[str]()
-        is_length = start == 0 and _is_safetensors(data, self.limits)
+        is_header_length = start == 0 and _is_safetensors(data, self.limits)
         chunk, base = b"", start
-        roots, stored = list[Any](), dict[str, int]()
+        roots, storage_sizes = list[Any](), dict[str, int]()
         while position < data.length:
             if position - base >= len(chunk):
                 chunk, base = data.read(position, min(_WINDOW, data.length - position)), position
-            run = self._run(chunk, position - base, base)
+            run = self._trace_pickle(chunk, position - base, base)
             is_short = run.failed is TruncatedFile or (run.failed and run.cut)
             if is_short and base + len(chunk) < data.length:
                 refuse_bomb(data, self.limits.max_header_inflation)
-                wanted = min(_WINDOW if position > base else len(chunk) * 8, data.length - position)
-                if wanted > self.limits.max_pickle_bytes:
-                    if is_length:
+                length = min(_WINDOW if position > base else len(chunk) * 8, data.length - position)
+                if length > self.limits.max_pickle_bytes:
+                    if is_header_length:
                         break
                     raise LimitExceeded("its pickle is longer than the limit")
-                chunk, base = data.read(position, wanted), position
+                chunk, base = data.read(position, length), position
                 continue
-            is_one = bool(run.end is not None or run.seen)
-            if not is_length:
-                is_one |= run.failed is LimitExceeded
-                is_one |= bool(_PROTOCOL.match(chunk, position - base))
-            if not is_one:
+            is_pickle = bool(run.end is not None or run.seen)
+            if not is_header_length:
+                is_pickle |= run.failed is LimitExceeded
+                is_pickle |= bool(_PROTOCOL.match(chunk, position - base))
+            if not is_pickle:
                 break
-            self._note(run, where, position)
+            self._add_traced(run, where, position)
             if run.end is None:
                 break
-            storages = self._storages(run)
+            storages = self._find_storages(run)
             keys |= storages.keys()
             position = base + run.end
-            if raw is not None:
-                position += raw(data, run.root, position)
+            if trailing_bytes is not None:
+                position += trailing_bytes(data, run.root, position)
             roots = [*roots, run.root][-_LEGACY_PICKLES:]
-            stored = storages or stored
+            storage_sizes = storages or storage_sizes
             if len(roots) == _LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
-                instead = self._run(chunk, position - base, base)
-                if instead.seen:  # a pickle in place of the storages
-                    self._note(instead, where, position)
-                position += sum(COUNT.size + nbytes for nbytes in stored.values())
-                roots, stored = [], {}
-        if raw is not None and position != data.length:
-            self.unread(where, f"the data at byte {position:,} is not a pickle")
+                extra = self._trace_pickle(chunk, position - base, base)
+                if extra.seen:  # a pickle in place of the storages
+                    self._add_traced(extra, where, position)
+                position += sum(COUNT.size + nbytes for nbytes in storage_sizes.values())
+                roots, storage_sizes = [], {}
+        if trailing_bytes is not None and position != data.length:
+            self.report_unread(where, f"the data at byte {position:,} is not a pickle")
         return keys
 
-    def _storages(self, run: Judge) -> dict[str, int]:
-        """Return the sizes of the storages that a pickle refers to, by key."""
-        found: dict[str, int] = {}
+    def _find_storages(self, run: Judge) -> dict[str, int]:
+        """Return the sizes of the storages that a pickle refers to: key -> bytes."""
+        sizes: dict[str, int] = {}
         for pid in filter(is_storage_pid, run.pids):
             with suppress(CheckpointError):
                 storage = parse_storage_pid(pid, self.file)
-                found.setdefault(storage.key, storage.nbytes)
-        return found
+                sizes.setdefault(storage.key, storage.nbytes)
+        return sizes
 
-    def _run(self, chunk: bytes, start: int, base: int) -> Judge:
+    def _trace_pickle(self, chunk: bytes, start: int, base: int) -> Judge:
         """Trace one pickle, also as joblib reads it if it has joblib arrays."""
-        make = partial(Judge, chunk, self.nested, base, file=self.file, limits=self.limits)
-        run = make().watch(start)
+        make_judge = partial(
+            Judge, chunk, self.judge_nested, base, file=self.file, limits=self.limits
+        )
+        run = make_judge().watch(start)
         if JOBLIB_ARRAY not in run.names:
             return run
-        both = make(as_joblib=True).watch(start)
+        joblib_run = make_judge(as_joblib=True).watch(start)
         if run.verdict == RUNS:  # for pickle.load, which stops at the raw bytes
-            both.verdict = RUNS
-            both.calls += [call for call in run.calls if call.verdict == RUNS]
-        return both
+            joblib_run.verdict = RUNS
+            joblib_run.calls += [call for call in run.calls if call.verdict == RUNS]
+        return joblib_run
 
-    def _note(self, run: Judge, where: str, offset: int) -> None:
+    def _add_traced(self, run: Judge, where: str, offset: int) -> None:
+        """Count a traced pickle, and add it to the streams unless it is only data."""
         self.pickles += 1
-        verdict = worst(run.verdict, CANNOT_TELL if run.failed else DATA)
+        verdict = worst_verdict(run.verdict, CANNOT_TELL if run.failed else DATA)
         if verdict != DATA:
             calls = tuple(dict.fromkeys(run.calls))
             self.add_stream(
                 Stream(where, offset, verdict, calls, tuple(run.names), run.fault, run.told)
             )
 
-    def nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:
-        """Judge bytes that a pickle passes to a function, each once."""
+    def judge_nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:
+        """Return the verdict and calls of bytes that a pickle passes to a function, each once."""
         if raw not in self.judged:
             if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MOST_STREAMS:
                 return CANNOT_TELL, ()
             inner = _Scanner(self.file, self.limits)
             inner.depth, inner.judged = self.depth + 1, self.judged
-            inner.look(self.memory(raw), "", 1)
-            calls = tuple(call for one in inner.streams for call in one.calls)[:_MOST_STREAMS]
+            inner.scan_content(self.wrap_memory(raw), "", 1)
+            calls = tuple(call for stream in inner.streams for call in stream.calls)[:_MOST_STREAMS]
             self.pickles += inner.pickles
             self.judged[raw] = inner.verdict, calls
         return self.judged[raw]
 
     # Zips
 
-    def _zip(self, data: ByteRange, where: str, depth: int) -> None:
-        """Scan every record, and in an inconsistent zip also those that only headers point to."""
+    def _scan_zip(self, data: ByteRange, where: str, depth: int) -> None:
+        """Scan the records of a zip; if it is inconsistent, also those only headers point to."""
         records, is_odd = list[tuple[str, ByteRange]](), True
         try:
             archive = read_zip(data, self.limits)
             prefix = f"{archive.folder}/" if archive.folder else ""
-            records = [(prefix + one.name, one.data) for one in archive.records.values()]
+            records = [(prefix + entry.name, entry.data) for entry in archive.records.values()]
             is_odd = bool(archive.dead_bytes or archive.notes)  # of records outside the folder
         except CheckpointError as error:
             if "one behind another" not in error.message:
-                self.notes.append(_below(where, error.message))
+                self.notes.append(_join_names(where, error.message))
         if is_odd and self.hidden:
-            records += self._by_headers(data, where)
+            records += self._find_records_by_headers(data, where)
         records.sort(key=lambda record: not record[0].endswith(".pkl"))
-        seen, stored = set[tuple[int, ...]](), set[str]()
+        seen_ranges, storage_paths = set[tuple[int, ...]](), set[str]()
         for name, record in records:
-            place = id(record.source), record.offset, record.length
-            if place in seen or name in stored:
+            data_range = id(record.source), record.offset, record.length
+            if data_range in seen_ranges or name in storage_paths:
                 continue
-            seen.add(place)
-            keys = self.look(record, _below(where, name), depth + 1)
+            seen_ranges.add(data_range)
+            keys = self.scan_content(record, _join_names(where, name), depth + 1)
             if name.endswith(".pkl"):
                 folder = name[: name.rfind("/") + 1]
                 paths = (f"{folder}{part}/{key}" for part in _STORAGE_FOLDERS for key in keys)
-                stored.update(path for path in paths if not path.endswith(".pkl"))
+                storage_paths.update(path for path in paths if not path.endswith(".pkl"))
         if any(_SCRIPT.search(name) for name, _ in records):
             self.code = [name for name in self.code if not _SCRIPT.search(name)]
             self.notes.append("TorchScript code is not Python and is not checked")
 
-    def _by_headers(self, data: ByteRange, where: str) -> Iterator[tuple[str, ByteRange]]:
-        """Yield the records that any zip header points to, local or of the directory."""
-        marks = list[int]()
-        begins = dict[int, int]()
-        latest = dict[str, int]()
-        stated = dict[tuple[int, str, int], int]()
+    def _find_records_by_headers(
+        self, data: ByteRange, where: str
+    ) -> Iterator[tuple[str, ByteRange]]:
+        """Yield name and bytes of the records that any zip header points to, local or central."""
+        header_positions = list[int]()
+        data_starts = dict[int, int]()
+        last_header_by_name = dict[str, int]()
+        packed_sizes = dict[tuple[int, str, int], int]()
         """Bytes of a record by the position of its local header, name and method."""
-        for position, head in self._headers(data):
-            marks.append(position)
+        for position, head in self._find_headers(data):
+            header_positions.append(position)
             layout = {b"PK\x03\x04": _LOCAL, b"PK\x01\x02": _CENTRAL}.get(head[:4])
             if layout is None or len(head) < layout.size:
                 continue
             flags, method, packed, length, last = layout.unpack_from(head)
             name = head[layout.size :][:length].decode("utf-8", "backslashreplace")
             if layout is _LOCAL:
-                begins[position] = position + _LOCAL.size + length + last
-                latest[name] = position
-                leads = {position}
+                data_starts[position] = position + _LOCAL.size + length + last
+                last_header_by_name[name] = position
+                targets = {position}
             else:
-                leads = {latest.get(name, -1), last, last + next(iter(begins), 0)} & begins.keys()
-            for header in leads:
-                known = stated.get((header, name, method), 0)
-                stated[header, name, method] = max(known, packed)
+                targets = {
+                    last_header_by_name.get(name, -1),
+                    last,
+                    last + next(iter(data_starts), 0),
+                } & data_starts.keys()
+            for header in targets:
+                known = packed_sizes.get((header, name, method), 0)
+                packed_sizes[header, name, method] = max(known, packed)
             if flags & REFUSED:
-                self.unread(_below(where, name), "its flags mark it as encrypted or a patch")
-            if len(marks) > self.limits.max_records:
+                self.report_unread(
+                    _join_names(where, name), "its flags mark it as encrypted or a patch"
+                )
+            if len(header_positions) > self.limits.max_records:
                 raise LimitExceeded("its zip has more headers than the limit")
-        following = dict(zip(marks, [*marks[1:], data.length], strict=True))
-        for (header, name, method), packed in stated.items():
-            begin = begins[header]
-            room = data.length - begin
-            length = packed if 0 < packed <= room else following[header] - begin
-            if not 0 < length <= room:
+        next_header = dict(zip(header_positions, [*header_positions[1:], data.length], strict=True))
+        for (header, name, method), packed in packed_sizes.items():
+            begin = data_starts[header]
+            available = data.length - begin
+            length = packed if 0 < packed <= available else next_header[header] - begin
+            if not 0 < length <= available:
                 continue
-            part = data.slice(begin, length)
-            yield name, part
+            record = data.slice(begin, length)
+            yield name, record
             if method in _METHODS:
-                yield name, self._inflated(part, _METHODS[method], _below(where, name))
+                yield name, self._inflate(record, _METHODS[method], _join_names(where, name))
             elif method != STORED:
-                self.unread(_below(where, name), f"compression method {method} is not supported")
+                self.report_unread(
+                    _join_names(where, name), f"compression method {method} is not supported"
+                )
 
-    def _headers(self, data: ByteRange) -> Iterator[tuple[int, bytes]]:
-        """Yield bytes that look like a zip header, with their position."""
+    def _find_headers(self, data: ByteRange) -> Iterator[tuple[int, bytes]]:
+        """Yield the position and the bytes of everything that looks like a zip header."""
         for start in range(0, data.length, _WINDOW):
             block = data.read(start, min(_WINDOW + 3, data.length - start))
             for found in _HEADER.finditer(block):
                 position = start + found.start()
                 yield position, data.read(position, min(_HEAD, data.length - position))
 
-    def _inflated(
-        self, data: ByteRange, make: Callable[[], Any], where: str, *, sure: bool = True
+    def _inflate(
+        self,
+        data: ByteRange,
+        make_inflater: Callable[[], Any],
+        where: str,
+        *,
+        is_certain: bool = True,
     ) -> ByteRange:
         """Return the decompressed bytes of all members of a stream.
 
-        It is done in steps that are shorter than those of any reader, which may have read a pickle
-        before it meets a fault. `sure`: a fault is not only one of bytes that look like a stream.
+        The steps are shorter than those of any reader, which may have read a pickle before it
+        meets a fault. `is_certain` reports faults: the bytes are not a stream by chance only.
         """
-        out, ended, is_new = bytearray(), -1, False
-        inflater, blocks, pending = make(), data.blocks(_STEP), b""
+        out, member_end, is_new = bytearray(), -1, False
+        inflater, blocks, pending = make_inflater(), data.blocks(_STEP), b""
         try:
             while len(out) < _MOST_INFLATED:
                 block = pending or next(blocks, b"")
@@ -523,14 +554,16 @@ class _Scanner:
                 out += inflater.decompress(block, _STEP)
                 pending = getattr(inflater, "unconsumed_tail", b"")
                 if inflater.eof:
-                    pending, ended = inflater.unused_data, len(out)
-                    inflater, is_new = make(), True
+                    pending, member_end = inflater.unused_data, len(out)
+                    inflater, is_new = make_inflater(), True
             else:
-                self.unread(where, f"it decompresses to more than {_MOST_INFLATED >> 20} MiB")
+                self.report_unread(
+                    where, f"it decompresses to more than {_MOST_INFLATED >> 20} MiB"
+                )
         except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
-            if sure and len(out) != ended:  # not of bytes after a stream
-                self.unread(where, f"it cannot be fully decompressed ({error})")
-        return self.memory(bytes(out))
+            if is_certain and len(out) != member_end:  # not of bytes after a stream
+                self.report_unread(where, f"it cannot be fully decompressed ({error})")
+        return self.wrap_memory(bytes(out))
 
 
 def _is_safetensors(data: ByteRange, limits: Limits) -> bool:
@@ -547,5 +580,6 @@ def _is_safetensors(data: ByteRange, limits: Limits) -> bool:
     return False
 
 
-def _below(where: str, name: str) -> str:
+def _join_names(where: str, name: str) -> str:
+    """Return the name of a record inside the archive `where`: `a.zip > data.pkl`."""
     return f"{where} > {name}" if where else name

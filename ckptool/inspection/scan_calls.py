@@ -100,7 +100,7 @@ class SuspectCall(NamedTuple):
 _Nested = Callable[[bytes], tuple[str, tuple[SuspectCall, ...]]]
 
 
-def worst(*verdicts: str) -> str:
+def worst_verdict(*verdicts: str) -> str:
     """Return the worst of some verdicts."""
     return max(verdicts, key=VERDICTS.index, default=DATA)
 
@@ -108,113 +108,120 @@ def worst(*verdicts: str) -> str:
 class Judge(Watcher):
     """One pickle and its verdict, traced to its end or to a fault."""
 
-    def __init__(self, data: bytes, nested: _Nested, base: int = 0, **how: Any) -> None:
-        """Prepare to run over `data`, which stands at `base`; for `how` see `Watcher`.
+    def __init__(self, data: bytes, nested: _Nested, base: int = 0, **options: Any) -> None:
+        """Prepare to trace `data`, at offset `base` of the file; `options` are of `Watcher`.
 
-        Bytes in arguments, which may be pickles, are judged by `nested`.
+        `nested` judges bytes in arguments, which may be pickles.
         """
-        super().__init__(data, **how)
-        self.look_into = nested
+        super().__init__(data, **options)
+        self.judge_nested = nested
         self.base = base
         self.verdict = DATA
         self.calls: list[SuspectCall] = []
         self.names: dict[str, None] = {}
         self.told = 0
-        """Calls that run something, those that are not kept included."""
+        """The number of calls that run something, including calls that are not listed."""
         self.seen = 0
-        """Calls, and names in known libraries: what no other kind of file has by chance."""
+        """The number of calls and known names, which other files do not have by chance."""
         self.danger = 0
-        """1: something is named of which it is not known what it does; 2: that may do harm."""
+        """1: the pickle names an unknown function; 2: it names one that may do harm."""
         self.parts_left = _MOST_PARTS
         self.root: Any = None
         self.end: int | None = None
-        """Where it ends; None where it has a fault."""
+        """The offset of its end; None if it has a fault."""
         self.fault = ""
         self.failed: type[CheckpointError] | None = None
 
     def watch(self, start: int) -> Judge:
-        """Run from `start`, and return itself."""
+        """Trace the pickle at `start`, and return this object."""
         try:
             self.root, self.end = self.run(start)
         except CheckpointError as error:
-            self.fault, self.failed = error.message, type(error)  # not its frames, which hold this
+            self.fault, self.failed = (
+                error.message,
+                type(error),
+            )  # without its frames, which refer to this object
         return self
 
-    def report(self, kind: str, what: Any, items: Any = None) -> Any:
-        """Judge one step."""
+    def report(self, kind: str, node: Any, items: Any = None) -> Any:
+        """Judge one step of the pickle: an import, a call, or a change of an object."""
         if kind == "import":
-            self._name(what)
+            self._judge_name(node)
         elif kind in ("call", "new"):
             self.seen += 1
-            found = self.judge_call(what.func, what.args, what.kwargs, is_new=kind == "new")
-            if found == RUNS or (found != DATA and what.class_name == _LOADER):
-                self._look_inside(what)
-            self.tell(found, kind, what)
+            verdict = self.judge_call(node.func, node.args, node.kwargs, is_new=kind == "new")
+            if verdict == RUNS or (verdict != DATA and node.class_name == _LOADER):
+                self._judge_nested_pickles(node)
+            self.record_step(verdict, kind, node)
         else:
-            self.tell(self.judge_change(kind, what, items), kind, what, items)
-        return what
+            self.record_step(self.judge_change(kind, node, items), kind, node, items)
+        return node
 
-    def _name(self, what: Global) -> None:
+    def _judge_name(self, reference: Global) -> None:
         """Judge a reference to a class or function."""
-        name = what.qualified
-        kind = _kind(name)
+        name = reference.qualified
+        kind = _classify_name(name)
         if kind == DATA or name in self.names:
             return
         self.names[name] = None
         self.seen += kind != "unknown"
-        unclear = name in _FINDERS or _is_doer(what, strict=True)
-        self.danger = max(self.danger, 2 * _is_doer(what), unclear)
-        is_through = what.name not in _CONSTANTS and any(
-            _kind(owner) != "unknown" for owner in what.name.split(".")[:-1]
+        unclear = name in _FINDERS or _may_act(reference, strict=True)
+        self.danger = max(self.danger, 2 * _may_act(reference), unclear)
+        is_through_module = reference.name not in _CONSTANTS and any(
+            _classify_name(owner) != "unknown" for owner in reference.name.split(".")[:-1]
         )
-        self.tell(RUNS if is_through else NEEDS_CODE, "import", what)
+        self.record_step(RUNS if is_through_module else NEEDS_CODE, "import", reference)
 
-    def tell(self, verdict: str, kind: str, what: Any, items: Any = None) -> None:
-        """Note a step, and report it if it runs something or is unknown."""
+    def record_step(self, verdict: str, kind: str, node: Any, items: Any = None) -> None:
+        """Add a step to the verdict, and list it if it runs something or is unknown."""
         if verdict != self.verdict:
-            self.verdict = worst(self.verdict, verdict)
+            self.verdict = worst_verdict(self.verdict, verdict)
         self.told += verdict == RUNS
         if verdict in (RUNS, CANNOT_TELL) and len(self.calls) < _MOST_LISTED:
             from pickletools import code2op  # type: ignore[attr-defined]  # few files need it
 
-            text, opcode = _told(kind, what, items), code2op[chr(self.data[self.at])].name
+            text, opcode = _format_step(kind, node, items), code2op[chr(self.data[self.at])].name
             self.calls.append(SuspectCall(text, self.base + self.at, opcode, verdict))
 
-    def _look_inside(self, made: Opaque) -> None:
+    def _judge_nested_pickles(self, called: Opaque) -> None:
         """Judge pickles among the arguments of a call."""
-        for raw in _bytes_in(made.args) if len(self.calls) < _MOST_LISTED else ():
-            verdict, calls = self.look_into(raw)
-            self.verdict = worst(self.verdict, verdict)
+        for raw in _find_bytes(called.args) if len(self.calls) < _MOST_LISTED else ():
+            verdict, calls = self.judge_nested(raw)
+            self.verdict = worst_verdict(self.verdict, verdict)
             self.told += sum(call.verdict == RUNS for call in calls)
-            place = f"in a pickle at {self.base + self.at:,}: "
+            prefix = f"in a pickle at {self.base + self.at:,}: "
             room = max(_MOST_LISTED - len(self.calls), 0)
-            self.calls += [call._replace(opcode=place + call.opcode) for call in calls[:room]]
+            self.calls += [call._replace(opcode=prefix + call.opcode) for call in calls[:room]]
 
     def judge_call(self, func: Any, args: Any, kwargs: Any = None, *, is_new: bool = False) -> str:
-        """Return the verdict on a call, or on `func.__new__` (`is_new`)."""
-        func = func if isinstance(func, Global) else _meant(func)
-        if not isinstance(func, Global):  # pickle stops where it is no object either
+        """Return the verdict on a call of `func`, or of `func.__new__` (`is_new`)."""
+        func = func if isinstance(func, Global) else _resolve_getattr(func)
+        if not isinstance(func, Global):  # pickle fails too if it is not an object
             is_made = isinstance(func, Opaque) and not is_unknown(func)
-            wrapped = _wrapped(func, args, kwargs) if is_made and not is_new else None
+            wrapped = _unwrap_partial(func, args, kwargs) if is_made and not is_new else None
             if wrapped is not None:
-                return worst(NEEDS_CODE, self.judge_call(*wrapped))
+                return worst_verdict(NEEDS_CODE, self.judge_call(*wrapped))
             return RUNS if is_made else CANNOT_TELL
         parts = args if isinstance(args, tuple) else (args,)
         name = func.qualified
         pairs = (
-            [one for one in parts if isinstance(one, (list, tuple))] if name in _MAPPINGS else []
+            [part for part in parts if isinstance(part, (list, tuple))] if name in _MAPPINGS else []
         )
-        if not self._affords(parts, *pairs):
+        if not self._count_parts(parts, *pairs):
             return CANNOT_TELL
-        found = self._by_arguments(name, parts)
-        if found:
-            return found
-        kind = _kind(name)
+        verdict = self._judge_by_arguments(name, parts)
+        if verdict:
+            return verdict
+        kind = _classify_name(name)
         if kind in (DATA, NEEDS_CODE):
-            objects = [one for row in (parts, *pairs) for one in row if isinstance(one, Opaque)]
+            objects = [part for row in (parts, *pairs) for part in row if isinstance(part, Opaque)]
             strict = not func.name.startswith("_rebuild")
             is_fine = self.is_harmless(parts if kind == NEEDS_CODE else objects, strict=strict)
-            return kind if is_fine and not (objects and _goes_through(name, objects)) else RUNS
+            return (
+                kind
+                if is_fine and not (objects and _can_iterate_library_object(name, objects))
+                else RUNS
+            )
         is_class = bool(_CLASS.fullmatch(func.name))
         if kind == "numeric":
             is_counted = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
@@ -223,75 +230,77 @@ class Judge(Watcher):
             is_fine = kind == "unknown" and (is_new or bool(_METHOD.fullmatch(func.name)))
         return NEEDS_CODE if is_fine and self.is_harmless((*parts, kwargs)) else RUNS
 
-    def _by_arguments(self, name: str, parts: tuple[Any, ...]) -> str:
-        """Return the verdict on a call whose arguments decide; nothing for any other."""
+    def _judge_by_arguments(self, name: str, parts: tuple[Any, ...]) -> str:
+        """Return the verdict on a call whose arguments decide; "" for any other."""
         match name, parts:
             case "builtins.getattr", (owner, str() as attribute, *_):
-                owner = _meant(owner)
+                owner = _resolve_getattr(owner)
                 is_class = isinstance(owner, Global) and bool(_CLASS.match(owner.name))
-                is_made = isinstance(owner, Opaque) and not _is_found(owner)
-                fine = (is_class or is_made) and not attribute.startswith("__")
+                is_made = isinstance(owner, Opaque) and not _is_imported_object(owner)
+                is_fine = (is_class or is_made) and not attribute.startswith("__")
             case "_operator.getitem" | "operator.getitem", (Global() as owner, key):
-                fine = bool(_CLASS.fullmatch(owner.name)) and isinstance(key, (Global, str, int))
+                is_fine = bool(_CLASS.fullmatch(owner.name)) and isinstance(key, (Global, str, int))
             case "operator.itemgetter" | "operator.attrgetter" | "_operator.itemgetter", _:
-                fine = all(isinstance(one, (str, int)) and "__" not in str(one) for one in parts)
-            case "builtins.iter", _:
-                fine = len(parts) == 1 and isinstance(parts[0], (list, tuple, str, bytes, dict))
-            case "builtins.type", (one,):
-                fine = not isinstance(one, Global)
-            case "builtins.eval", ("data", {"data": Opaque(), **more}):  # an array of Paddle's
-                fine = not more
-            case "functools.partial", (func, *rest):
-                is_function = isinstance(func, Opaque) or (
-                    isinstance(func, Global) and not _is_doer(func)
+                is_fine = all(
+                    isinstance(part, (str, int)) and "__" not in str(part) for part in parts
                 )
-                fine = is_function and self.is_harmless((func, rest))
-            case "torch.storage._load_from_bytes", (one,):  # what is in the bytes decides
-                fine = _raw(one) is not None
+            case "builtins.iter", _:
+                is_fine = len(parts) == 1 and isinstance(parts[0], (list, tuple, str, bytes, dict))
+            case "builtins.type", (part,):
+                is_fine = not isinstance(part, Global)
+            case "builtins.eval", ("data", {"data": Opaque(), **more}):  # an array of Paddle
+                is_fine = not more
+            case "functools.partial", (func, *arguments):
+                is_function = isinstance(func, Opaque) or (
+                    isinstance(func, Global) and not _may_act(func)
+                )
+                is_fine = is_function and self.is_harmless((func, arguments))
+            case "torch.storage._load_from_bytes", (part,):  # the pickle in the bytes is judged
+                is_fine = _to_bytes(part) is not None
             case "copyreg._reconstructor", (cls, base, *state):
-                return worst(
+                return worst_verdict(
                     self.judge_call(base, (*state,)), self.judge_call(cls, (), is_new=True)
                 )
-            case "copyreg.__newobj__", (cls, *rest):
-                return self.judge_call(cls, (*rest,), is_new=True)
-            case "copyreg.__newobj_ex__", (cls, tuple() as rest, dict() as kwargs):
-                return self.judge_call(cls, rest, kwargs, is_new=True)
+            case "copyreg.__newobj__", (cls, *arguments):
+                return self.judge_call(cls, (*arguments,), is_new=True)
+            case "copyreg.__newobj_ex__", (cls, tuple() as arguments, dict() as kwargs):
+                return self.judge_call(cls, arguments, kwargs, is_new=True)
             case _, (str() as module, str()) if name in _UFUNCS:
-                fine = module.partition(".")[0] in ("numpy", "scipy")
+                is_fine = module.partition(".")[0] in ("numpy", "scipy")
             case _, (Global() as func, tuple() as inner, *_) if (
                 name in JAX_ARRAYS and func.qualified in NUMPY_ARRAYS
             ):
                 return self.judge_call(func, inner)
             case _, (func, _, inner, *_) if _APPLIER.fullmatch(name):
-                return RUNS if _is_found(Opaque(func)) else self.judge_call(func, inner)
+                return RUNS if _is_imported_object(Opaque(func)) else self.judge_call(func, inner)
             case _:
                 return ""
-        return NEEDS_CODE if fine else RUNS
+        return NEEDS_CODE if is_fine else RUNS
 
     def judge_change(self, kind: str, target: Any, items: Any) -> str:
-        """Return the verdict on items or a state given to `target`."""
+        """Return the verdict on items or a state that the pickle gives to `target`."""
         if isinstance(target, Global):
             return RUNS
         if is_unknown(target):
             return CANNOT_TELL
         parts = items if isinstance(items, tuple) else (items,)
-        if not self._affords(parts):
+        if not self._count_parts(parts):
             return CANNOT_TELL
         name = target.class_name
-        if target.steps and target.steps[-1][0] == "build":  # which may have set what is called now
-            return RUNS
+        if target.steps and target.steps[-1][0] == "build":
+            return RUNS  # the state may have set the function that is called now
         if kind == "build" and name == _PARTIAL:
-            return self._by_arguments(name, parts) or RUNS
-        if _is_found(target) or _kind(name) == "system":
+            return self._judge_by_arguments(name, parts) or RUNS
+        if _is_imported_object(target) or _classify_name(name) == "system":
             return RUNS
         if kind != "build":
             return DATA
-        if _goes_through(name, parts):
+        if _can_iterate_library_object(name, parts):
             return RUNS
-        return DATA if _kind(name) == DATA else NEEDS_CODE
+        return DATA if _classify_name(name) == DATA else NEEDS_CODE
 
-    def _affords(self, *rows: Sequence[Any]) -> bool:
-        """Count the parts of long rows, which calls may share; return whether there may be more."""
+    def _count_parts(self, *rows: Sequence[Any]) -> bool:
+        """Count the parts of long rows, which calls may share; return False above the limit."""
         for row in rows:
             self.parts_left -= len(row) if len(row) > 100 else 0
         return self.parts_left >= 0
@@ -299,31 +308,33 @@ class Judge(Watcher):
     def is_harmless(self, args: Any, *, strict: bool = False) -> bool:
         """Return True if no argument is a function that may do harm when called.
 
-        `strict`: nor one of which that is not known, as some constructors call what they are given.
+        With `strict`, nor an unknown one, because some constructors call their arguments.
         """
         if self.danger + strict < 2:
             return True
-        todo, seen = [args], set()
-        while todo:
-            node = todo.pop()
+        pending, seen = [args], set()
+        while pending:
+            node = pending.pop()
             if isinstance(node, Global):
-                if _is_doer(node, strict=strict):
+                if _may_act(node, strict=strict):
                     return False
-            elif strict and _is_found(node):
+            elif strict and _is_imported_object(node):
                 return False
             elif isinstance(node, (Opaque, list, tuple, dict)) and id(node) not in seen:
                 seen.add(id(node))
-                inside = list(get_children(node))
-                self.parts_left -= 1 + len(inside)
+                parts = list(get_children(node))
+                self.parts_left -= 1 + len(parts)
                 if self.parts_left < 0:
                     return False
-                todo += inside[isinstance(node, Opaque) :]  # whose own call has been judged
+                pending += parts[
+                    isinstance(node, Opaque) :
+                ]  # the call of an object has been judged
         return True
 
 
 @lru_cache(1 << 14)
-def _kind(name: str) -> str:
-    """Return what is known of a name: a verdict, or `system`, `numeric` or `unknown`."""
+def _classify_name(name: str) -> str:
+    """Return `data` or `needs code` for a known name, else `system`, `numeric` or `unknown`."""
     if not blocking((name,)) or name in _CONSTANTS:
         return DATA
     if _DATA.fullmatch(name):
@@ -332,20 +343,23 @@ def _kind(name: str) -> str:
     return "system" if owner in _SYSTEM else "numeric" if owner in _NUMERIC else "unknown"
 
 
-def makes_data(name: str) -> bool:
+def is_data_constructor(name: str) -> bool:
     """Return True for the name of a known constructor of data."""
-    return _kind(name) in (DATA, NEEDS_CODE)
+    return _classify_name(name) in (DATA, NEEDS_CODE)
 
 
-def _is_doer(func: Global, *, strict: bool = False) -> bool:
-    """Return True if a name may be a function or class that does more than compute."""
-    kind = _kind(func.qualified)
+def _may_act(func: Global, *, strict: bool = False) -> bool:
+    """Return True if a name may be a function or class that does more than compute.
+
+    With `strict`, also for functions of unknown effect.
+    """
+    kind = _classify_name(func.qualified)
     is_unclear = strict and kind in ("numeric", "unknown") and not _CLASS.fullmatch(func.name)
     return kind == "system" or is_unclear
 
 
-def _meant(node: Any) -> Any:
-    """Return the class or method that a call of `getattr` stands for in protocols below 4."""
+def _resolve_getattr(node: Any) -> Any:
+    """Return the class or method that a call of `getattr` stands for, in protocols below 4."""
     match node:
         case Opaque(
             func=Global(qualified="builtins.getattr"), args=(Global() as owner, str() as name)
@@ -354,14 +368,14 @@ def _meant(node: Any) -> Any:
     return node
 
 
-def _wrapped(func: Opaque, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
-    """Return the function and the arguments that a call of a `functools.partial` leads to.
+def _unwrap_partial(func: Opaque, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
+    """Return the function, arguments and keywords that a call of a `functools.partial` leads to.
 
-    None if it is no partial of a function that the file names. The state that pickle gives a
-    partial, `(function, args, kwargs, dict)`, takes the place of what it was made with.
+    None if it is not a partial of a function that the file names. The state that pickle gives to a
+    partial, `(function, args, kwargs, dict)`, replaces the arguments of its constructor.
     """
-    made = func.args if isinstance(func.args, tuple) else ()
-    given: Any = (*made[:1], made[1:], func.kwargs or {}, None)
+    partial_args = func.args if isinstance(func.args, tuple) else ()
+    given: Any = (*partial_args[:1], partial_args[1:], func.kwargs or {}, None)
     match [step for step in func.steps if step[0] == "build"]:
         case [(_, state)]:
             given = state
@@ -372,22 +386,22 @@ def _wrapped(func: Opaque, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | Non
     return None
 
 
-def _is_found(node: Any) -> bool:
+def _is_imported_object(node: Any) -> bool:
     """Return True if an object was found in a module, not created by the file."""
     func = node.func if isinstance(node, Opaque) else None
     return isinstance(func, Global) and func.qualified in _FINDERS
 
 
-def _goes_through(name: str, nodes: Iterable[Any]) -> bool:
-    """Return whether a container, by its name, goes through an object of a library's own code."""
+def _can_iterate_library_object(name: str, nodes: Iterable[Any]) -> bool:
+    """Return True if a container, by its name, iterates over an object of a library's own code."""
     return (name.partition(".")[0] in _SYSTEM or name == "torch.Size") and any(
-        isinstance(node, Opaque) and _kind(node.class_name) in ("system", "numeric")
+        isinstance(node, Opaque) and _classify_name(node.class_name) in ("system", "numeric")
         for node in nodes
     )
 
 
-def _raw(node: Any) -> bytes | None:
-    """Return the bytes that a node is, also where it is the call that makes them of text."""
+def _to_bytes(node: Any) -> bytes | None:
+    """Return a node that is bytes, or the bytes that a call of `_codecs.encode` makes of text."""
     match node:
         case bytes():
             return node
@@ -396,72 +410,78 @@ def _raw(node: Any) -> bytes | None:
     return None
 
 
-def _bytes_in(args: Any) -> Iterator[bytes]:
-    """Yield the byte strings among arguments."""
+def _find_bytes(args: Any) -> Iterator[bytes]:
+    """Yield the byte strings among arguments and inside them."""
     for node in islice(walk_everything((args,)), 1000):
-        for one in islice(get_children(node), 1000):
-            raw = _raw(one)
+        for part in islice(get_children(node), 1000):
+            raw = _to_bytes(part)
             if raw and len(raw) > 1:
                 yield raw
 
 
-def _told(kind: str, what: Any, items: Any) -> str:
-    """Return a step as Python."""
-    target = as_python(what)
+def _format_step(kind: str, node: Any, items: Any) -> str:
+    """Return a step as Python code."""
+    target = to_python(node)
     match kind, items:
         case "import", _:
             return f"{target}  # through a module"
         case "call" | "new" | "unknown", _:
             return target
         case "set", [(key, value), *_]:
-            return f"{target}[{as_python(key)}] = {as_python(value)}"
+            return f"{target}[{to_python(key)}] = {to_python(value)}"
         case "append" | "add", [item, *_]:
-            return f"{target}.{kind}({as_python(item)})"
-    return f"{target}.__setstate__({as_python(items)})"
+            return f"{target}.{kind}({to_python(item)})"
+    return f"{target}.__setstate__({to_python(items)})"
 
 
 _LONGEST, _WIDEST, _DEEPEST, _PIECES = 120, 6, 8, 200
 
 
-def as_python(node: Any) -> str:
+def to_python(value: Any) -> str:
     """Return a value as Python code, shortened to a few lines."""
-    pieces = [_PIECES]
+    budget = [_PIECES]
 
-    def joined(items: Collection[Any], depth: int) -> str:
-        shown = [spelled(one, depth + 1) for one in islice(items, _WIDEST)]
+    def format_items(items: Collection[Any], depth: int) -> str:
+        """Return the first items, separated by commas."""
+        shown = [format_node(item, depth + 1) for item in islice(items, _WIDEST)]
         return ", ".join(shown + ["..."] * (len(items) > _WIDEST))
 
-    def spelled(one: Any, depth: int) -> str:
-        pieces[0] -= 1
-        if depth > _DEEPEST or pieces[0] < 0:
+    def format_node(node: Any, depth: int) -> str:
+        """Return a node as Python code, or `...` below the deepest level."""
+        budget[0] -= 1
+        if depth > _DEEPEST or budget[0] < 0:
             return "..."
-        match one:
+        match node:
             case Global():
-                return re.sub(r"^(posix|nt)\.", "os.", one.qualified)
+                return re.sub(r"^(posix|nt)\.", "os.", node.qualified)
             case str() | bytes():
-                return repr(one[:_LONGEST]) + "..." * (len(one) > _LONGEST)
-            case int() if one.bit_length() > 999:  # Python prints few digits of those
-                return hex(one)[:_LONGEST] + "..."
+                return repr(node[:_LONGEST]) + "..." * (len(node) > _LONGEST)
+            case int() if node.bit_length() > 999:  # Python refuses to print so many digits
+                return hex(node)[:_LONGEST] + "..."
             case list():
-                return f"[{joined(one, depth)}]"
+                return f"[{format_items(node, depth)}]"
             case tuple():
-                return f"({joined(one, depth)}{',' * (len(one) == 1)})"
+                return f"({format_items(node, depth)}{',' * (len(node) == 1)})"
             case dict():
                 pairs = [
-                    f"{spelled(key, depth + 1)}: {spelled(value, depth + 1)}"
-                    for key, value in islice(one.items(), _WIDEST)
+                    f"{format_node(key, depth + 1)}: {format_node(item, depth + 1)}"
+                    for key, item in islice(node.items(), _WIDEST)
                 ]
-                return f"{{{', '.join(pairs + ['...'] * (len(one) > _WIDEST))}}}"
+                return f"{{{', '.join(pairs + ['...'] * (len(node) > _WIDEST))}}}"
             case Opaque(maker="persid"):
                 return "persistent_load(...)"
-            case Opaque() if is_unknown(one):
-                return f"<{one.args[0]}>"
+            case Opaque() if is_unknown(node):
+                return f"<{node.args[0]}>"
             case Opaque():
-                is_plain = isinstance(one.args, tuple)
-                inner = joined(one.args, depth) if is_plain else f"*{spelled(one.args, depth + 1)}"
-                inner += f", **{spelled(one.kwargs, depth + 1)}" if one.kwargs else ""
-                new = ".__new__" * (one.maker == "newobj")
-                return f"{spelled(one.func, depth + 1)}{new}({inner})"
-        return repr(one)[:_LONGEST]
+                is_plain = isinstance(node.args, tuple)
+                inner = (
+                    format_items(node.args, depth)
+                    if is_plain
+                    else f"*{format_node(node.args, depth + 1)}"
+                )
+                inner += f", **{format_node(node.kwargs, depth + 1)}" if node.kwargs else ""
+                new = ".__new__" * (node.maker == "newobj")
+                return f"{format_node(node.func, depth + 1)}{new}({inner})"
+        return repr(node)[:_LONGEST]
 
-    return spelled(node, 0)
+    return format_node(value, 0)

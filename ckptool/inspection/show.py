@@ -29,7 +29,7 @@ from ckptool.dtypes import REAL_PARTS
 from ckptool.errors import without_query
 from ckptool.files.source import BytesDone, Progress
 from ckptool.inspection.equality import type_name
-from ckptool.inspection.listing import TensorRow, tensor_rows
+from ckptool.inspection.listing import TensorRow, make_tensor_rows
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tensors.bytewise import count_nonfinite_elements
 
@@ -49,9 +49,9 @@ class Shown:
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.show/1`."""
         place = {"file": self.file, "path": self.path, "name": self.name}
-        return {"schema": "ckptool.show/1", **place, "what": self.what, **self._content()}
+        return {"schema": "ckptool.show/1", **place, "what": self.what, **self._to_fields()}
 
-    def _content(self) -> dict[str, Any]:
+    def _to_fields(self) -> dict[str, Any]:
         """Return the keys of this kind of result."""
         return to_document(self, "file", "path", "name")
 
@@ -68,7 +68,8 @@ class ShownTensor(Shown):
     parts: _Entries = ()
     """The parts of a tensor that is not strided."""
 
-    def _content(self) -> dict[str, Any]:
+    def _to_fields(self) -> dict[str, Any]:
+        """Return the fields of the row, the first elements, the statistics and the parts."""
         row = self.row.to_dict()
         facts = {key: row[key] for key in row if key not in ("path", "name")}
         stats = self.statistics
@@ -103,7 +104,7 @@ class ShownObject(Shown):
     attributes: _Entries
     items: _Entries
 
-    def _content(self) -> dict[str, Any]:
+    def _to_fields(self) -> dict[str, Any]:
         content = to_document(self, "file", "path", "name", "class_name")
         return {"class": self.class_name, **content}
 
@@ -131,30 +132,30 @@ def show(
         NotFound: no entry has this path (`AmbiguousName`: `name` is ambiguous).
         LimitExceeded: the strides of a tensor repeat more bytes than `limits` allows.
     """
-    path, node = _attribute(checkpoint, str(name)) or resolve(checkpoint, name)
+    path, node = _find_module_attribute(checkpoint, str(name)) or resolve(checkpoint, name)
     node = with_late_values(node)
-    place = (without_query(checkpoint.path), to_json_path(path), name_of(path))
+    identity = (without_query(checkpoint.path), to_json_path(path), name_of(path))
     if isinstance(node, TensorRef):
-        return _tensor(place[0], path, node, count, progress, limits)
+        return _show_tensor(identity[0], path, node, count, progress, limits)
     if plain := to_plain_value(node):
-        return ShownValue(*place, *plain)
+        return ShownValue(*identity, *plain)
     if isinstance(node, (dict, list, tuple)):
-        return ShownContainer(*place, type_name(node), _entries(node))
-    return _object(place, node)
+        return ShownContainer(*identity, type_name(node), _list_entries(node))
+    return _show_object(identity, node)
 
 
-def _attribute(checkpoint: Checkpoint, name: str) -> tuple[Path, Any] | None:
+def _find_module_attribute(checkpoint: Checkpoint, name: str) -> tuple[Path, Any] | None:
     """Return an attribute of a pickled module outside its state dict, such as `model/names`."""
-    for part in checkpoint.sections:
-        if part.kind == "module":
-            held = part.holder.attributes
-            attribute = name.removeprefix(f"{part.name}/")
-            if (part.name == "") == (attribute == name) and attribute in held:
-                return (*part.path, attribute), held[attribute]
+    for section in checkpoint.sections:
+        if section.kind == "module":
+            attributes = section.holder.attributes
+            attribute = name.removeprefix(f"{section.name}/")
+            if (section.name == "") == (attribute == name) and attribute in attributes:
+                return (*section.path, attribute), attributes[attribute]
     return None
 
 
-def _tensor(
+def _show_tensor(
     file: str,
     path: Path,
     tensor: TensorRef,
@@ -162,64 +163,68 @@ def _tensor(
     progress: Progress | None,
     limits: Limits,
 ) -> ShownTensor:
+    """Return a tensor with its first elements, and statistics if it has plain elements."""
     head: tuple[Any, ...] = ()
-    spans = None
+    stats = None
     if tensor.has_content:
-        once = tensor.unrepeated
-        RepeatedBytes(limits).add(path, once)
-        head = _head(tensor, count)
-        spans = statistics(tensor, Meter(progress, once.nbytes).advance)
-    [row] = tensor_rows([(path, tensor)])
+        unrepeated = tensor.unrepeated
+        RepeatedBytes(limits).add(path, unrepeated)
+        head = _read_head(tensor, count)
+        stats = compute_statistics(tensor, Meter(progress, unrepeated.nbytes).advance)
+    [row] = make_tensor_rows([(path, tensor)])
     parts = tuple((str(key), summarize(part)) for key, part in (tensor.parts or {}).items())
-    return ShownTensor(file, row.path, row.name, row, head, spans, parts)
+    return ShownTensor(file, row.path, row.name, row, head, stats, parts)
 
 
-def _head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
+def _read_head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
     """Return the first `count` elements, reading only the first blocks that contain them."""
-    wanted = min(count, tensor.numel) * tensor.itemsize
+    length = min(count, tensor.numel) * tensor.itemsize
     data = b""
     for block in tensor.content():
-        data += block[: wanted - len(data)]
-        if len(data) >= wanted:
+        data += block[: length - len(data)]
+        if len(data) >= length:
             break
     numbers = decode(tensor.dtype, data)
     return tuple(map(bool, numbers)) if tensor.dtype == "bool" else tuple(numbers)
 
 
-def _object(place: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownObject:
+def _show_object(identity: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownObject:
+    """Return an object with its arguments, attributes and items, or a module with its state."""
     if not isinstance(node, Opaque):
-        return ShownObject(*place, class_name_of(node), (summarize(node),), (), ())
+        return ShownObject(*identity, class_name_of(node), (summarize(node),), (), ())
     module = to_model_state(node)
     if module is not None:
-        return ShownObject(*place, node.class_name, (), (), _entries(module))
+        return ShownObject(*identity, node.class_name, (), (), _list_entries(module))
     arguments = node.args if isinstance(node.args, tuple) else (node.args,)
     attributes: Any = node.attributes
     if not attributes and node.state is not None:
         attributes = {"state": node.state}
     return ShownObject(
-        *place,
+        *identity,
         node.class_name,
         tuple(summarize(argument) for argument in arguments),
-        _entries(attributes),
-        tuple(_items(node.steps)),
+        _list_entries(attributes),
+        tuple(_list_items(node.steps)),
     )
 
 
-def _items(steps: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the items of an object that is filled like a list, set or dict."""
+def _list_items(steps: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield key and text of the items of an object that is filled like a list, set or dict."""
     for kind, value in steps:
         if kind == "set":
-            yield from ((_key(key), summarize(item)) for key, item in value)
+            yield from ((_format_key(key), summarize(item)) for key, item in value)
         elif kind in ("append", "add"):
             yield from ((str(index), summarize(item)) for index, item in enumerate(value))
 
 
-def _entries(node: Any) -> _Entries:
+def _list_entries(node: Any) -> _Entries:
+    """Return key and text of the entries of a container."""
     pairs = node.items() if isinstance(node, dict) else enumerate(node)
-    return tuple((_key(key), summarize(value)) for key, value in pairs)
+    return tuple((_format_key(key), summarize(value)) for key, value in pairs)
 
 
-def _key(key: Any) -> str:
+def _format_key(key: Any) -> str:
+    """Return a key unchanged if it is text, else its repr."""
     return key if isinstance(key, str) else repr(key)
 
 
@@ -265,34 +270,34 @@ class Statistics:
 def decode(dtype: str, data: bytes) -> Sequence[Any]:
     """Return little-endian elements as numbers, two for each element of `float4_e2m1fn_x2`.
 
-    `data` holds whole elements. Format rules: IEEE 754; bfloat16 is the upper half of a float32;
-    the 8-bit floats as in c10/util/Float8_*.h and OCP MX for e8m0 and e2m1.
+    `data` has only complete elements. Format rules: IEEE 754; bfloat16 is the upper half of a
+    float32; the 8-bit floats as in c10/util/Float8_*.h and OCP MX for e8m0 and e2m1.
     """
     if dtype in _ARRAY_CODES:
         return _from_array(_ARRAY_CODES[dtype], data)
     if dtype == "float16":
         return struct.unpack(f"<{len(data) // 2}e", data)
     if dtype == "bfloat16":
-        wide = bytearray(len(data) * 2)
-        wide[2::4], wide[3::4] = data[0::2], data[1::2]
-        return _from_array("f", bytes(wide))
+        widened = bytearray(len(data) * 2)
+        widened[2::4], widened[3::4] = data[0::2], data[1::2]
+        return _from_array("f", bytes(widened))
     if dtype in REAL_PARTS:
         parts = decode(REAL_PARTS[dtype], data)
         return [complex(*pair) for pair in zip(parts[0::2], parts[1::2], strict=True)]
-    table = _small_floats(dtype)
+    table = _list_small_floats(dtype)
     if dtype == "float4_e2m1fn_x2":
         return [table[nibble] for byte in data for nibble in (byte & 15, byte >> 4)]
     return [table[byte] for byte in data]
 
 
-def statistics(tensor: TensorRef, told: BytesDone | None = None) -> Statistics:
+def compute_statistics(tensor: TensorRef, on_progress: BytesDone | None = None) -> Statistics:
     """Read a tensor twice: count NaN and infinities, then span the other elements.
 
-    Elements that a stride of zero repeats are read once. Sums are exact for integers. `told` is
-    called with the bytes of each block of the last pass.
+    Elements that a stride of zero repeats are read once. Sums are exact for integers.
+    `on_progress` is called with the bytes of each block of the last pass.
     """
     is_complex = tensor.dtype in REAL_PARTS
-    nan, infinite = count_nonfinite_elements(tensor, told if is_complex else None)
+    nan, infinite = count_nonfinite_elements(tensor, on_progress if is_complex else None)
     if is_complex:
         return Statistics(None, None, None, nan, infinite)
     low: Any = None
@@ -306,14 +311,15 @@ def statistics(tensor: TensorRef, told: BytesDone | None = None) -> Statistics:
         if numbers:
             least, most = min(numbers), max(numbers)
             low, high = (min(low, least), max(high, most)) if count else (least, most)
-            total += _sum(numbers)
+            total += _sum_exactly(numbers)
             count += len(numbers)
-        if told is not None:
-            told(len(block))
+        if on_progress is not None:
+            on_progress(len(block))
     return Statistics(low, high, total / count if count else None, nan, infinite)
 
 
-def _sum(numbers: Sequence[Any]) -> Any:
+def _sum_exactly(numbers: Sequence[Any]) -> Any:
+    """Return the sum, exact for integers; for floats `fsum` unless it overflows."""
     try:
         return sum(numbers) if isinstance(numbers[0], int) else math.fsum(numbers)
     except OverflowError:
@@ -321,6 +327,7 @@ def _sum(numbers: Sequence[Any]) -> Any:
 
 
 def _from_array(code: str, data: bytes) -> array[Any]:
+    """Return little-endian bytes as numbers of an `array` code."""
     numbers = array(code)
     numbers.frombytes(data)
     if sys.byteorder == "big":
@@ -329,22 +336,22 @@ def _from_array(code: str, data: bytes) -> array[Any]:
 
 
 @cache
-def _small_floats(dtype: str) -> tuple[float, ...]:
-    """Return the value of every bit pattern of a float of at most 8 bits."""
+def _list_small_floats(dtype: str) -> tuple[float, ...]:
+    """Return the values of all bit patterns of a float of at most 8 bits."""
     if dtype == "float8_e8m0fnu":
         return (*(math.ldexp(1.0, code - 127) for code in range(255)), math.nan)
     if dtype == "float8_e5m2":
         return tuple(struct.unpack("<256e", bytes(b for code in range(256) for b in (0, code))))
     if dtype == "float4_e2m1fn_x2":
-        return tuple(_minifloat(code, 2, 1, 1) for code in range(16))
+        return tuple(_decode_minifloat(code, 2, 1, 1) for code in range(16))
     exponent, bias = {"float8_e4m3fn": (4, 7), "float8_e4m3fnuz": (4, 8)}.get(dtype, (5, 16))
-    values = [_minifloat(code, exponent, 7 - exponent, bias) for code in range(256)]
+    values = [_decode_minifloat(code, exponent, 7 - exponent, bias) for code in range(256)]
     for code in (0x7F, 0xFF) if dtype == "float8_e4m3fn" else (0x80,):
         values[code] = math.nan
     return tuple(values)
 
 
-def _minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
+def _decode_minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
     """Return the value of a code of sign, exponent and mantissa, without infinities."""
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)

@@ -23,7 +23,7 @@ from ckptool.core.values import format_shape, to_document, to_json_value
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, open_or_reuse
-from ckptool.inspection.listing import TensorRow, tensor_rows
+from ckptool.inspection.listing import TensorRow, make_tensor_rows
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, find_obstacle
 from ckptool.words import are, counted, listed, printable, shell
@@ -67,7 +67,8 @@ class TensorStats:
         """Return the row of `ckptool.stats/1`."""
         row, measures = self.row, self.measures
         figures = {
-            name: to_json_value(getattr(measures, field, None)) for name, field in _FIGURES.items()
+            name: to_json_value(getattr(measures, field, None))
+            for name, field in _FIELDS_BY_KEY.items()
         }
         drawn = measures.histogram if measures else None
         return {
@@ -90,7 +91,7 @@ class TensorStats:
         }
 
 
-_FIGURES = {
+_FIELDS_BY_KEY = {
     "min": "minimum",
     "max": "maximum",
     "mean": "mean",
@@ -169,38 +170,40 @@ class Stats(Result):
         if column not in SORTABLE:
             raise UsageError(f"cannot sort by {column!r}; choose one of {listed(SORTABLE)}")
         if column == "name":
-            return replace(self, tensors=tuple(sorted(self.tensors, key=lambda one: one.name)))
+            return replace(self, tensors=tuple(sorted(self.tensors, key=lambda row: row.name)))
         value = SORTABLE[column]
 
-        def rank(one: TensorStats) -> tuple[bool, float]:
-            found = value(one)
-            return (False, 0) if found is None or math.isnan(found) else (True, found)
+        def sort_key(row: TensorStats) -> tuple[bool, float]:
+            """Return the sort key of a row: rows without a figure are the last."""
+            figure = value(row)
+            return (False, 0) if figure is None or math.isnan(figure) else (True, figure)
 
-        return replace(self, tensors=tuple(sorted(self.tensors, key=rank, reverse=True)))
+        return replace(self, tensors=tuple(sorted(self.tensors, key=sort_key, reverse=True)))
 
     def folded(self) -> Stats:
         """Return the same with one row for tensors whose keys differ only in numbers.
 
         They have equal dtype, shape, device and kind. The statistics are over all their elements.
         """
-        return replace(self, tensors=tuple(_folded(self.tensors)))
+        return replace(self, tensors=tuple(_fold_rows(self.tensors)))
 
 
-def _by(field: str) -> Callable[[TensorStats], Any]:
-    return lambda one: getattr(one.measures, field, None)
+def _measure_key(field: str) -> Callable[[TensorStats], Any]:
+    """Return a function that reads a statistic of a row; None without statistics."""
+    return lambda row: getattr(row.measures, field, None)
 
 
 SORTABLE: dict[str, Callable[[TensorStats], Any]] = {
     "name": lambda one: one.name,
     "elements": lambda one: one.row.numel,
-    "min": _by("minimum"),
-    "max": _by("maximum"),
-    "mean": _by("mean"),
-    "std": _by("std"),
+    "min": _measure_key("minimum"),
+    "max": _measure_key("maximum"),
+    "mean": _measure_key("mean"),
+    "std": _measure_key("std"),
     "zeros": lambda one: one.measures and one.measures.zeros / max(one.measures.elements, 1),
-    "nan": _by("nan"),
-    "inf": _by("infinite"),
-    "norm": _by("norm"),
+    "nan": _measure_key("nan"),
+    "inf": _measure_key("infinite"),
+    "norm": _measure_key("norm"),
     "flags": lambda one: len(one.flags),
 }
 """The columns to sort by: zeros by their share, flags by their number."""
@@ -239,7 +242,7 @@ def stats(
             raise UsageError(f"expected a list of globs, not {given!r}", hint=f"[{given!r}]")
     with open_or_reuse(source) as checkpoint:
         below: Path = () if key is None else resolve(checkpoint, key)[0]
-        globs, unless = tuple(include), tuple(exclude)
+        included, excluded = tuple(include), tuple(exclude)
         index = NameIndex(
             (
                 (path, leaf)
@@ -248,8 +251,8 @@ def stats(
             ),
             checkpoint.path,
         )
-        chosen = select(index, globs, unless, endings=True)
-        leaves = list(chosen.pick_from(index))
+        selection = select(index, included, excluded, endings=True)
+        leaves = list(selection.pick_from(index))
         if key is not None and not index.nodes:
             raise NotFound(
                 f"no tensor to measure under {printable(name_of(below))!r}",
@@ -261,57 +264,61 @@ def stats(
             names = set(placeholders.where)
             if any(name_of(path) in names for path, _ in leaves):
                 refuse_placeholders(checkpoint)
-        rows = list(_measured(leaves, Measurer(bins), limits, progress))
+        rows = list(_measure_tensors(leaves, Measurer(bins), limits, progress))
         optimizers = [part.path for part in checkpoint.sections if part.kind == "optimizer"]
-        models = [
-            at
-            for at, (path, _) in enumerate(leaves)
+        model_positions = [
+            position
+            for position, (path, _) in enumerate(leaves)
             if not any(is_within(path, o) for o in optimizers)
         ]
-        for place, flags, remark in _outliers([rows[at] for at in models]):
-            row = rows[models[place]]
-            rows[models[place]] = replace(
+        for number, flags, remark in _find_outliers(
+            [rows[position] for position in model_positions]
+        ):
+            row = rows[model_positions[number]]
+            rows[model_positions[number]] = replace(
                 row, flags=(*row.flags, *flags), remarks=(*row.remarks, remark)
             )
         _note_codes(checkpoint, leaves, rows)
-        unmatched = tuple(map(str, chosen.unmatched))
+        unmatched = tuple(map(str, selection.unmatched))
         name = without_query(checkpoint.path)
-        return Stats(name, checkpoint.format, tuple(rows), _totals(rows), unmatched)
+        return Stats(name, checkpoint.format, tuple(rows), _sum_up(rows), unmatched)
 
 
 def _note_codes(
     checkpoint: Checkpoint, leaves: Sequence[tuple[Path, TensorRef]], rows: list[TensorStats]
 ) -> None:
-    """Add a remark to the first weight of each scheme that the statistics are of codes."""
-    places = {id(tensor): at for at, (_, tensor) in reversed([*enumerate(leaves)])}
+    """Add a remark to the first weight of each scheme: its statistics are of codes."""
+    positions = {id(tensor): position for position, (_, tensor) in reversed([*enumerate(leaves)])}
     for part in checkpoint.sections:
         known = find_quantized(part.node) if part.kind in MODEL_KINDS else {}
         first: dict[str, tuple[int, Quantized]] = {}
-        for name, one in known.items():
-            if (at := places.get(id(part.node[name]))) is not None and one.companions:
-                first.setdefault(one.scheme, (at, one))
-        for at, one in first.values():
-            count = sum(one.scheme == other.scheme for other in known.values())
+        for name, quantized in known.items():
+            if (
+                position := positions.get(id(part.node[name]))
+            ) is not None and quantized.companions:
+                first.setdefault(quantized.scheme, (position, quantized))
+        for position, quantized in first.values():
+            count = sum(quantized.scheme == other.scheme for other in known.values())
             alike = f", like {count - 1:,} more here" if count > 1 else ""
-            what = f"{str(one).removeprefix('is ')}{alike}"
-            remark = f"{what}: statistics of codes, without {listed(one.companions)}"
-            rows[at] = replace(rows[at], remarks=(*rows[at].remarks, remark))
+            description = f"{str(quantized).removeprefix('is ')}{alike}"
+            remark = f"{description}: statistics of codes, without {listed(quantized.companions)}"
+            rows[position] = replace(rows[position], remarks=(*rows[position].remarks, remark))
 
 
-def _measured(
+def _measure_tensors(
     leaves: Sequence[tuple[Path, TensorRef]],
     measurer: Measurer,
     limits: Limits,
     progress: Progress | None,
 ) -> Iterator[TensorStats]:
     """Yield a row for each tensor, in order. Tied tensors are measured once."""
-    total = sum(one.nbytes for _, one in drop_ties(leaves) if find_obstacle(one) is None)
+    total = sum(leaf.nbytes for _, leaf in drop_ties(leaves) if find_obstacle(leaf) is None)
     meter, repeated = Meter(progress, total), RepeatedBytes(limits)
-    known: dict[Any, TensorStats] = {}
-    for (path, tensor), row in zip(leaves, tensor_rows(leaves), strict=True):
-        place = tensor.place
-        if place in known:
-            yield replace(known[place], row=row, tie=known[place].name)
+    measured: dict[Any, TensorStats] = {}
+    for (path, tensor), row in zip(leaves, make_tensor_rows(leaves), strict=True):
+        identity = tensor.place
+        if identity in measured:
+            yield replace(measured[identity], row=row, tie=measured[identity].name)
             continue
         reason, measures = find_obstacle(tensor), None
         if reason is None:
@@ -320,30 +327,34 @@ def _measured(
                 measures = measurer.measure(tensor, meter.advance)
             except UnsupportedFormat as error:  # a dtype that this torch lacks
                 reason = error.message
-        made = TensorStats(row, measures, reason, flags=own_flags(measures) if measures else ())
-        if place is not None:
-            known[place] = made
-        yield made
+        stats_row = TensorStats(
+            row, measures, reason, flags=find_flags(measures) if measures else ()
+        )
+        if identity is not None:
+            measured[identity] = stats_row
+        yield stats_row
 
 
-def _totals(rows: Iterable[TensorStats]) -> Totals:
+def _sum_up(rows: Iterable[TensorStats]) -> Totals:
     """Return the totals of the measured rows, tied tensors counted once."""
     by_type: dict[str, list[Measures]] = {}
     for row in rows:
         if row.measures and row.tie is None:
             by_type.setdefault(row.row.dtype, []).append(row.measures)
-    found = {dtype: (len(measures), _together(measures)) for dtype, measures in by_type.items()}
-    every = _together([one for measures in by_type.values() for one in measures])
+    merged = {
+        dtype: (len(measures), _merge_measures(measures)) for dtype, measures in by_type.items()
+    }
+    all_merged = _merge_measures([measures for group in by_type.values() for measures in group])
     return Totals(
-        tensors=sum(count for count, _ in found.values()),
-        elements=every.elements,
-        zeros=every.zeros,
-        nan=every.nan,
-        infinite=every.infinite,
-        norm=every.norm,
+        tensors=sum(count for count, _ in merged.values()),
+        elements=all_merged.elements,
+        zeros=all_merged.zeros,
+        nan=all_merged.nan,
+        infinite=all_merged.infinite,
+        norm=all_merged.norm,
         dtypes=tuple(
-            DtypeRange(dtype, count, one.elements, one.minimum, one.maximum)
-            for dtype, (count, one) in found.items()
+            DtypeRange(dtype, count, total.elements, total.minimum, total.maximum)
+            for dtype, (count, total) in merged.items()
         ),
     )
 
@@ -362,7 +373,7 @@ _REMARKS: dict[str, Callable[[Measures], str]] = {
 """The remark on one tensor of a folded row, by its flag."""
 
 
-def _folded(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
+def _fold_rows(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
     """Yield a row for each family of tensors of equal dtype, shape, device and kind, in order."""
     by_name: dict[str, list[TensorStats]] = {}
     for row in rows:
@@ -373,10 +384,11 @@ def _folded(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
     )
     for family in group_families(dict(heads).items()):
         members = [row for name in family.names for row in by_name[name]]
-        yield members[0] if len(members) == 1 else _one(family.label, members)
+        yield members[0] if len(members) == 1 else _merge_rows(family.label, members)
 
 
-def _one(label: str, members: Sequence[TensorStats]) -> TensorStats:
+def _merge_rows(label: str, members: Sequence[TensorStats]) -> TensorStats:
+    """Return one row for tensors of a family, with merged statistics, flags and remarks."""
     first = members[0]
     measures = [member.measures for member in members if member.measures is not None]
     flags = Counter(flag for member in members for flag in member.flags)
@@ -388,31 +400,31 @@ def _one(label: str, members: Sequence[TensorStats]) -> TensorStats:
             nbytes=sum(member.row.nbytes for member in members),
             numel=sum(member.row.numel for member in members),
         ),
-        measures=_together(measures) if measures else None,
+        measures=_merge_measures(measures) if measures else None,
         tie=None,
         flags=tuple(flags),
         flagged=tuple(flags.values()),
         remarks=(
-            *_oddities(label, members),
+            *_describe_odd_members(label, members),
             *(f"{member.name}: {remark}" for member in members for remark in member.remarks),
         ),
         count=len(members),
     )
 
 
-def _oddities(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
+def _describe_odd_members(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
     """Yield remarks on the tensors with flags, if not all have them."""
-    for flag, said in _REMARKS.items():
-        odd = [(one.name, one.measures) for one in members if one.measures and flag in one.flags]
+    for flag, describe in _REMARKS.items():
+        odd = [(row.name, row.measures) for row in members if row.measures and flag in row.flags]
         if len(odd) == len(members):
             continue
-        for name, found in odd[:_MOST_NAMED]:
-            yield f"{name}: {said(found)}"
+        for name, measures in odd[:_MOST_NAMED]:
+            yield f"{name}: {describe(measures)}"
         if len(odd) > _MOST_NAMED:
             yield f"{label}: {len(odd) - _MOST_NAMED:,} more have the flag {flag}"
 
 
-def _together(parts: Sequence[Measures]) -> Measures:
+def _merge_measures(parts: Sequence[Measures]) -> Measures:
     """Return the statistics of all elements of several tensors.
 
     The histograms are merged by the middle of each bin.
@@ -435,18 +447,19 @@ def _together(parts: Sequence[Measures]) -> Measures:
         nan=sum(part.nan for part in parts),
         infinite=sum(part.infinite for part in parts),
         norm=math.hypot(*(part.norm for part in parts)),
-        histogram=None if low is None or high is None else _merged(drawn, low, high),
+        histogram=None if low is None or high is None else _merge_histograms(drawn, low, high),
     )
 
 
-def _merged(parts: Sequence[Histogram], low: float, high: float) -> Histogram:
+def _merge_histograms(parts: Sequence[Histogram], low: float, high: float) -> Histogram:
+    """Return one histogram between `low` and `high`, by the middle of each bin."""
     bins = max(len(part.counts) for part in parts)
     counts = [0] * bins
     half = high / 2 - low / 2  # whole, it may be beyond float64
     for part in parts:
         step = (part.high / 2 - part.low / 2) / len(part.counts)
-        for place, count in enumerate(part.counts):
-            share = (part.low / 2 - low / 2 + step * (place + 0.5)) / half if half else 0.5
+        for position, count in enumerate(part.counts):
+            share = (part.low / 2 - low / 2 + step * (position + 0.5)) / half if half else 0.5
             counts[min(int(share * bins), bins - 1)] += count
     return Histogram(low, high, tuple(counts))
 
@@ -462,7 +475,7 @@ Oddity = tuple[int, tuple[str, ...], str]
 """The position of a tensor, its flags, and a remark on the difference from others of its role."""
 
 
-def own_flags(measures: Measures) -> tuple[str, ...]:
+def find_flags(measures: Measures) -> tuple[str, ...]:
     """Return the flags of a tensor by itself: `nan`, `inf`, `all-zero`, `constant`.
 
     A single element is never one of the last two.
@@ -476,32 +489,34 @@ def own_flags(measures: Measures) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def _outliers(rows: Sequence[TensorStats]) -> Iterator[Oddity]:
+def _find_outliers(rows: Sequence[TensorStats]) -> Iterator[Oddity]:
     """Yield differences of tensors from the others of one role.
 
     The tensors of a role have keys that differ only in numbers, and as many dimensions, for example
     `layers.{0..31}.mlp.weight`. Statistics are compared among those of one shape.
     """
-    places: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
-        places.setdefault(row.name, []).append(place)
-    for family in group_families((name, None) for name in places):
-        members = [(place, rows[place]) for name in family.names for place in places[name]]
-        for role in _grouped(members, lambda row: len(row.row.shape)):
-            yield from _other_headers(role, family.label)
-        for role in _grouped(members, lambda row: row.row.shape):
-            yield from _other_numbers(role, family.label)
+    positions: dict[str, list[int]] = {}
+    for position, row in enumerate(rows):
+        positions.setdefault(row.name, []).append(position)
+    for family in group_families((name, None) for name in positions):
+        members = [
+            (position, rows[position]) for name in family.names for position in positions[name]
+        ]
+        for role in _group_members(members, lambda row: len(row.row.shape)):
+            yield from _find_header_outliers(role, family.label)
+        for role in _group_members(members, lambda row: row.row.shape):
+            yield from _find_number_outliers(role, family.label)
 
 
 Role = list[tuple[int, TensorStats]]
 """Tensors with their positions."""
 
 
-def _grouped(members: Role, by: Callable[[TensorStats], Hashable]) -> list[Role]:
-    """Return groups of equal members that are large enough to compare."""
+def _group_members(members: Role, key_of: Callable[[TensorStats], Hashable]) -> list[Role]:
+    """Return groups of members with the same `key_of`, those large enough to compare."""
     groups: dict[Hashable, Role] = {}
     for member in members:
-        groups.setdefault(by(member[1]), []).append(member)
+        groups.setdefault(key_of(member[1]), []).append(member)
     return [group for group in groups.values() if len(group) >= FEWEST]
 
 
@@ -513,37 +528,39 @@ _HEADERS: tuple[tuple[str, Callable[[TensorRow], Any], Callable[[Any], str]], ..
 """Properties that tensors of a role have in common, and their text."""
 
 
-def _other_headers(role: Role, label: str) -> Iterator[Oddity]:
-    for word, read, said in _HEADERS:
-        values = [(place, read(row.row)) for place, row in role]
+def _find_header_outliers(role: Role, label: str) -> Iterator[Oddity]:
+    """Yield tensors with another dtype, shape or device than the majority of a role."""
+    for word, read, describe in _HEADERS:
+        values = [(position, read(row.row)) for position, row in role]
         [(usual, count)] = Counter(value for _, value in values).most_common(1)
         if count < MAJORITY * len(role):
             continue
-        for place, value in values:
+        for position, value in values:
             if value != usual:
-                remark = f"{said(value)}, but {count:,} of {label} are {said(usual)}"
-                yield place, (f"{word}-outlier",), remark
+                remark = f"{describe(value)}, but {count:,} of {label} are {describe(usual)}"
+                yield position, (f"{word}-outlier",), remark
 
 
-def _other_numbers(role: Role, label: str) -> Iterator[Oddity]:
-    known = [
-        (place, {"norm": found.norm, "std": found.std})
-        for place, row in role
-        if (found := row.measures) is not None and found.std is not None
+def _find_number_outliers(role: Role, label: str) -> Iterator[Oddity]:
+    """Yield tensors with a norm or std that is far from the median of a role."""
+    measured = [
+        (position, {"norm": measures.norm, "std": measures.std})
+        for position, row in role
+        if (measures := row.measures) is not None and measures.std is not None
     ]
-    if len(known) < FEWEST:
+    if len(measured) < FEWEST:
         return
-    usual = {word: median(own[word] for _, own in known) for word in ("norm", "std")}
-    for place, own in known:
-        odd = [word for word in own if _is_far(own[word], usual[word])]
+    usual = {word: median(figures[word] for _, figures in measured) for word in ("norm", "std")}
+    for position, figures in measured:
+        odd = [word for word in figures if _is_far(figures[word], usual[word])]
         if odd:
             facts = " and ".join(
-                f"{word} {own[word]:.4g}, median {usual[word]:.4g}" for word in odd
+                f"{word} {figures[word]:.4g}, median {usual[word]:.4g}" for word in odd
             )
-            remark = f"{facts} ({counted(len(known), 'tensor')} of {label})"
-            yield place, tuple(f"{word}-outlier" for word in odd), remark
+            remark = f"{facts} ({counted(len(measured), 'tensor')} of {label})"
+            yield position, tuple(f"{word}-outlier" for word in odd), remark
 
 
-def _is_far(own: float, usual: float) -> bool:
+def _is_far(value: float, median_value: float) -> bool:
     """Return True if a value is far from the median. Zeros have their own flags."""
-    return own > 0 and not usual / TIMES <= own <= usual * TIMES
+    return value > 0 and not median_value / TIMES <= value <= median_value * TIMES

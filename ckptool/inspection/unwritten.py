@@ -36,15 +36,15 @@ class _Span(NamedTuple):
         return 0 < first < self.stop - self.start and (self.row < _ROW or first % self.row > 0)
 
 
-def unwritten(checkpoint: Checkpoint) -> str | None:
+def find_unwritten(checkpoint: Checkpoint) -> str | None:
     """Return a sentence about weights that were probably never written, or None.
 
-    The zeros must begin inside a tensor and cover another one: layers that begin as zeros (a LoRA
-    B, a zero convolution, a new head) begin with the first byte of a tensor, and padding of a
-    vocabulary with a row. The state of an optimizer has zeros of its own. Of an intact file the
-    last block is read.
+    The zeros must begin inside a tensor and cover another one: zeros of initial layers (a LoRA B,
+    a zero convolution, a new head) begin with the first byte of a tensor, and padding of a
+    vocabulary with a row. The state of an optimizer may be zero, so it is skipped. Reads only the
+    last block of an intact file.
     """
-    state = {
+    optimizer_tensors = {
         id(tensor)
         for section in checkpoint.sections
         if section.kind == "optimizer"
@@ -54,7 +54,12 @@ def unwritten(checkpoint: Checkpoint) -> str | None:
     spans: dict[int, list[_Span]] = {}
     for path, tensor in drop_ties(list(checkpoint.tensors())):
         storage = tensor.storage
-        if id(tensor) in state or storage is None or storage.data is None or storage.crc32:
+        if (
+            id(tensor) in optimizer_tensors
+            or storage is None
+            or storage.data is None
+            or storage.crc32
+        ):
             continue
         if str(path[-1]).rpartition(".")[2] in MOMENTS:  # an optimizer in a flat file
             continue
@@ -67,15 +72,15 @@ def unwritten(checkpoint: Checkpoint) -> str | None:
             spans.setdefault(id(data.source), []).append(span)
     first = 0
     for source in checkpoint.sources:
-        found = sorted(spans.get(id(source), ()))
-        if not found:
+        spans_of_source = sorted(spans.get(id(source), ()))
+        if not spans_of_source:
             continue
-        zeros = _first_zero(source)
-        cut = [one for one in found if one.is_cut(zeros)]
-        whole = [one for one in found if one.start >= zeros]
-        if cut and whole and source.size - zeros >= _FEWEST:
+        zeros = _find_trailing_zeros(source)
+        partial = [span for span in spans_of_source if span.is_cut(zeros)]
+        empty = [span for span in spans_of_source if span.start >= zeros]
+        if partial and empty and source.size - zeros >= _FEWEST:
             first = first or zeros
-            names += [one.name for one in (*cut, *whole)]
+            names += [span.name for span in (*partial, *empty)]
     if not names:
         return None
     return (
@@ -84,13 +89,13 @@ def unwritten(checkpoint: Checkpoint) -> str | None:
     )
 
 
-def _first_zero(source: Source) -> int:
-    """Return the offset of the zeros at the end of a file."""
+def _find_trailing_zeros(source: Source) -> int:
+    """Return the offset at which the zeros at the end of a file begin."""
     end = source.size
     while end:
         start = max(0, end - _BLOCK)
-        kept = len(source.read(start, end - start).rstrip(b"\0"))
-        if kept:
-            return start + kept
+        used = len(source.read(start, end - start).rstrip(b"\0"))
+        if used:
+            return start + used
         end = start
     return 0

@@ -62,16 +62,16 @@ from ckptool.formats.identify import looks_like_checkpoint
 from ckptool.formats.model_folder import resolve_model_file
 from ckptool.formats.sharded import open_index, read_shard_names
 from ckptool.formats.torch_tar import BLOCK as TAR_BLOCK, is_tar
-from ckptool.inspection.blockers import missing_weights
+from ckptool.inspection.blockers import detect_missing_weights
 from ckptool.inspection.manifest import (
     HashedTensor,
     compare_tensors,
-    hashed_tensors,
+    hash_tensors,
     manifest_name,
     read_manifest,
     write_manifest,
 )
-from ckptool.inspection.unwritten import unwritten
+from ckptool.inspection.unwritten import find_unwritten
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tensors.bytewise import count_nonfinite_elements, is_floating
 from ckptool.words import are, counted, listed
@@ -89,7 +89,7 @@ _SETS = (
 _HUB = re.compile(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)")
 _BLOB = re.compile(r"([0-9a-f]{64})")
 
-_Wrong = tuple[Checksum, int]
+_Mismatch = tuple[Checksum, int]
 """The stored checksum, and the different one of the bytes."""
 
 
@@ -112,37 +112,37 @@ def examine(
         UnsupportedFormat: ckptool does not read this kind of checkpoint.
         UnreadableFile: the file changed during the check, or a read failed.
     """
-    look = _FileCheck(Verdict(os.fsdecode(path)), limits, progress, values, hashes)
+    check = _FileCheck(Verdict(os.fsdecode(path)), limits, progress, values, hashes)
     try:
         probe = Probe(path, limits)
     except CorruptFile as error:  # of the journal of an interrupted edit
-        look.blame(error)
-        return look.verdict, None
+        check.blame(error)
+        return check.verdict, None
     with ExitStack() as opened:
         opened.callback(probe.close)
         try:
             if probe.is_folder:
                 probe = resolve_model_file(probe)
                 opened.callback(probe.close)
-                look.verdict = Verdict(probe.path)
+                check.verdict = Verdict(probe.path)
             index = probe.compute_once(open_index)
             if index is not None:
                 shards = {name: index.path_of(name) for name in index.shards}
-                look.at_set(probe, index.path, shards)
+                check.check_set(probe, index.path, shards)
             elif find := next((find for known, find in _SETS if known.recognize(probe)), None):
                 files = find(probe)
                 top = os.path.commonpath(list(map(os.path.dirname, files)))
-                shards = {os.path.relpath(one, top or "."): one for one in files}
-                look.at_set(probe, probe.path, shards)
+                shards = {os.path.relpath(file, top or "."): file for file in files}
+                check.check_set(probe, probe.path, shards)
             else:
-                look.check_file(probe)
-                for one in find_tensor_files(probe):
-                    look.check_shard(one, os.path.basename(one))
+                check.check_file(probe)
+                for file in find_tensor_files(probe):
+                    check.check_shard(file, os.path.basename(file))
         except CheckpointError as error:
-            look.blame(error)
+            check.blame(error)
         except PermissionError as error:
             raise FileDenied("permission denied", file=path) from error
-    return replace(look.verdict, file=without_query(look.verdict.file)), look.hashed
+    return replace(check.verdict, file=without_query(check.verdict.file)), check.hashed
 
 
 @dataclass
@@ -160,51 +160,51 @@ class _FileCheck:
 
     def check_file(self, probe: Probe) -> None:
         """Check one file, or the files of an unzipped checkpoint."""
-        found = checks.check_structure(probe)
-        self.take(found)
-        self.at_name(probe)
-        wrong = self.sum_up(found.checksums)
+        findings = checks.check_structure(probe)
+        self.add_findings(findings)
+        self.check_name(probe)
+        mismatches = self.sum_up(findings.checksums)
         try:
             checkpoint = read_probe(probe)
         except CheckpointError as error:
-            self.add(problems=_damaged(wrong, None))
+            self.add(problems=_describe_damage(mismatches, None))
             self.blame(error, contradicted=bool(self.verdict.problems))
             return
-        self.at_content(checkpoint, probe, wrong)
+        self.check_content(checkpoint, probe, mismatches)
 
-    def at_name(self, probe: Probe) -> None:
+    def check_name(self, probe: Probe) -> None:
         """Compare the file with the SHA-256 in its name, or in that of the file it links to.
 
         `torch.hub` names files `resnet18-5c106cde.pth`. Only digits may be a date, only letters a
         word. The cache of `huggingface_hub` links to blobs with the full hash as their name.
         """
-        own = os.path.basename(probe.path)
-        blobs = (own, os.path.basename(os.path.realpath(probe.path)))
+        name = os.path.basename(probe.path)
+        blobs = (name, os.path.basename(os.path.realpath(probe.path)))
         blob = next(filter(None, map(_BLOB.fullmatch, blobs)), None)
-        named = blob or _HUB.fullmatch(own)
-        if named is None or probe.source is None:
+        match = blob or _HUB.fullmatch(name)
+        if match is None or probe.source is None:
             return
-        if blob is None and (named[1].isdigit() or named[1].isalpha()):
+        if blob is None and (match[1].isdigit() or match[1].isalpha()):
             return
         size, digest = probe.source.size, hashlib.sha256()
         meter = Meter(self.progress, size)
         for block in ByteRange(probe.source, 0, size).blocks(BLOCK):
             digest.update(block)
             meter.advance(len(block))
-        found = digest.hexdigest()[: len(named[1])]
-        if found == named[1]:
+        digest_prefix = digest.hexdigest()[: len(match[1])]
+        if digest_prefix == match[1]:
             return
         if blob is not None:
-            where = "from its name" if blob[1] == own else "from the name of its link target"
-            text = f"its SHA-256 is {found}, expected {blob[1]} ({where})"
+            where = "from its name" if blob[1] == name else "from the name of its link target"
+            text = f"its SHA-256 is {digest_prefix}, expected {blob[1]} ({where})"
             hint = "delete the file and download it again"
             self.add(problems=(Finding("name", text, hint=hint),))
         else:
-            text = f"its SHA-256 starts with {found}, expected {named[1]} (from its name)"
+            text = f"its SHA-256 starts with {digest_prefix}, expected {match[1]} (from its name)"
             hint = "download it again from torch.hub, or rename it if you changed it"
             self.add(problems=(Finding("name", text, hint=hint),))
 
-    def at_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
+    def check_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
         """Check each shard of an index, or each rank file, then the whole set."""
         self.verdict = replace(self.verdict, file=path, shards=len(shards))
         faulty = {path for name, path in shards.items() if self.check_shard(path, name)}
@@ -214,7 +214,7 @@ class _FileCheck:
             if error.file not in faulty:
                 self.blame(error, contradicted=True)
             return
-        self.at_content(checkpoint, probe, [])
+        self.check_content(checkpoint, probe, [])
 
     def check_shard(self, path: str, name: str) -> bool:
         """Check a shard if it exists; return True if it has problems."""
@@ -223,26 +223,26 @@ class _FileCheck:
         with closing(Probe(path, self.limits)) as probe:
             if probe.compute_once(open_index) is not None:
                 return False
-            look = _FileCheck(Verdict(path), self.limits, self.progress, is_shard=True)
+            check = _FileCheck(Verdict(path), self.limits, self.progress, is_shard=True)
             try:
-                look.check_file(probe)
+                check.check_file(probe)
             except UnsupportedFormat:
                 return False
-        found = look.verdict
+        verdict = check.verdict
         self.add(
             problems=tuple(
-                replace(one, where=(f"{name}: {one.place}" if one.place else name,))
-                for one in found.problems
+                replace(finding, where=(f"{name}: {finding.place}" if finding.place else name,))
+                for finding in verdict.problems
             ),
-            notes=tuple(f"{name}: {note}" for note in found.notes),
-            records=found.records,
-            summed=found.summed,
-            checked=found.checked,
+            notes=tuple(f"{name}: {note}" for note in verdict.notes),
+            records=verdict.records,
+            summed=verdict.summed,
+            checked=verdict.checked,
         )
-        return not found.ok
+        return not verdict.ok
 
-    def at_content(
-        self, checkpoint: Checkpoint | None, probe: Probe, wrong: Sequence[_Wrong]
+    def check_content(
+        self, checkpoint: Checkpoint | None, probe: Probe, mismatches: Sequence[_Mismatch]
     ) -> None:
         """Check the content of an open checkpoint.
 
@@ -256,12 +256,12 @@ class _FileCheck:
                 hint="try again when nothing writes to the file",
             )
         with checkpoint:
-            self.add(problems=_damaged(wrong, checkpoint))
-            self.take(checks.check_content(checkpoint, probe))
-            part = None if self.is_shard else missing_weights(checkpoint)
-            if part is not None:
-                self.add(notes=(f"{part.text}; {part.hint}",))
-            if not self.is_shard and (text := unwritten(checkpoint)):
+            self.add(problems=_describe_damage(mismatches, checkpoint))
+            self.add_findings(checks.check_content(checkpoint, probe))
+            missing = None if self.is_shard else detect_missing_weights(checkpoint)
+            if missing is not None:
+                self.add(notes=(f"{missing.text}; {missing.hint}",))
+            if not self.is_shard and (text := find_unwritten(checkpoint)):
                 self.add(notes=(text,))
             tensors = list(checkpoint.tensors())
             self.verdict = replace(
@@ -273,36 +273,36 @@ class _FileCheck:
                 values=self.values,
             )
             if self.values:
-                self.at_values(tensors)
+                self.check_values(tensors)
             if self.hashes:
                 meter = Meter(self.progress, self.verdict.content)
-                self.hashed = hashed_tensors(checkpoint, self.limits, meter.advance)
+                self.hashed = hash_tensors(checkpoint, self.limits, meter.advance)
             for source in checkpoint.sources:
                 source.check_unchanged()
 
-    def at_values(self, tensors: Sequence[tuple[Path, TensorRef]]) -> None:
+    def check_values(self, tensors: Sequence[tuple[Path, TensorRef]]) -> None:
         """Look for NaN and infinities in every tensor and its parts."""
-        floating = [(path, _numbers(tensor)) for path, tensor in drop_ties(tensors)]
+        floating = [(path, _list_floating_arrays(tensor)) for path, tensor in drop_ties(tensors)]
         meter = Meter(self.progress, sum(part.nbytes for _, parts in floating for part in parts))
         repeated = RepeatedBytes(self.limits)
         for path, parts in floating:
             nan = infinite = 0
             for part in parts:
                 repeated.add(path, part.unrepeated)
-                found = count_nonfinite_elements(part, meter.advance)
-                nan, infinite = nan + found[0], infinite + found[1]
+                counts = count_nonfinite_elements(part, meter.advance)
+                nan, infinite = nan + counts[0], infinite + counts[1]
             elements = sum(part.numel for part in parts)
             for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
                 if count:
                     text = f"{count:,} of {counted(elements, 'element')} {are(count)} {word}"
                     self.add(problems=(Finding(kind, text, (name_of(path),)),))
 
-    def add(self, **more: Any) -> None:
-        """Add to problems, notes and counts of the verdict."""
-        sums = {name: getattr(self.verdict, name) + count for name, count in more.items()}
+    def add(self, **additions: Any) -> None:
+        """Add to the problems, notes and counts of the verdict."""
+        sums = {name: getattr(self.verdict, name) + count for name, count in additions.items()}
         self.verdict = replace(self.verdict, **sums)
 
-    def take(self, found: Findings) -> None:
+    def add_findings(self, found: Findings) -> None:
         """Add the findings of a format check."""
         self.add(problems=found.problems, notes=found.notes, records=found.records)
 
@@ -321,25 +321,25 @@ class _FileCheck:
             text = "it" + text.removeprefix(error.file)
         self.add(problems=(Finding(kind, text, hint=error.hint),))
 
-    def sum_up(self, checksums: Sequence[Checksum]) -> list[_Wrong]:
+    def sum_up(self, checksums: Sequence[Checksum]) -> list[_Mismatch]:
         """Compute checksums, and return those that do not match."""
-        meter = Meter(self.progress, sum(one.data.length for one in checksums))
-        sums = crc32cs if any(one.castagnoli for one in checksums) else crc32s
-        found = sums([one.data for one in checksums], meter.advance)
-        wrong = []
-        for one, crc in zip(checksums, found, strict=True):
+        meter = Meter(self.progress, sum(checksum.data.length for checksum in checksums))
+        compute = crc32cs if any(checksum.castagnoli for checksum in checksums) else crc32s
+        computed = compute([checksum.data for checksum in checksums], meter.advance)
+        mismatches = []
+        for checksum, crc in zip(checksums, computed, strict=True):
             if isinstance(crc, CorruptFile):
-                self.add(problems=(Finding("checksum", crc.message, (one.place,)),))
-            elif crc != one.crc32:
-                wrong.append((one, crc))
-            elif not _ends_well(one.data.source):
+                self.add(problems=(Finding("checksum", crc.message, (checksum.place,)),))
+            elif crc != checksum.crc32:
+                mismatches.append((checksum, crc))
+            elif not _has_valid_end(checksum.data.source):
                 text = "its compressed bytes have no end mark, or extra bytes after it"
-                self.add(problems=(Finding("corrupt", text, (one.place,)),))
+                self.add(problems=(Finding("corrupt", text, (checksum.place,)),))
         self.add(summed=len(checksums), checked=meter.total)
-        return wrong
+        return mismatches
 
 
-def _ends_well(source: Source) -> bool:
+def _has_valid_end(source: Source) -> bool:
     """Return True if a record is not compressed, or its compressed data ends correctly."""
     try:
         return not isinstance(source, InflatedSource) or source.ends_well()
@@ -347,15 +347,17 @@ def _ends_well(source: Source) -> bool:
         return False
 
 
-def _numbers(tensor: TensorRef) -> list[TensorRef]:
+def _list_floating_arrays(tensor: TensorRef) -> list[TensorRef]:
     """Return the floating-point arrays that a tensor is made of, usually the tensor itself."""
     parts = [tensor] if tensor.has_content else tensor.tensors_inside()
     return [part for part in parts if part.has_content and is_floating(part.dtype)]
 
 
-def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> tuple[Finding, ...]:
-    """Return the records whose checksum is wrong, with the tensors in them."""
-    if not wrong:
+def _describe_damage(
+    mismatches: Sequence[_Mismatch], checkpoint: Checkpoint | None
+) -> tuple[Finding, ...]:
+    """Return a problem for each record with a wrong checksum, with the tensors in it."""
+    if not mismatches:
         return ()
     names: dict[tuple[int, int], list[str]] = {}
     for path, tensor in checkpoint.tensors() if checkpoint is not None else ():
@@ -363,24 +365,24 @@ def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> tuple[Fi
             data = tensor.storage.data
             names.setdefault((id(data.source), data.offset), []).append(name_of(path))
     problems = []
-    for checksum, found in wrong:
+    for checksum, actual in mismatches:
         data, stated = checksum.data, checksum.crc32
         kind = "CRC-32C" if checksum.castagnoli else "CRC-32"
-        text = f"checksum mismatch: {kind} is {found:08x}, expected {stated:08x}"
-        inside = names.get((id(data.source), data.offset))
-        text += f"; affects {listed(inside, 3)}" if inside else ""
+        text = f"checksum mismatch: {kind} is {actual:08x}, expected {stated:08x}"
+        keys = names.get((id(data.source), data.offset))
+        text += f"; affects {listed(keys, 3)}" if keys else ""
         problems.append(Finding("checksum", text, (checksum.place,)))
     return tuple(problems)
 
 
-NOT_ONE = "not-a-checkpoint"
+NOT_CHECKPOINT = "not-a-checkpoint"
 """The kind of problem of a file that is not a checkpoint."""
 
 _KINDS: dict[type[CheckpointError], str] = {
     TruncatedFile: "truncated",
     CorruptFile: "corrupt",
     LimitExceeded: "limit",
-    NotACheckpoint: NOT_ONE,
+    NotACheckpoint: NOT_CHECKPOINT,
 }
 """The kind of problem for each error about the content of a file. The first match counts."""
 _CONTRADICTIONS: dict[type[CheckpointError], str] = {
@@ -512,7 +514,9 @@ class Verifier:
         self._seen: dict[str, tuple[HashedTensor, ...]] = {}
         self._reason: str | None = None
 
-    def each(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[Verdict | CheckpointError]:
+    def verify_all(
+        self, paths: Iterable[str | os.PathLike[str]]
+    ) -> Iterator[Verdict | CheckpointError]:
         """Yield a verdict or an error for every path, and for every checkpoint in a folder.
 
         A folder without checkpoints is checked as if it should be one. Unsupported files next to
@@ -520,26 +524,35 @@ class Verifier:
         """
         given = [os.fsdecode(path) for path in paths]
         for path in given:
-            inside = checkpoints_in(path, self.limits) if os.path.isdir(path) else [path]
-            alone = len(given) == len(inside) == 1
-            told, unread = False, dict[str, list[Finding]]()
-            for one in inside:
-                result = self._tried(one, alone=alone)
-                if one == path or should_be_one(one) or not _is_other(result):
-                    told = True
+            checkpoint_paths = (
+                find_checkpoints(path, self.limits) if os.path.isdir(path) else [path]
+            )
+            is_alone = len(given) == len(checkpoint_paths) == 1
+            has_result, unread = False, dict[str, list[Finding]]()
+            for checkpoint_path in checkpoint_paths:
+                result = self._try_verify(checkpoint_path, alone=is_alone)
+                if (
+                    checkpoint_path == path
+                    or should_be_checkpoint(checkpoint_path)
+                    or not _is_unsupported(result)
+                ):
+                    has_result = True
                     yield result
                 elif isinstance(result, UnsupportedFormat):
-                    folder, name = os.path.split(one)
-                    text = f"not checked: it {result.message.removeprefix(one).lstrip()}"
+                    folder, name = os.path.split(checkpoint_path)
+                    text = (
+                        f"not checked: it {result.message.removeprefix(checkpoint_path).lstrip()}"
+                    )
                     unread.setdefault(folder, []).append(
                         Finding("unread", text, (name,), hint=result.hint)
                     )
-            if not told:
-                yield self._tried(path, alone=alone)
+            if not has_result:
+                yield self._try_verify(path, alone=is_alone)
             else:
                 yield from (Verdict(name, problems=tuple(found)) for name, found in unread.items())
 
-    def _tried(self, path: str, *, alone: bool) -> Verdict | CheckpointError:
+    def _try_verify(self, path: str, *, alone: bool) -> Verdict | CheckpointError:
+        """Return the verdict on a checkpoint, or the error if it cannot be checked."""
         try:
             return self.verify(path, alone=alone)
         except CheckpointError as error:
@@ -564,12 +577,12 @@ class Verifier:
             limits=self.limits,
         )
         if self.manifest is not None and tensors is not None:
-            verdict = self._with_manifest(verdict, tensors, self.manifest, alone=alone)
+            verdict = self._add_manifest_differences(verdict, tensors, self.manifest, alone=alone)
         if not verdict.ok:
             self._reason = "problem"
         return verdict
 
-    def _with_manifest(
+    def _add_manifest_differences(
         self, verdict: Verdict, tensors: tuple[HashedTensor, ...], manifest: str, *, alone: bool
     ) -> Verdict:
         """Return the verdict with the differences from the manifest."""
@@ -579,16 +592,16 @@ class Verifier:
         self._seen[name] = tensors
         if self._writes:
             return verdict
-        wanted = self._listed.get(name)
-        if wanted is None:
+        expected = self._listed.get(name)
+        if expected is None:
             text = f"the manifest does not list {name!r}"
-            found = Findings((Finding("manifest", text),))
+            findings = Findings((Finding("manifest", text),))
         else:
-            found = compare_tensors(wanted, tensors)
+            findings = compare_tensors(expected, tensors)
         return replace(
             verdict,
-            problems=verdict.problems + found.problems,
-            notes=verdict.notes + found.notes,
+            problems=verdict.problems + findings.problems,
+            notes=verdict.notes + findings.notes,
             checked=verdict.checked or verdict.content,
             manifest=True,
         )
@@ -601,36 +614,41 @@ class Verifier:
         """
         if self.manifest is None:
             return None
-        tensors = sum(len(one) for one in self._seen.values())
+        tensors = sum(map(len, self._seen.values()))
         if not self._writes:
             return ManifestOutcome(
-                self.manifest, "checked", len(self._seen), tensors, tuple(self._gone(self.manifest))
+                self.manifest,
+                "checked",
+                len(self._seen),
+                tensors,
+                tuple(self._find_missing_files(self.manifest)),
             )
         if self._reason is not None:
             return ManifestOutcome(self.manifest, "not-written", 0, 0, reason=self._reason)
         write_manifest(self.manifest, self._seen)
-        unhashed = sum(tensor.sha256 is None for one in self._seen.values() for tensor in one)
+        unhashed = sum(tensor.sha256 is None for file in self._seen.values() for tensor in file)
         return ManifestOutcome(
             self.manifest, "written", len(self._seen), tensors, unhashed=unhashed
         )
 
-    def _gone(self, manifest: str) -> Iterator[Finding]:
+    def _find_missing_files(self, manifest: str) -> Iterator[Finding]:
+        """Yield a problem for each file that the manifest lists but the folder lacks."""
         folder = os.path.dirname(manifest)
         for name in self._listed:
             if name not in self._seen and not os.path.exists(os.path.join(folder, name)):
                 yield Finding("missing", "the manifest lists it, but it is missing", (name,))
 
 
-def _is_other(result: Verdict | CheckpointError) -> bool:
+def _is_unsupported(result: Verdict | CheckpointError) -> bool:
     """Return True if ckptool does not read this file as a checkpoint."""
     if isinstance(result, CheckpointError):
         return isinstance(result, UnsupportedFormat)
-    return any(problem.kind == NOT_ONE for problem in result.problems)
+    return any(problem.kind == NOT_CHECKPOINT for problem in result.problems)
 
 
 _INDEX = re.compile(r".+\.index(?:\.[^.]+)?\.json", re.IGNORECASE)
 
-_NAMED_SO = re.compile(
+_CHECKPOINT_NAMES = re.compile(
     r".+\.(?:pth|pt|pth\.tar|ckpt|safetensors|pt2|ptl|(?:safetensors|bin|pth?)\.index(?:\.[^.]+)?\.json)"
     # written by transformers, diffusers, peft and accelerate
     r"|(?:pytorch_model|pytorch_lora_weights|diffusion_pytorch_model|adapter_model|training_args"
@@ -639,7 +657,7 @@ _NAMED_SO = re.compile(
     re.IGNORECASE,
 )
 """Names that only checkpoints have: reported even if the content is unrecognizable."""
-_ANYTHING = re.compile(r".+\.(?:bin|pkl|pickle)", re.IGNORECASE)
+_AMBIGUOUS_NAMES = re.compile(r".+\.(?:bin|pkl|pickle)", re.IGNORECASE)
 _LIKELY = re.compile(
     r"(?:^|[^a-z])(?:model|net|weights?|params?|state|states|optim|optimizer|scheduler|lora|adapter"
     r"|diffusion|unet|vae|ema|rng|checkpoint|ckpt|epoch|step|iter|best|last|latest|final)s?"
@@ -647,7 +665,7 @@ _LIKELY = re.compile(
     re.IGNORECASE,
 )
 """Words in names of likely checkpoints."""
-_OTHERS = re.compile(r"token|vocab|spiece|sentencepiece|ggml|gguf|openvino", re.IGNORECASE)
+_OTHER_NAMES = re.compile(r"token|vocab|spiece|sentencepiece|ggml|gguf|openvino", re.IGNORECASE)
 
 _POINTER = b"version https://git-lfs"
 _PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|<\?xml)", re.IGNORECASE)
@@ -657,7 +675,7 @@ _HEAD, _MOST_TEXT = 4096, 64 << 10
 _Identity = tuple[int, int]
 
 
-def checkpoints_in(folder: str, limits: Limits) -> list[str]:
+def find_checkpoints(folder: str, limits: Limits) -> list[str]:
     """Return the checkpoints in a folder and its subfolders, sorted; shards by their index.
 
     Names that begin with a dot are skipped. A file with several names is returned once, by a
@@ -665,65 +683,66 @@ def checkpoints_in(folder: str, limits: Limits) -> list[str]:
     """
     files: dict[_Identity, str] = {}
     shards: set[_Identity] = set()
-    whole = []
-    for path, identity in _entries(folder, limits):
+    folders = []
+    for path, identity in _walk_entries(folder, limits):
         if identity is None:
-            whole.append(path)
+            folders.append(path)
             continue
         if _INDEX.fullmatch(path):
             for name in read_shard_names(path):
                 with suppress(OSError):
-                    shards.add(_identity(os.path.join(os.path.dirname(path), name)))
-        known = files.get(identity)
-        files[identity] = path if known is None else min(known, path, key=_worth)
-    single = (path for identity, path in files.items() if identity not in shards)
-    return sorted((*whole, *filter(_may_be_one, single)))
+                    shards.add(_read_identity(os.path.join(os.path.dirname(path), name)))
+        other = files.get(identity)
+        files[identity] = path if other is None else min(other, path, key=_name_preference)
+    unindexed = (path for identity, path in files.items() if identity not in shards)
+    return sorted((*folders, *filter(_may_be_checkpoint, unindexed)))
 
 
-def _worth(path: str) -> tuple[bool, bool, str]:
-    """Return the sort key of the names of a file, the best one first."""
-    return not should_be_one(path), islink(path), path
+def _name_preference(path: str) -> tuple[bool, bool, str]:
+    """Return the sort key of the names of one file, the best name first."""
+    return not should_be_checkpoint(path), islink(path), path
 
 
-def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | None]]:
+def _walk_entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | None]]:
     """Yield files below a folder with device and inode, and folders to open as a whole with None.
 
     Also yield None for entries that cannot be read: opening them raises the error.
     """
     entered: set[_Identity] = set()
-    todo, linked = [folder], list[str]()
-    while todo or linked:  # folders first, then links to them
-        here = todo.pop() if todo else linked.pop()
-        identity = _identity(here)
+    pending, pending_links = [folder], list[str]()
+    while pending or pending_links:  # folders first, then links to them
+        current = pending.pop() if pending else pending_links.pop()
+        identity = _read_identity(current)
         if identity in entered:
             continue
         entered.add(identity)
         try:
-            names = sorted(os.listdir(here))
+            names = sorted(os.listdir(current))
         except OSError:
-            yield here, None
+            yield current, None
             continue
-        is_part = _part_of(here, limits)
+        is_part = _make_part_test(current, limits)
         if is_part:
-            yield here, None
-        for path in (os.path.join(here, name) for name in names if not name.startswith(".")):
+            yield current, None
+        for path in (os.path.join(current, name) for name in names if not name.startswith(".")):
             if is_part and is_part(path):
                 continue
             if os.path.isdir(path):
-                (linked if islink(path) else todo).append(path)
+                (pending_links if islink(path) else pending).append(path)
             elif os.path.isfile(path):
-                yield path, _identity(path)
-            elif islink(path) and should_be_one(path):
+                yield path, _read_identity(path)
+            elif islink(path) and should_be_checkpoint(path):
                 yield path, None
 
 
-def _identity(path: str) -> _Identity:
+def _read_identity(path: str) -> _Identity:
+    """Return the device and inode of a file, which all its names share."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 
 
-def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
-    """Return the test for files of a folder that is one checkpoint; None for other folders."""
+def _make_part_test(folder: str, limits: Limits) -> Callable[[str], object] | None:
+    """Return a test for files that belong to a folder checkpoint; None for other folders."""
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
         if DCP.recognize(probe):
             return re.compile(r".+\.(distcp|metadata)|.*(pytorch_model_fsdp|optimizer)_0").fullmatch
@@ -740,17 +759,17 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
     return None
 
 
-def _may_be_one(path: str) -> bool:
+def _may_be_checkpoint(path: str) -> bool:
     """Return True if the name or the first bytes are those of a checkpoint."""
-    if should_be_one(path) or _INDEX.fullmatch(path) or path.endswith(".distcp"):
+    if should_be_checkpoint(path) or _INDEX.fullmatch(path) or path.endswith(".distcp"):
         return True
     if path.endswith(".index"):
         return is_index(path)
-    head, _ = _begins(path)
+    head, _ = _read_head(path)
     return looks_like_checkpoint(head[:16]) or is_tar(head[:TAR_BLOCK])
 
 
-def _begins(path: str) -> tuple[bytes, int]:
+def _read_head(path: str) -> tuple[bytes, int]:
     """Return the first bytes of a file and its size, -1 if it cannot be read."""
     try:
         with closing(FileSource(path)) as source:
@@ -759,29 +778,29 @@ def _begins(path: str) -> tuple[bytes, int]:
         return b"", -1
 
 
-def should_be_one(path: str) -> bool:
+def should_be_checkpoint(path: str) -> bool:
     """Return True if a file should be a checkpoint, by its name or as the result of a failed save.
 
     False for a file that cannot be read.
     """
     name = os.path.basename(path)
-    if _NAMED_SO.fullmatch(name):
+    if _CHECKPOINT_NAMES.fullmatch(name):
         return True
-    if not _ANYTHING.fullmatch(name):
+    if not _AMBIGUOUS_NAMES.fullmatch(name):
         return False
-    head, size = _begins(path)
+    head, size = _read_head(path)
     if size < 0:
         return False
     if not head or head.startswith(_POINTER) or _PAGE.match(head):
         return True
-    likely = _LIKELY.search(name.rpartition(".")[0]) and not _OTHERS.search(name)
+    likely = _LIKELY.search(name.rpartition(".")[0]) and not _OTHER_NAMES.search(name)
     return bool(likely) and (
-        not head.strip(b"\0") or head.startswith(_GZIP) or _is_note(head, size)
+        not head.strip(b"\0") or head.startswith(_GZIP) or _is_short_text(head, size)
     )
 
 
-def _is_note(head: bytes, size: int) -> bool:
-    """Return True for a short text, for example the answer of a server."""
+def _is_short_text(head: bytes, size: int) -> bool:
+    """Return True for a short text, for example the response of a server."""
     if size > _MOST_TEXT:
         return False
     text = head.decode("utf-8", "replace")

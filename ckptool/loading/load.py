@@ -33,7 +33,7 @@ from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded, UsageError, warn
 from ckptool.formats import open_or_reuse
 from ckptool.loading.inert import InertObject
-from ckptool.renamed import renamed_arguments
+from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors import Materializer, is_one_part, only_part_error, set_attributes
 from ckptool.tensors.materialize import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
@@ -55,7 +55,7 @@ _TORCH_ARGUMENTS = {
 """Arguments of other loaders, with the replacement for each."""
 
 
-@renamed_arguments(**_TORCH_ARGUMENTS)
+@refuse_renamed_arguments(**_TORCH_ARGUMENTS)
 @pause_gc()
 def load(
     path: str | os.PathLike[str] | Checkpoint,
@@ -326,7 +326,7 @@ def _device(node: DeviceValue) -> torch.device | DeviceValue:
         return node
 
 
-@renamed_arguments(**_TORCH_ARGUMENTS)
+@refuse_renamed_arguments(**_TORCH_ARGUMENTS)
 @pause_gc()
 def load_state_dict(
     path: str | os.PathLike[str] | Checkpoint,

@@ -48,7 +48,7 @@ from ckptool.loading.target import (
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import TransposeRules
 from ckptool.matching.report import counted
-from ckptool.renamed import renamed_arguments
+from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors import require_torch
 from ckptool.tensors.dequantizing import can_dequantize
 from ckptool.tensors.live import locate_tensor
@@ -74,7 +74,7 @@ _OPTIMIZER_ONLY = (
 )
 
 
-@renamed_arguments(rules="use rename instead")
+@refuse_renamed_arguments(rules="use rename instead")
 def load_into(
     model: torch.nn.Module,
     source: Source,

@@ -23,7 +23,7 @@ from ckptool.loading.target import REFERENCE, ModelTarget, describe_target, slot
 from ckptool.matching import Allowance, DtypeChange, Match, MatchReport, matched
 from ckptool.matching.layouts import TransposeRules, laid_out, wanted_by
 from ckptool.matching.report import counted
-from ckptool.renamed import renamed_arguments
+from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors import is_one_part, materialize, require_torch
 from ckptool.tensors.bytewise import has_same_elements
 from ckptool.tensors.casting import CHUNK, count_cast_losses
@@ -52,7 +52,7 @@ class MatchedState(NamedTuple):
         return repr(self.report)
 
 
-@renamed_arguments(rules="use rename instead")
+@refuse_renamed_arguments(rules="use rename instead")
 def match(
     state_dict: Mapping[Any, Any] | str | os.PathLike[str] | Checkpoint,
     like: torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint,

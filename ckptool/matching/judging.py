@@ -20,7 +20,7 @@ from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
 from ckptool.matching.known_renames import MERGE, has_adapter
 from ckptool.matching.report import Ambiguity, MatchReport, Renaming, most_allowed
-from ckptool.remedies import Remedy, together
+from ckptool.remedies import Remedy, merge_remedies
 from ckptool.words import are, counted, listed, printable, shell
 
 Allowed = bool | str | Sequence[str] | None
@@ -410,7 +410,7 @@ def _percent(share: float) -> str:
 def _all_of(remedies: Sequence[Remedy]) -> Remedy:
     """Return all remedies together, or only the impossible one, if any."""
     given = [one for one in remedies if one]
-    return next((one for one in given if one is _SCATTERED), together(given))
+    return next((one for one in given if one is _SCATTERED), merge_remedies(given))
 
 
 def _allowing(argument: str, names: Sequence[str]) -> Remedy:

@@ -35,25 +35,25 @@ _TEXTS = {
 """The module of each class, and its functions for the page and the line."""
 
 
-def page_of(result: object) -> str:
+def format_page(result: object) -> str:
     """Return the text that the command line prints for a result, or its line."""
-    _, lines, _ = _functions(result)
-    return "\n".join(lines(result)) if lines else line_of(result)
+    _, lines, _ = _find_formatters(result)
+    return "\n".join(lines(result)) if lines else format_line(result)
 
 
-def line_of(result: object) -> str:
-    """Return `<Listing model.pth: 27 tensors, 363 elements, 1.4 KiB>`; of other classes alike."""
-    name, lines, short = _functions(result)
+def format_line(result: object) -> str:
+    """Return `<Listing model.pth: 27 tensors, 363 elements, 1.4 KiB>`; other classes alike."""
+    name, lines, short = _find_formatters(result)
     try:
         text = short(result) if short else next(iter(lines(result)))
-    except CheckpointError as error:  # what cannot be walked can be shown
+    except CheckpointError as error:  # a damaged tree still has a line
         text = error.sentence
     return f"<{name} {clean(shorten(text, _LONGEST))}>"
 
 
-def _functions(result: object) -> tuple[str, Any, Any]:
+def _find_formatters(result: object) -> tuple[str, Any, Any]:
     """Return the name of the class of a result, and the functions for its page and its line."""
-    name = next(one.__name__ for one in type(result).__mro__ if one.__name__ in _TEXTS)
-    room, lines, short = _TEXTS[name]
-    module = import_module(f"ckptool.render.{room}")
-    return name, getattr(module, lines, None), getattr(module, short, None)
+    name = next(base.__name__ for base in type(result).__mro__ if base.__name__ in _TEXTS)
+    module_name, page_function, line_function = _TEXTS[name]
+    module = import_module(f"ckptool.render.{module_name}")
+    return name, getattr(module, page_function, None), getattr(module, line_function, None)

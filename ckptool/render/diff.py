@@ -8,11 +8,19 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptool.comparison.diff import TAGS, Changed, Diff, Renamed, Side, magnitude
+from ckptool.comparison.diff import TAGS, Changed, Diff, Renamed, Side, magnitude_key
 from ckptool.core.names import Family, group_families, split_numbers
 from ckptool.core.values import format_shape
-from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, number, quoted, share, shorten, wrapped
+from ckptool.render.table import separate_blocks, table_lines
+from ckptool.render.text import (
+    PLAIN,
+    Look,
+    format_number,
+    format_share,
+    quote_as_git,
+    shorten,
+    wrap_text,
+)
 from ckptool.words import clean, counted
 
 if TYPE_CHECKING:
@@ -54,16 +62,18 @@ def diff_rows(diff: Diff, *, whole: bool = False) -> Iterator[Row]:
 
     The status is `=` if these two differ but do not count. Values are shortened unless `whole`.
     """
-    yield from _changed((*diff.changed, *diff.values), tags=True, whole=whole)
-    yield from _unpaired(diff, whole)
+    yield from _changed_rows((*diff.changed, *diff.values), tags=True, whole=whole)
+    yield from _unpaired_rows(diff, whole)
 
 
-def _changed(found: Iterable[Changed], *, tags: bool = False, whole: bool = False) -> Iterator[Row]:
-    """Yield a row for each entry of both files; `tags`: device and requires_grad count as well."""
-    for row in found:
+def _changed_rows(
+    changes: Iterable[Changed], *, tags: bool = False, whole: bool = False
+) -> Iterator[Row]:
+    """Yield a row for each changed entry; with `tags`, also for device and requires_grad."""
+    for row in changes:
         aspects = [aspect for aspect in row.what if tags or aspect not in TAGS]
         place = (row.place or "").removeprefix("quantizer/")
-        what = ", ".join(aspects) + (f" at {clean(place)}" if place else "")
+        description = ", ".join(aspects) + (f" at {clean(place)}" if place else "")
         a, b = (" ".join(_describe_side(side, aspects, whole)) for side in (row.a, row.b))
         if row.change is not None and (row.place or "tensor" in (row.a.sort, row.b.sort)):
             a, b = (
@@ -71,12 +81,12 @@ def _changed(found: Iterable[Changed], *, tags: bool = False, whole: bool = Fals
             )
         if aspects:
             yield Row(
-                row.status if row.counts else "=", row.name, what, a, b, row.difference,
+                row.status if row.counts else "=", row.name, description, a, b, row.difference,
                 is_weight=row.is_weight, is_integer=row.is_integer,
             )  # fmt: skip
 
 
-def _unpaired(
+def _unpaired_rows(
     diff: Diff, whole: bool, hidden: Collection[tuple[str, str | None]] = ()
 ) -> Iterator[Row]:
     """Yield a row for each entry of only one file, except in `hidden` containers."""
@@ -84,53 +94,59 @@ def _unpaired(
         [side for side in sides if (letter, side.container) not in hidden]
         for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b))
     )
-    yield from (Row("D", side.name, a=_about(side, whole)) for side in only_a)
-    yield from (Row("A", side.name, b=_about(side, whole)) for side in only_b)
-    for moved in diff.renamed:
-        tags = "".join(f", different {tag}" for tag in moved.what)
-        yield Row("R", moved.a.name, _about(moved.a, whole) + tags, b=moved.b.name)
+    yield from (Row("D", side.name, a=_describe_entry(side, whole)) for side in only_a)
+    yield from (Row("A", side.name, b=_describe_entry(side, whole)) for side in only_b)
+    for renamed in diff.renamed:
+        tags = "".join(f", different {tag}" for tag in renamed.what)
+        yield Row("R", renamed.a.name, _describe_entry(renamed.a, whole) + tags, b=renamed.b.name)
 
 
 def _describe_side(side: Side, aspects: Sequence[str], whole: bool) -> Iterator[str]:
     """Yield these aspects of one side, except the values of a tensor, which have figures."""
     if "type" in aspects:
-        yield (f"{clean(side.type)} " if side.sort == "tensor" else "") + _about(side, whole)
+        yield (f"{clean(side.type)} " if side.sort == "tensor" else "") + _describe_entry(
+            side, whole
+        )
         return
     for aspect in aspects:
         if aspect == "shape" and side.shape is not None:
             yield format_shape(side.shape)
         elif aspect in ("value", "quantizer"):
             if side.sort != "tensor":
-                yield _literal(side, whole)
+                yield _format_value(side, whole)
         elif side.sort == "tensor" or side.device is not None:
             yield clean(str(getattr(side, aspect)))
 
 
-def _about(side: Side, whole: bool) -> str:
+def _describe_entry(side: Side, whole: bool) -> str:
     """Return the type of an entry with its shape or value: `float32 [2, 3]`, `int 3`."""
     if side.sort == "tensor":
         return f"{side.dtype} {format_shape(side.shape or ())}"
-    kind, literal = clean(side.type), _literal(side, whole)
+    kind, literal = clean(side.type), _format_value(side, whole)
     names_its_type = side.sort != "value" and literal.startswith(kind)  # `dict of 3`
     return literal if side.value is None or names_its_type else f"{kind} {literal}"
 
 
-def _literal(side: Side, whole: bool) -> str:
+def _format_value(side: Side, whole: bool) -> str:
+    """Return the value of an entry, shortened unless `whole`."""
     text = repr(side.value) if side.type == "str" else str(side.value)
     return clean(text if whole else shorten(text, _SHORT))
 
 
-def _folded(rows: Sequence[Row]) -> list[Row]:
-    found = []
+def _fold_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for rows of repeated layers that differ alike, with the largest figures."""
+    folded = []
     for family in group_families((row.name, _fold_key(row, n)) for n, row in enumerate(rows)):
         members = [rows[n] for n in family.numbers]
         first, b = members[0], members[0].b
         if first.status == "R":
             b = group_families((row.b, None) for row in members)[0].label
-        worst = _worst([row.figures for row in members if row.figures is not None])
+        worst = _find_largest_differences(
+            [row.figures for row in members if row.figures is not None]
+        )
         merged = replace(first, name=family.label, b=b, figures=worst, count=len(members))
-        found.append(merged)
-    return found
+        folded.append(merged)
+    return folded
 
 
 def _fold_key(row: Row, number: int) -> Hashable:
@@ -141,67 +157,83 @@ def _fold_key(row: Row, number: int) -> Hashable:
     if row.status == "R":
         (_, before), (texts, after) = split_numbers(row.name), split_numbers(row.b)
         return row.what, texts if before == after else number
-    one = row.figures
-    odd = one and tuple(map(bool, (one.nan_a, one.nan_b, one.inf_a, one.inf_b)))
-    return row.status, row.what, row.a, row.b, odd, row.is_weight, row.is_integer
+    difference = row.figures
+    has_nonfinite = difference and tuple(
+        map(bool, (difference.nan_a, difference.nan_b, difference.inf_a, difference.inf_b))
+    )
+    return row.status, row.what, row.a, row.b, has_nonfinite, row.is_weight, row.is_integer
 
 
-def _worst(found: Sequence[Difference]) -> Difference | None:
+def _find_largest_differences(differences: Sequence[Difference]) -> Difference | None:
     """Return the largest of each difference. NaN and infinities are summed."""
-    if not found:
+    if not differences:
         return None
 
-    def most(name: str, sign: int = 1) -> Any:
-        known = [figure for one in found if (figure := getattr(one, name)) is not None]
+    def find_largest(name: str, sign: int = 1) -> Any:
+        """Return the largest figure of this name; NaN is above all."""
+        known = [
+            figure
+            for difference in differences
+            if (figure := getattr(difference, name)) is not None
+        ]
         return max(known, key=lambda figure: (figure != figure, sign * figure), default=None)
 
     return replace(
-        max(found, key=lambda one: one.share),
-        **{name: most(name) for name in ("rel_norm", "max_abs", "mean_abs", "max_rel", "rmse")},
-        cosine=most("cosine", -1),
+        max(differences, key=lambda difference: difference.share),
         **{
-            name: sum(getattr(one, name) for one in found)
+            name: find_largest(name)
+            for name in ("rel_norm", "max_abs", "mean_abs", "max_rel", "rmse")
+        },
+        cosine=find_largest("cosine", -1),
+        **{
+            name: sum(getattr(difference, name) for difference in differences)
             for name in ("nan_a", "nan_b", "inf_a", "inf_b")
         },
     )
 
 
-def folded(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]:
+def fold_names(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]:
     """Return `families`, or without `fold` each name by itself."""
     if fold:
         return group_families(names)
     return [Family(name, (name,), (number,)) for number, (name, _) in enumerate(names)]
 
 
-def _figures(found: Difference | None, whole: bool) -> list[str]:
+def _format_figures(difference: Difference | None, whole: bool) -> list[str]:
     """Return the cells below `_FIGURES`, with six digits if `whole`, else three."""
-    if found is None:
+    if difference is None:
         return [""] * len(_FIGURES)
 
-    def said(figure: float | None, digits: str = ".3g") -> str:
-        return "" if figure is None else number(figure) if whole else format(figure, digits)
+    def format_figure(figure: float | None, digits: str = ".3g") -> str:
+        """Return a figure in these digits, or six digits if `whole`."""
+        return "" if figure is None else format_number(figure) if whole else format(figure, digits)
 
-    odd = (("NaN", found.nan_a, found.nan_b), ("Inf", found.inf_a, found.inf_b))
+    nonfinite = (
+        ("NaN", difference.nan_a, difference.nan_b),
+        ("Inf", difference.inf_a, difference.inf_b),
+    )
     return [
-        said(found.rel_norm),
-        said(found.max_abs),
-        said(found.mean_abs),
-        said(found.max_rel),
-        said(found.rmse),
-        said(found.cosine, ".6f"),
-        share(found.mismatched, found.elements),
-        ", ".join(f"{name} {a:,} -> {b:,}" for name, a, b in odd if a or b),
+        format_figure(difference.rel_norm),
+        format_figure(difference.max_abs),
+        format_figure(difference.mean_abs),
+        format_figure(difference.max_rel),
+        format_figure(difference.rmse),
+        format_figure(difference.cosine, ".6f"),
+        format_share(difference.mismatched, difference.elements),
+        ", ".join(f"{name} {a:,} -> {b:,}" for name, a, b in nonfinite if a or b),
     ]
 
 
-def _cells(row: Row, *, whole: bool = False) -> list[str]:
+def _make_cells(row: Row, *, whole: bool = False) -> list[str]:
+    """Return the cells of a row from `what` to the figures."""
     a, b = row.a, row.b
     if row.status == "R":
-        a, b = _label(row.name) if whole else "", _label(row.b)
-    return [row.what, a, b, *_figures(row.figures, whole)]
+        a, b = _format_name(row.name) if whole else "", _format_name(row.b)
+    return [row.what, a, b, *_format_figures(row.figures, whole)]
 
 
-def _label(name: str) -> str:
+def _format_name(name: str) -> str:
+    """Return the name of a row, or words for the root."""
     return clean(name) or "(the whole file)"
 
 
@@ -215,21 +247,28 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
     if look.fmt:
         headings = ("status", "name", "what", "in A", "in B", *_FIGURES)
         rows = [
-            [row.status, _label(row.name), *_cells(row, whole=True)]
+            [row.status, _format_name(row.name), *_make_cells(row, whole=True)]
             for row in diff_rows(diff, whole=True)
             if row.status != "="
         ]
-        yield from table(headings, rows, look, right=_NUMBERS)
+        yield from table_lines(headings, rows, look, right=_NUMBERS)
     elif diff.identical:
         yield from chain(summary_lines(diff, look), note_lines(diff, look))
     else:
         ignored = ", ignored without --strict" if diff.tagged else ""
-        tags = (line for tag in _tags(diff) for line in wrapped(f"{tag}{ignored}", look.width))
-        top = chain(_headlines(diff, look), summary_lines(diff, look))
-        yield from apart([top, *_tables(diff, look, fold), tags, note_lines(diff, look)])
+        tags = (
+            line
+            for tag in _describe_tags(diff)
+            for line in wrap_text(f"{tag}{ignored}", look.width)
+        )
+        top = chain(_heading_lines(diff, look), summary_lines(diff, look))
+        yield from separate_blocks(
+            [top, *_difference_tables(diff, look, fold), tags, note_lines(diff, look)]
+        )
 
 
-def _headlines(diff: Diff, look: Look) -> Iterator[str]:
+def _heading_lines(diff: Diff, look: Look) -> Iterator[str]:
+    """Yield a line about each file: its path, format and number of entries."""
     sides = (("A", diff.a, diff.format_a, "D"), ("B", diff.b, diff.format_b, "A"))
     for letter, path, form, status in sides:
         entries = counted(diff.common + diff.counts[status] + diff.counts["R"], "entry")
@@ -238,61 +277,67 @@ def _headlines(diff: Diff, look: Look) -> Iterator[str]:
         yield f"{look.bold(letter)}  {shorten(clean(path), room)}{facts}"
 
 
-def _tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
-    one_sided = _containers(diff) if fold else {}
-    unpaired = _unpaired(diff, whole=False, hidden=one_sided)
-    rows = map(list, (_changed(diff.changed), _changed(diff.values), unpaired))
-    tensors, values, others = map(_folded, rows) if fold else rows
+def _difference_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
+    """Yield the tables of weights, tensors, values, and entries of only one side."""
+    one_sided = _describe_one_sided_containers(diff) if fold else {}
+    unpaired = _unpaired_rows(diff, whole=False, hidden=one_sided)
+    rows = map(list, (_changed_rows(diff.changed), _changed_rows(diff.values), unpaired))
+    tensors, values, others = map(_fold_rows, rows) if fold else rows
     for heading in ("weight", "tensor"):
         part = [row for row in tensors if row.is_weight == (heading == "weight")]
-        yield _table(heading, [row for row in part if row.figures is None], look)
-        measured = [_brief(row) for row in part if row.figures is not None]
+        yield _rows_table(heading, [row for row in part if row.figures is None], look)
+        measured = [_merge_sides(row) for row in part if row.figures is not None]
         measured.sort(
-            key=lambda row: (not row.is_integer, magnitude(row.figures, diff.sort)), reverse=True
+            key=lambda row: (not row.is_integer, magnitude_key(row.figures, diff.sort)),
+            reverse=True,
         )
-        yield _table(heading, measured, look, _SPARE)
-    yield _table("value", values, look)
+        yield _rows_table(heading, measured, look, _SPARE)
+    yield _rows_table("value", values, look)
     yield (
         line
         for (side, name), text in one_sided.items()
-        for line in wrapped(f"only in {side}: {_label(name or '')}, {text}", look.width)
+        for line in wrap_text(f"only in {side}: {_format_name(name or '')}, {text}", look.width)
     )
-    yield _table("only in A", [_brief(row) for row in others if row.status == "D"], look)
-    yield _table("only in B", [_brief(row) for row in others if row.status == "A"], look)
-    yield _table("renamed from", [row for row in others if row.status == "R"], look)
+    yield _rows_table("only in A", [_merge_sides(row) for row in others if row.status == "D"], look)
+    yield _rows_table("only in B", [_merge_sides(row) for row in others if row.status == "A"], look)
+    yield _rows_table("renamed from", [row for row in others if row.status == "R"], look)
 
 
-def _containers(diff: Diff) -> dict[tuple[str, str | None], str]:
-    """Return the content of containers that only A or B has, by side and name."""
-    found: dict[tuple[str, str | None], list[Side]] = {}
+def _describe_one_sided_containers(diff: Diff) -> dict[tuple[str, str | None], str]:
+    """Map side and name of each container that only A or B has to its number of entries."""
+    sides_by_container: dict[tuple[str, str | None], list[Side]] = {}
     for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b)):
         for side in sides:
             if side.container is not None:
-                found.setdefault((letter, side.container), []).append(side)
-    tensors = {at: sum(side.sort == "tensor" for side in found[at]) for at in found}
+                sides_by_container.setdefault((letter, side.container), []).append(side)
+    tensors = {
+        key: sum(side.sort == "tensor" for side in sides_by_container[key])
+        for key in sides_by_container
+    }
     return {
-        at: counted(tensors[at], "tensor") if tensors[at] else counted(len(sides), "entry")
-        for at, sides in found.items()
+        key: counted(tensors[key], "tensor") if tensors[key] else counted(len(sides), "entry")
+        for key, sides in sides_by_container.items()
         if len(sides) > 1
     }
 
 
-def _brief(row: Row) -> Row:
+def _merge_sides(row: Row) -> Row:
     """Return the row with both sides as `what`: `float32 -> bfloat16`."""
     sides = " -> ".join(filter(None, (row.a, row.b)))
     return replace(row, what=sides or row.what, a="", b="")
 
 
-def _table(
+def _rows_table(
     heading: str, rows: Sequence[Row], look: Look, spare: Sequence[str] = ()
 ) -> Iterator[str]:
     """Yield a table of the columns with content; nothing without rows."""
     headings = (heading, "", "what", "in A", "in B", *_FIGURES)
     cells = [
-        [_label(row.name), f"x{row.count}" if row.count > 1 else "", *_cells(row)] for row in rows
+        [_format_name(row.name), f"x{row.count}" if row.count > 1 else "", *_make_cells(row)]
+        for row in rows
     ]
     if cells:
-        yield from table(
+        yield from table_lines(
             headings,
             cells,
             look,
@@ -303,7 +348,7 @@ def _table(
         )
 
 
-def _tags(diff: Diff) -> Iterator[str]:
+def _describe_tags(diff: Diff) -> Iterator[str]:
     """Yield `device: cuda:3 -> cpu (14)`."""
     rows: list[Changed | Renamed] = [*diff.changed, *diff.values, *diff.renamed]
     for tag in sorted(TAGS):
@@ -323,24 +368,24 @@ def _tags(diff: Diff) -> Iterator[str]:
 def note_lines(diff: Diff, look: Look) -> Iterator[str]:
     """Yield the notes of a diff, and how many tensors `--max-diffs` left out."""
     for note in diff.notes:
-        yield from wrapped(f"note: {clean(note)}", look.width)
+        yield from wrap_text(f"note: {clean(note)}", look.width)
     hidden = diff.changed_in_all - len(diff.changed)
     if hidden:
-        yield from wrapped(f"and {counted(hidden, 'more tensor')} (--max-diffs)", look.width)
+        yield from wrap_text(f"and {counted(hidden, 'more tensor')} (--max-diffs)", look.width)
 
 
 def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
     """Yield `12 of 161 common entries differ, 3 only in A; 149 equal`, wrapped."""
-    aside = [f"{diff.close:,} within the tolerance"] if diff.close else []
+    remarks = [f"{diff.close:,} within the tolerance"] if diff.close else []
     if diff.by_checksum:
-        aside.append(f"{counted(diff.by_checksum, 'tensor')} compared only by CRC-32")
+        remarks.append(f"{counted(diff.by_checksum, 'tensor')} compared only by CRC-32")
     if diff.identical:
-        found = "equal" if diff.close else "identical"
+        verdict = "equal" if diff.close else "identical"
         if diff.structure:
-            found = "the same structure"
-            aside.append("values not compared")
-        aside += [f"ignored {tag}" for tag in _tags(diff)]
-        text = f"{found}: {counted(diff.common, 'entry')}"
+            verdict = "the same structure"
+            remarks.append("values not compared")
+        remarks += [f"ignored {tag}" for tag in _describe_tags(diff)]
+        text = f"{verdict}: {counted(diff.common, 'entry')}"
     else:
         changed = diff.counts["M"] + diff.counts["T"]
         verb = "differs" if changed == 1 else "differ"
@@ -353,8 +398,8 @@ def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
             text += f"; {diff.equal:,} equal{' in structure' if diff.structure else ''}"
         else:
             text = f"no keys in common: {text}"
-    text += f" ({', '.join(aside)})" if aside else ""
-    yield from map(look.bold, wrapped(text, look.width))
+    text += f" ({', '.join(remarks)})" if remarks else ""
+    yield from map(look.bold, wrap_text(text, look.width))
 
 
 def diff_line(diff: Diff) -> str:
@@ -370,27 +415,33 @@ def status_lines(diff: Diff) -> Iterator[str]:
     for row in diff_rows(diff):
         if row.status != "=":
             names = (row.name, row.b) if row.status == "R" else (row.name,)
-            yield "\t".join((row.status, *map(quoted, names)))
+            yield "\t".join((row.status, *map(quote_as_git, names)))
 
 
 def stat_lines(diff: Diff, look: Look, *, fold: bool = True) -> Iterator[str]:
     """Return a line for each module that differs, and the totals; `fold` repeated modules."""
     if look.fmt:
-        return _modules(diff, look, fold=False)
-    return apart([summary_lines(diff, look), _modules(diff, look, fold), note_lines(diff, look)])
+        return _module_lines(diff, look, fold=False)
+    return separate_blocks(
+        [summary_lines(diff, look), _module_lines(diff, look, fold), note_lines(diff, look)]
+    )
 
 
-def _modules(diff: Diff, look: Look, fold: bool) -> Iterator[str]:
+def _module_lines(diff: Diff, look: Look, fold: bool) -> Iterator[str]:
+    """Yield the table of modules with bars of their differences, and its headings."""
     modules: dict[str, Counter[str]] = {}
     for row in diff_rows(diff):
         name = row.b if row.status == "R" else row.name
         module = name[: max(name.rfind("."), name.rfind("/"), 0)]
         if row.status in _MARKS:
             modules.setdefault(module, Counter())[_MARKS[row.status]] += 1
-    alike = ((name, tuple(sorted(marks.items()))) for name, marks in modules.items())
-    found = [(one.label, len(one.names), modules[one.names[0]]) for one in folded(alike, fold=fold)]
-    most = max((times * marks.total() for _, times, marks in found), default=1)
-    scale = min(1.0, _WIDEST_BAR / most)
+    keyed = ((name, tuple(sorted(marks.items()))) for name, marks in modules.items())
+    folded = [
+        (family.label, len(family.names), modules[family.names[0]])
+        for family in fold_names(keyed, fold=fold)
+    ]
+    longest = max((times * marks.total() for _, times, marks in folded), default=1)
+    scale = min(1.0, _WIDEST_BAR / longest)
     rows = [
         [
             clean(label) or "(top level)",
@@ -400,8 +451,8 @@ def _modules(diff: Diff, look: Look, fold: bool) -> Iterator[str]:
                 mark * max(round(times * marks[mark] * scale), marks[mark] > 0) for mark in "~-+>"
             ),
         ]
-        for label, times, marks in found
+        for label, times, marks in folded
     ]
     headers = ["module", "repeated" if look.fmt else "", "differing", "bar" if look.fmt else ""]
     if rows or look.fmt:
-        yield from table(headers, rows, look, right={2})
+        yield from table_lines(headers, rows, look, right={2})

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.sections import Section
 from ckptool.diagnosis.info import Info, SectionInfo, info
-from ckptool.inspection.blockers import first_calls
-from ckptool.render.table import table
+from ckptool.inspection.blockers import summarize_calls
+from ckptool.render.table import table_lines
 from ckptool.render.text import (
     PLAIN,
     Look,
     command_lines,
-    first_lines,
+    format_size,
+    limit_lines,
     resume_title,
-    size,
     titled_commands,
-    wrapped,
+    wrap_text,
 )
 from ckptool.render.verdicts import verdict_text
 from ckptool.words import clean, counted, listed, shell
@@ -43,10 +43,12 @@ def file_line(described: Checkpoint | Info) -> str:
         file, nbytes = described.path, sum(tensor.nbytes for _, tensor in described.tensors())
     else:
         file, nbytes = described.file, sum(section.nbytes for section in described.sections)
-    wrappers = dict.fromkeys(w for section in described.sections for w in _prefixes(section))
+    wrappers = dict.fromkeys(
+        w for section in described.sections for w in _wrapper_prefixes(section)
+    )
     devices = described.devices
     tensors = counted(sum(devices.values()), "tensor")
-    facts = [described.format, tensors, size(nbytes), *wrappers, *devices]
+    facts = [described.format, tensors, format_size(nbytes), *wrappers, *devices]
     return f"{clean(file)}: {', '.join(map(clean, facts))}"
 
 
@@ -56,11 +58,11 @@ def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
     With `look.fmt` the result is the table of sections.
     """
     if look.fmt:
-        yield from _sections(info.sections, look)
+        yield from _section_table(info.sections, look)
         return
-    yield from _head(info, look)
+    yield from _head_lines(info, look)
     yield ""
-    yield from _commands(info, look)
+    yield from _command_lines(info, look)
 
 
 def overview_lines(info: Info, diagnosis: Diagnosis, look: Look = PLAIN) -> Iterator[str]:
@@ -68,26 +70,28 @@ def overview_lines(info: Info, diagnosis: Diagnosis, look: Look = PLAIN) -> Iter
     if look.fmt:
         yield from info_lines(info, look)
         return
-    yield from _head(info, look)
+    yield from _head_lines(info, look)
     yield ""
     first = f"{'doctor':<{_INDENT}}{verdict_text(diagnosis)}"
-    yield from wrapped(first, look.width, indent=" " * _INDENT)
+    yield from wrap_text(first, look.width, indent=" " * _INDENT)
     if diagnosis.complaints:
         command = diagnosis.first_command or f"ckptool doctor {shell(diagnosis.file)}"
         yield from command_lines(command, look.width)
 
 
-def _head(info: Info, look: Look) -> Iterator[str]:
+def _head_lines(info: Info, look: Look) -> Iterator[str]:
+    """Yield the name of the file, its facts, and the table of its sections."""
     yield look.bold(clean(info.file))
     if info.would_run:
-        yield look.alarm(f"{'would run':<{_INDENT}}{listed(first_calls(info.would_run))}")
-    yield from _facts(info, look)
+        yield look.alarm(f"{'would run':<{_INDENT}}{listed(summarize_calls(info.would_run))}")
+    yield from _fact_lines(info, look)
     if info.sections:
         yield ""
-        yield from _sections(info.sections, look)
+        yield from _section_table(info.sections, look)
 
 
-def _facts(info: Info, look: Look) -> Iterator[str]:
+def _fact_lines(info: Info, look: Look) -> Iterator[str]:
+    """Yield a line for each fact that the file has."""
     facts = [
         ("format", format_text(info)),
         ("size", size_text(info)),
@@ -95,12 +99,12 @@ def _facts(info: Info, look: Look) -> Iterator[str]:
         ("dtypes", counts_text(info.dtypes)),
         ("ties", listed((" = ".join(names) for names in info.ties), 3) if info.ties else ""),
         ("weights_only", "yes" if info.weights_only else "no, because of"),
-        *(("", clean(text)) for text in first_lines(info.blockers, _MOST_LISTED)),
+        *(("", clean(text)) for text in limit_lines(info.blockers, _MOST_LISTED)),
         *(("note", clean(note)) for note in info.notes),
     ]
     for name, text in facts:
         if text:
-            yield from wrapped(f"{name:<{_INDENT}}{text}", look.width, indent=" " * _INDENT)
+            yield from wrap_text(f"{name:<{_INDENT}}{text}", look.width, indent=" " * _INDENT)
 
 
 def format_text(info: Info) -> str:
@@ -119,11 +123,11 @@ def format_text(info: Info) -> str:
 
 def size_text(info: Info) -> str:
     """Return the bytes on disk and of tensor data, in words."""
-    text = f"{size(info.size)} on disk, {size(info.storage_bytes)} of tensor data"
+    text = f"{format_size(info.size)} on disk, {format_size(info.storage_bytes)} of tensor data"
     if info.reachable_bytes < info.storage_bytes:
-        text += f", {size(info.reachable_bytes)} used"
+        text += f", {format_size(info.reachable_bytes)} used"
     if info.dead_bytes:
-        text += f"; {size(info.dead_bytes)} dead"
+        text += f"; {format_size(info.dead_bytes)} dead"
     return text
 
 
@@ -135,14 +139,15 @@ def counts_text(counts: Mapping[str, int]) -> str:
 
 def section_line(section: Section) -> str:
     """Return `optim_dict: optimizer, 12 entries`."""
-    return f"{_named(section)}: {section.kind}, {counted(len(section.node), 'entry')}"
+    return f"{_format_section_name(section)}: {section.kind}, {counted(len(section.node), 'entry')}"
 
 
-def _named(section: Section | SectionInfo) -> str:
+def _format_section_name(section: Section | SectionInfo) -> str:
+    """Return the name of a section, or words for the root and for values."""
     return clean(section.name) or ("(other)" if section.kind == "values" else "(the whole file)")
 
 
-def _prefixes(section: Section | SectionInfo) -> list[str]:
+def _wrapper_prefixes(section: Section | SectionInfo) -> list[str]:
     return [f"{wrapper}." for wrapper in section.wrappers]
 
 
@@ -150,23 +155,25 @@ def section_rows(sections: Iterable[SectionInfo], *, values: bool = False) -> li
     """Return the cells below `SECTION_HEADINGS`; `values` replaces the kind by the values."""
     return [
         [
-            _named(section),
+            _format_section_name(section),
             clean((values and section.values) or section.kind),
             f"{section.tensors:,}" if section.tensors else "",
             f"{section.parameters:,}" if section.parameters else "",
-            size(section.nbytes) if section.tensors else "",
-            " ".join(_prefixes(section)),
+            format_size(section.nbytes) if section.tensors else "",
+            " ".join(_wrapper_prefixes(section)),
         ]
         for section in sections
     ]
 
 
-def _sections(sections: Iterable[SectionInfo], look: Look) -> Iterator[str]:
+def _section_table(sections: Iterable[SectionInfo], look: Look) -> Iterator[str]:
+    """Return the lines of the table of sections."""
     rows = section_rows(sections, values=not look.fmt)
-    return table(SECTION_HEADINGS, rows, look, right={2, 3, 4}, flexible=(0, 1, 5))
+    return table_lines(SECTION_HEADINGS, rows, look, right={2, 3, 4}, flexible=(0, 1, 5))
 
 
-def _commands(info: Info, look: Look) -> Iterator[str]:
+def _command_lines(info: Info, look: Look) -> Iterator[str]:
+    """Yield the commands that make the file load, by machine, or the reason that none does."""
     commands = {name: info.commands[name] for name in _MACHINES if name in info.commands}
     title = "To use the weights" if "resume" in info.commands else "To load it"
     loads = f"{clean(info.reader)} reads it as is" if info.reader else "loads as is"
@@ -178,7 +185,7 @@ def _commands(info: Info, look: Look) -> Iterator[str]:
         several = ", choose one" * (len(info.alternatives) > 1)
         yield from titled_commands(f"To load it{several}:", info.alternatives, look)
     elif info.obstacle:
-        yield from wrapped(f"no command makes it load: {clean(info.obstacle)}", look.width)
+        yield from wrap_text(f"no command makes it load: {clean(info.obstacle)}", look.width)
     elif not commands:
         yield loads
     elif len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):

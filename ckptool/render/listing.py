@@ -8,8 +8,8 @@ from ckptool.core.model import Opaque, Storage, TensorRef
 from ckptool.core.quantizers import LOOKS_QUANTIZED
 from ckptool.core.values import format_shape, summarize
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, TreeNode
-from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, label, shorten, size
+from ckptool.render.table import separate_blocks, table_lines
+from ckptool.render.text import PLAIN, Look, format_label, format_size, shorten
 from ckptool.words import clean, counted
 
 _VALUE_WIDTH = 60
@@ -18,31 +18,32 @@ _VALUE_WIDTH = 60
 def listing_lines(listing: Listing, look: Look = PLAIN) -> Iterator[str]:
     """Yield the tables of tensors, values and objects, then the totals unless `look.fmt`."""
     tables = [
-        _tensors(listing, look) if listing.tensors else (),
-        _values(listing, look) if listing.values else (),
-        _objects(listing, look) if listing.objects else (),
+        _tensor_table(listing, look) if listing.tensors else (),
+        _value_table(listing, look) if listing.values else (),
+        _object_table(listing, look) if listing.objects else (),
     ]
-    yield from apart(tables if look.fmt else [*tables, [look.bold(totals(listing))]])
+    yield from separate_blocks(
+        tables if look.fmt else [*tables, [look.bold(format_totals(listing))]]
+    )
 
 
 def name_lines(listing: Listing) -> Iterator[str]:
     """Yield the key of every tensor, value and object, one a line."""
     for rows in (listing.tensors, listing.values, listing.objects):
-        yield from (label(row.name, row.path) for row in rows)
+        yield from (format_label(row.name, row.path) for row in rows)
 
 
 def listing_line(listing: Listing) -> str:
     """Return the file and the totals in one line."""
-    return f"{clean(listing.file)}: {totals(listing)}"
+    return f"{clean(listing.file)}: {format_totals(listing)}"
 
 
-def totals(listing: Listing) -> str:
+def format_totals(listing: Listing) -> str:
     """Return `14 tensors, 1,234 elements, 4.8 KiB; 3 values; 1 object`."""
     elements = sum(row.numel for row in listing.tensors)
     nbytes = sum(row.nbytes for row in listing.tensors)
-    parts = [
-        f"{counted(len(listing.tensors), 'tensor')}, {counted(elements, 'element')}, {size(nbytes)}"
-    ]
+    tensors = counted(len(listing.tensors), "tensor")
+    parts = [f"{tensors}, {counted(elements, 'element')}, {format_size(nbytes)}"]
     if listing.values:
         parts.append(counted(len(listing.values), "value"))
     if listing.objects:
@@ -54,21 +55,22 @@ def totals(listing: Listing) -> str:
     return "; ".join(parts)
 
 
-def _tensors(listing: Listing, look: Look) -> Iterator[str]:
+def _tensor_table(listing: Listing, look: Look) -> Iterator[str]:
+    """Return the lines of the table of tensors."""
     headers = ["name", "dtype", "shape", "device", "size", "sha256", "marks"]
     rows = [
         [
-            label(row.name, row.path),
+            format_label(row.name, row.path),
             row.dtype,
             format_shape(row.shape),
             clean(row.device),
-            size(row.nbytes),
-            (_content(row) or "-") if listing.hashed else "",
-            _marks(row),
+            format_size(row.nbytes),
+            (_format_digests(row) or "-") if listing.hashed else "",
+            _format_marks(row),
         ]
         for row in listing.tensors
     ]
-    return table(
+    return table_lines(
         headers,
         rows,
         look,
@@ -79,14 +81,15 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
     )
 
 
-def _content(row: TensorRow | ObjectRow) -> str:
+def _format_digests(row: TensorRow | ObjectRow) -> str:
     """Return the hash of the elements, and a digest of other parts of the tensor."""
     digests = [row.sha256] if isinstance(row, TensorRow) else []
     digests.append(f"parts:{row.digest}" if row.digest else None)
     return " ".join(filter(None, digests))
 
 
-def _marks(row: TensorRow) -> str:
+def _format_marks(row: TensorRow) -> str:
+    """Return the kind of a tensor if it is special, `grad`, and `tied(STORAGE)`."""
     marks = [] if row.kind == "strided" else [row.kind]
     if row.requires_grad:
         marks.append("grad")
@@ -95,23 +98,32 @@ def _marks(row: TensorRow) -> str:
     return " ".join(marks)
 
 
-def _values(listing: Listing, look: Look) -> Iterator[str]:
+def _value_table(listing: Listing, look: Look) -> Iterator[str]:
+    """Return the lines of the table of values."""
     rows = []
     for row in listing.values:
         text = repr(row.value) if isinstance(row.value, str) else str(row.value)
         short = text if look.fmt else shorten(text, _VALUE_WIDTH)
-        rows.append([label(row.name, row.path), row.type, clean(short)])
+        rows.append([format_label(row.name, row.path), row.type, clean(short)])
     headers = ["name", "type", "value"] if look.fmt else ["value", "type", ""]
-    return table(headers, rows, look, flexible=(0, 2))
+    return table_lines(headers, rows, look, flexible=(0, 2))
 
 
-def _objects(listing: Listing, look: Look) -> Iterator[str]:
+def _object_table(listing: Listing, look: Look) -> Iterator[str]:
+    """Return the lines of the table of objects."""
     headers = ["name" if look.fmt else "object", "class", "value" if look.fmt else "", "content"]
     rows = [
-        [label(row.name, row.path), clean(row.class_name), clean(row.summary), _content(row)]
+        [
+            format_label(row.name, row.path),
+            clean(row.class_name),
+            clean(row.summary),
+            _format_digests(row),
+        ]
         for row in listing.objects
     ]
-    return table(headers, rows, look, flexible=range(4), optional=() if listing.hashed else (3,))
+    return table_lines(
+        headers, rows, look, flexible=range(4), optional=() if listing.hashed else (3,)
+    )
 
 
 _WIDEST = 100
@@ -124,34 +136,35 @@ def tree_lines(root: TreeNode, look: Look) -> Iterator[str]:
 
     On a narrow terminal the totals lose their elements, then names lose their middle.
     """
-    rows = list(_branches(root, "", ""))
-    facts = [_totals(node) for _, _, node in rows]
+    rows = list(_walk_tree(root, "", ""))
+    facts = [_format_node_totals(node) for _, _, node in rows]
     width = min(_WIDEST, max(len(lead) + len(name) for lead, name, _ in rows))
     if look.width is not None:
         if width + 2 + max(map(len, facts)) > look.width:
-            facts = [_totals(node, brief=True) for _, _, node in rows]
+            facts = [_format_node_totals(node, brief=True) for _, _, node in rows]
         deepest = max(len(lead) + min(len(name), _LEAST) for lead, name, _ in rows)
         width = min(width, max(deepest, look.width - max(map(len, facts)) - 2))
-    for (lead, name, _), told in zip(rows, facts, strict=True):
+    for (lead, name, _), totals in zip(rows, facts, strict=True):
         shown = name if look.width is None else shorten(name, max(width - len(lead), _LEAST))
-        yield f"{lead + shown:<{width}}  {look.faint(told)}"
+        yield f"{lead + shown:<{width}}  {look.faint(totals)}"
 
 
-def _branches(node: TreeNode, lead: str, below: str) -> Iterator[tuple[str, str, TreeNode]]:
-    """Yield the drawing before each name, the name and its node."""
+def _walk_tree(node: TreeNode, lead: str, below: str) -> Iterator[tuple[str, str, TreeNode]]:
+    """Yield the tree drawing before each name, the name, and its node."""
     yield lead, clean(node.label) or "''", node
     for child in node.children:
         branch, deeper = ("`- ", "   ") if child is node.children[-1] else ("|- ", "|  ")
-        yield from _branches(child, below + branch, below + deeper)
+        yield from _walk_tree(child, below + branch, below + deeper)
 
 
-def _totals(node: TreeNode, *, brief: bool = False) -> str:
+def _format_node_totals(node: TreeNode, *, brief: bool = False) -> str:
+    """Return the number of tensors, elements and bytes of a module, or the header of a tensor."""
     own = node.tensor
     if own is None or node.children:
-        totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
-        return ", ".join((*totals[: 1 if brief else 2], size(node.nbytes)))
+        format_totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
+        return ", ".join((*format_totals[: 1 if brief else 2], format_size(node.nbytes)))
     times = f"{node.count:,} x " if node.count > 1 else ""
-    return f"{times}{own.dtype} {format_shape(own.shape)}  {size(node.nbytes)}"
+    return f"{times}{own.dtype} {format_shape(own.shape)}  {format_size(node.nbytes)}"
 
 
 def tensor_line(tensor: TensorRow | TensorRef) -> str:
@@ -168,4 +181,4 @@ def object_line(node: Opaque) -> str:
 
 def storage_line(storage: Storage) -> str:
     """Return `3: 864 B on cuda:3`."""
-    return f"{clean(storage.key)}: {size(storage.nbytes)} on {clean(storage.device)}"
+    return f"{clean(storage.key)}: {format_size(storage.nbytes)} on {clean(storage.device)}"

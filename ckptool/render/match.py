@@ -11,9 +11,17 @@ from ckptool.core.values import format_shape
 from ckptool.matching.judging import Allowance, Judgement
 from ckptool.matching.report import DtypeChange, MatchReport, Renaming
 from ckptool.remedies import Remedy
-from ckptool.render.diff import folded
-from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, as_options, share, shorten, titled_commands, wrapped
+from ckptool.render.diff import fold_names
+from ckptool.render.table import separate_blocks, table_lines
+from ckptool.render.text import (
+    PLAIN,
+    Look,
+    format_share,
+    shorten,
+    titled_commands,
+    to_options_text,
+    wrap_text,
+)
 from ckptool.words import clean, counted
 
 _MOST_NAMED = 3
@@ -45,41 +53,43 @@ def match_lines(
     `look.fmt` the result is the table alone, without folded rows.
     """
     if look.fmt:
-        return _table(_rows(report, fold=False), look)
-    heading = _heading(report, look, judgement or Allowance().judged(report))
-    if _is_plain(report) and not _untabulated_reasons(judgement):
-        ties = ", ".join(f"{row.key} {row.details}" for row in _tied(report, fold=True))
-        lines = wrapped(f"tied: {ties}", look.width) if ties else ()
-        return apart([(*heading, *lines), _optimizer(report, look)])
-    rows = _rows(report, fold=fold)
-    shown = [*_cut(rows)] if fold else rows
+        return _match_table(_make_rows(report, fold=False), look)
+    heading = _heading_lines(report, look, judgement or Allowance().judged(report))
+    if _has_no_remarks(report) and not _reasons_outside_table(judgement):
+        ties = ", ".join(f"{row.key} {row.details}" for row in _tied_rows(report, fold=True))
+        lines = wrap_text(f"tied: {ties}", look.width) if ties else ()
+        return separate_blocks([(*heading, *lines), _optimizer_lines(report, look)])
+    rows = _make_rows(report, fold=fold)
+    shown = [*_limit_rows(rows)] if fold else rows
     notes = note_lines(report, look, judgement=judgement, options=options, rows=rows)
     if len(shown) < len(rows):
         whole = "--no-fold shows" if options else "the fields of the report have"
         notes = chain(
-            notes, wrapped(f"note: some rows are not shown; {whole} all keys", look.width)
+            notes, wrap_text(f"note: some rows are not shown; {whole} all keys", look.width)
         )
-    return apart([heading, _table(shown, look) if rows else (), notes, _optimizer(report, look)])
+    return separate_blocks(
+        [heading, _match_table(shown, look) if rows else (), notes, _optimizer_lines(report, look)]
+    )
 
 
 def match_line(report: MatchReport) -> str:
     """Return the heading."""
-    return next(_heading(report, PLAIN, Allowance().judged(report)))
+    return next(_heading_lines(report, PLAIN, Allowance().judged(report)))
 
 
 def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iterator[str]:
     """Yield the options that help, and for an accepted file the `command` that writes it."""
     if judgement.remedy:
         yield ""
-        yield f"hint: {clean(_hint(judgement.remedy))}"  # on one line, to paste it
+        yield f"hint: {clean(_format_hint(judgement.remedy))}"  # on one line, to paste it
     if judgement.accepted and command:
         yield ""
         yield from titled_commands("To save it with the model's keys:", [command], look)
 
 
-def _hint(remedy: Remedy) -> str:
+def _format_hint(remedy: Remedy) -> str:
     """Return `add --rename ... to apply the proposed rule`, or the text of another remedy."""
-    options = as_options(remedy)
+    options = to_options_text(remedy)
     if remedy != Remedy(remedy.arguments):
         return options
     arguments = dict(remedy.arguments)
@@ -89,7 +99,7 @@ def _hint(remedy: Remedy) -> str:
     return f"add {options}{purpose}"
 
 
-def _untabulated_reasons(judgement: Judgement | None) -> list[str]:
+def _reasons_outside_table(judgement: Judgement | None) -> list[str]:
     """Return the reasons for a refusal that the table does not show."""
     problems = () if judgement is None else judgement.problems
     return [problem.text for problem in problems if problem.kind == "coverage"]
@@ -104,36 +114,37 @@ def note_lines(
     rows: Iterable[_Row] | None = None,
 ) -> Iterator[str]:
     """Yield the meaning of each status in the report or its `rows`, and its option."""
-    rows = _rows(report, fold=True) if rows is None else rows
+    rows = _make_rows(report, fold=True) if rows is None else rows
     names = ("allow_missing", "allow_unexpected", "allow_mismatched", "allow_lossy_cast")
-    spelled = {
+    option_names = {
         name: f"--{name.replace('_', '-')}" if options else name
         for name in (*names, "transpose", "no_transpose")
     }
-    rule = "a --rename rule" if options else _deciding(report)
+    rule = "a --rename rule" if options else _deciding_rule(report)
     meanings = {**_MEANINGS}
     if not any(cast.lossy for cast in report.cast):
         meanings["CAST"] = "converted to the model's dtype on loading"
     for status in dict.fromkeys(row.status for row in rows):
         if status in meanings:
-            text = meanings[status].format(rule=rule, **spelled)
-            yield from wrapped(f"{status}: {text}", look.width)
-    for note in (*report.notes, *_untabulated_reasons(judgement)):
-        yield from wrapped(f"note: {clean(note)}", look.width)
+            text = meanings[status].format(rule=rule, **option_names)
+            yield from wrap_text(f"{status}: {text}", look.width)
+    for note in (*report.notes, *_reasons_outside_table(judgement)):
+        yield from wrap_text(f"note: {clean(note)}", look.width)
 
 
-def _deciding(report: MatchReport) -> str:
+def _deciding_rule(report: MatchReport) -> str:
     """Return the rule that decides an ambiguity, unless it is for one layer of several."""
-    rules = [rule for one in report.ambiguous for rule in one.rules]
+    rules = [rule for ambiguity in report.ambiguous for rule in ambiguity.rules]
     return f"`{clean(str(Remedy((('rename', tuple(rules[:1])),))))}`" if rules else "a rename rule"
 
 
-def _is_plain(report: MatchReport) -> bool:
+def _has_no_remarks(report: MatchReport) -> bool:
+    """Return True if all keys match unchanged, so that no table is needed."""
     changes = (report.renamed, report.layouts, report.cast, report.ambiguous)
     return report.fits and not any((*changes, report.left_out, report.kept, report.notes))
 
 
-def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[str]:
+def _heading_lines(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[str]:
     """Yield `model.pth does not fit ResNet: 60 of 62 tensors match (98.1% of the parameters)`.
 
     If all tensors match, but the file is refused, the heading has the first reason instead.
@@ -142,7 +153,7 @@ def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[
     verdict = "fits" if judgement.accepted else "does not fit"
     allowed = " with the allowed differences" if judgement.accepted and not report.fits else ""
     whole = max(report.parameters, 1)
-    part = share(report.loaded if report.parameters else whole, whole)
+    part = format_share(report.loaded if report.parameters else whole, whole)
     tensors, verb = counted(report.names, "tensor"), "matches" if report.fitting == 1 else "match"
     several = "all " * (report.names > 1) if report.fits else f"{report.fitting:,} of "
     reason = f"{several}{tensors} {verb} ({part} of the parameters)"
@@ -153,121 +164,135 @@ def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[
     text = f"{file} {verdict} {model}{allowed}: {reason}"
     if judgement.is_of_the_optimizer:
         text = f"{file}: the optimizer state cannot be loaded: {reason}"
-    yield from (look.bold(line) for line in wrapped(text, look.width))
+    yield from (look.bold(line) for line in wrap_text(text, look.width))
 
 
-def _table(rows: Sequence[_Row], look: Look) -> Iterator[str]:
-    return table(["Key", "Status", "Details"], rows, look, flexible=(0, 2), ruled=True)
+def _match_table(rows: Sequence[_Row], look: Look) -> Iterator[str]:
+    """Return the lines of the table of keys, with rules between the columns."""
+    return table_lines(["Key", "Status", "Details"], rows, look, flexible=(0, 2), ruled=True)
 
 
-def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
+def _make_rows(report: MatchReport, *, fold: bool) -> list[_Row]:
     """Return the differences, then the matches after a change, then other remarks."""
-    unclear = [(one.names, one.candidates, "could be") for one in report.ambiguous]
+    unclear = [(item.names, item.candidates, "could be") for item in report.ambiguous]
     ambiguous = {name for names, _, _ in unclear for name in names}
     unexpected = [name for name in report.unexpected_keys if name not in ambiguous]
     shapes = (
-        (one.name, f"file {format_shape(one.shape)}, model {format_shape(one.wanted)}")
-        for one in report.mismatched
+        (item.name, f"file {format_shape(item.shape)}, model {format_shape(item.wanted)}")
+        for item in report.mismatched
     )
-    layouts = ((one.name, f"axes {list(one.axes)}") for one in report.layouts if one.axes)
+    layouts = ((item.name, f"axes {list(item.axes)}") for item in report.layouts if item.axes)
     casts = {
-        is_lossy: [(one.name, _change(one)) for one in report.cast if one.lossy == is_lossy]
+        is_lossy: [
+            (item.name, _describe_cast(item)) for item in report.cast if item.lossy == is_lossy
+        ]
         for is_lossy in (True, False)
     }
     return [
-        *_name_rows("MISSING", ((name, "") for name in report.missing_keys), fold),
-        *_name_rows("UNEXPECTED", ((name, "") for name in unexpected), fold),
-        *_name_rows("MISMATCH", shapes, fold),
-        *_paired_rows("AMBIGUOUS", unclear, fold),
-        *_name_rows("LAYOUT", ((one.name, one.reason) for one in report.undecided), fold),
-        *_grouped_rows("PROPOSED", _renames(report.proposed, fold), fold),
-        *_paired_rows("UNTIED", ((one[:1], one[1:], "!=") for one in report.untied), fold),
-        *_grouped_rows("CAST", casts[True], fold),
-        *_grouped_rows("RENAMED", _renames(report.renamed, fold), fold),
-        *_name_rows("TRANSPOSED", layouts, fold),
-        *_grouped_rows("CAST", casts[False], fold),
-        *_tied(report, fold),
-        *_name_rows("KEPT", report.kept, fold),
-        *_name_rows("LEFT OUT", report.left_out, fold),
+        *_rows_by_name("MISSING", ((name, "") for name in report.missing_keys), fold),
+        *_rows_by_name("UNEXPECTED", ((name, "") for name in unexpected), fold),
+        *_rows_by_name("MISMATCH", shapes, fold),
+        *_rows_of_related("AMBIGUOUS", unclear, fold),
+        *_rows_by_name("LAYOUT", ((item.name, item.reason) for item in report.undecided), fold),
+        *_rows_by_details("PROPOSED", _rename_pairs(report.proposed, fold), fold),
+        *_rows_of_related("UNTIED", ((item[:1], item[1:], "!=") for item in report.untied), fold),
+        *_rows_by_details("CAST", casts[True], fold),
+        *_rows_by_details("RENAMED", _rename_pairs(report.renamed, fold), fold),
+        *_rows_by_name("TRANSPOSED", layouts, fold),
+        *_rows_by_details("CAST", casts[False], fold),
+        *_tied_rows(report, fold),
+        *_rows_by_name("KEPT", report.kept, fold),
+        *_rows_by_name("LEFT OUT", report.left_out, fold),
     ]
 
 
-def _cut(rows: Iterable[_Row]) -> Iterator[_Row]:
+def _limit_rows(rows: Iterable[_Row]) -> Iterator[_Row]:
     """Yield the first rows of each status, and the number of its other rows."""
-    for status, alike in groupby(rows, key=lambda row: row.status):
-        for row in islice(alike, _MOST_ROWS):
+    for status, group in groupby(rows, key=lambda row: row.status):
+        for row in islice(group, _MOST_ROWS):
             yield _Row(shorten(row.key, _MOST_LETTERS), status, shorten(row.details, _MOST_LETTERS))
-        rest = sum(1 for _ in alike)
-        if rest:
-            yield _Row(f"and {rest:,} more", status, "")
+        hidden = sum(1 for _ in group)
+        if hidden:
+            yield _Row(f"and {hidden:,} more", status, "")
 
 
-def _name_rows(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
+def _rows_by_name(status: str, pairs: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
     """Return a row for each name; repeated layers with the same details are one row."""
-    rows = list(found)
+    rows = list(pairs)
     return [
-        _Row(_label(one.label), status, clean(rows[one.numbers[0]][1]))
-        for one in folded(rows, fold=fold)
+        _Row(_format_key(family.label), status, clean(rows[family.numbers[0]][1]))
+        for family in fold_names(rows, fold=fold)
     ]
 
 
-def _grouped_rows(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
+def _rows_by_details(status: str, pairs: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
     """Return a row for each name; with `fold` names with the same details are one row."""
     if not fold:
-        return _name_rows(status, found, fold)
+        return _rows_by_name(status, pairs, fold)
     names: dict[str, list[str]] = {}
-    for name, details in found:
+    for name, details in pairs:
         names.setdefault(details, []).append(name)
     return [
-        _Row(_patterns(alike, most=1), status, clean(details)) for details, alike in names.items()
+        _Row(_format_patterns(same, max_count=1), status, clean(details))
+        for details, same in names.items()
     ]
 
 
-def _renames(found: Iterable[Renaming], fold: bool) -> Iterator[tuple[str, str]]:
-    for renaming in found:
-        for own, new in renaming.names:
-            yield own, renaming.text if fold else f"{_label(new)} ({renaming.text})"
+def _rename_pairs(renamings: Iterable[Renaming], fold: bool) -> Iterator[tuple[str, str]]:
+    """Yield each renamed key of the file, and its rule; without `fold` also the new key."""
+    for renaming in renamings:
+        for old, new in renaming.names:
+            yield old, renaming.text if fold else f"{_format_key(new)} ({renaming.text})"
 
 
-def _change(one: DtypeChange) -> str:
-    lossy = f" (lossy: {one.loss})" if one.loss else " (lossy)"
-    return f"{one.before} -> {one.after}{lossy if one.lossy else ''}"
+def _describe_cast(cast: DtypeChange) -> str:
+    """Return `float32 -> int64 (lossy: REASON)`."""
+    lossy = f" (lossy: {cast.loss})" if cast.loss else " (lossy)"
+    return f"{cast.before} -> {cast.after}{lossy if cast.lossy else ''}"
 
 
-def _tied(report: MatchReport, fold: bool) -> Iterator[_Row]:
-    return _paired_rows("TIED", ((one[:1], one[1:], "=") for one in report.tied), fold)
+def _tied_rows(report: MatchReport, fold: bool) -> Iterator[_Row]:
+    """Yield a row for each group of tied keys."""
+    return _rows_of_related("TIED", ((group[:1], group[1:], "=") for group in report.tied), fold)
 
 
-def _paired_rows(
-    status: str, found: Iterable[tuple[Sequence[str], Sequence[str], str]], fold: bool
+def _rows_of_related(
+    status: str, related: Iterable[tuple[Sequence[str], Sequence[str], str]], fold: bool
 ) -> Iterator[_Row]:
     """Yield rows of names and related names. Names whose numbers change in step are folded."""
-    named = [one for one in found if one[0]]
-    steps = [(names[0], _in_step(names[0], (*names[1:], *others))) for names, others, _ in named]
-    for family in folded(steps, fold=fold):
-        alike = [named[n] for n in family.numbers]
-        key = _patterns(
-            (name for names, _, _ in alike for name in names), fold, 1 if fold else _MOST_NAMED
+    nonempty = [group for group in related if group[0]]
+    steps = [
+        (names[0], _step_key(names[0], (*names[1:], *others))) for names, others, _ in nonempty
+    ]
+    for family in fold_names(steps, fold=fold):
+        members = [nonempty[n] for n in family.numbers]
+        key = _format_patterns(
+            (name for names, _, _ in members for name in names), fold, 1 if fold else _MOST_NAMED
         )
-        others = _patterns((name for _, others, _ in alike for name in others), fold)
-        yield _Row(key, status, f"{alike[0][2]} {others}" if others else "")
+        others = _format_patterns((name for _, others, _ in members for name in others), fold)
+        yield _Row(key, status, f"{members[0][2]} {others}" if others else "")
 
 
-def _in_step(name: str, others: Sequence[str]) -> Hashable:
-    own = split_numbers(name)[1]
+def _step_key(name: str, others: Sequence[str]) -> Hashable:
+    """Return a key that is equal for names whose numbers change together with those of `others`."""
+    template = split_numbers(name)[1]
     pairs = map(split_numbers, others)
-    return tuple(texts if place == own else (texts, place) for texts, place in pairs)
+    return tuple(
+        texts if other_template == template else (texts, other_template)
+        for texts, other_template in pairs
+    )
 
 
-def _patterns(names: Iterable[str], fold: bool = True, most: int = _MOST_NAMED) -> str:
+def _format_patterns(names: Iterable[str], fold: bool = True, max_count: int = _MOST_NAMED) -> str:
     """Return names for a cell, each once: `a.{0..3}.w, b.w and 4 more`."""
-    found = folded([(name, None) for name in dict.fromkeys(names)], fold=fold)
-    rest = sum(len(one.names) for one in found[most:])
-    shown = ", ".join(_label(one.label) for one in found[:most])
-    return f"{shown} and {rest:,} more" if rest else shown
+    folded = fold_names([(name, None) for name in dict.fromkeys(names)], fold=fold)
+    hidden = sum(len(family.names) for family in folded[max_count:])
+    shown = ", ".join(_format_key(family.label) for family in folded[:max_count])
+    return f"{shown} and {hidden:,} more" if hidden else shown
 
 
-def _label(name: str) -> str:
+def _format_key(name: str) -> str:
+    """Return a key for a cell; quotes if it is empty."""
     return clean(name) or "''"
 
 
@@ -288,20 +313,22 @@ _MEANINGS = {
 }
 
 
-def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
-    found = report.optimizer
-    if found is None:
+def _optimizer_lines(report: MatchReport, look: Look) -> Iterator[str]:
+    """Yield the matched states of an optimizer, its problems, casts and notes."""
+    optimizer = report.optimizer
+    if optimizer is None:
         return
-    state = f"the state of {found.matched:,} of {counted(found.parameters, 'parameter')} by name"
-    if found.by == "position":
-        state = f"{counted(found.matched, 'state')} by position"
-    yield from wrapped(f"optimizer: matched {state}", look.width)
-    for problem in found.problems:
-        yield from wrapped(f"optimizer: {clean(problem)}", look.width)
-    if found.problems and found.remedy:
-        yield f"hint: {clean(str(found.remedy))}"
-    casts = ((one.name, _change(one)) for one in found.cast)
-    for row in _cut(_grouped_rows("", casts, fold=True)):
-        yield from wrapped(f"optimizer: {row.key} {row.details}", look.width)
-    for note in found.notes:
-        yield from wrapped(f"note: {clean(note)}", look.width)
+    parameters = counted(optimizer.parameters, "parameter")
+    state = f"the state of {optimizer.matched:,} of {parameters} by name"
+    if optimizer.by == "position":
+        state = f"{counted(optimizer.matched, 'state')} by position"
+    yield from wrap_text(f"optimizer: matched {state}", look.width)
+    for problem in optimizer.problems:
+        yield from wrap_text(f"optimizer: {clean(problem)}", look.width)
+    if optimizer.problems and optimizer.remedy:
+        yield f"hint: {clean(str(optimizer.remedy))}"
+    casts = ((cast.name, _describe_cast(cast)) for cast in optimizer.cast)
+    for row in _limit_rows(_rows_by_details("", casts, fold=True)):
+        yield from wrap_text(f"optimizer: {row.key} {row.details}", look.width)
+    for note in optimizer.notes:
+        yield from wrap_text(f"note: {clean(note)}", look.width)

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from ckptool.core.checkpoint import Change
 from ckptool.files.recovery import Recovery
-from ckptool.render.text import first_lines, size
+from ckptool.render.text import format_size, limit_lines
 from ckptool.words import clean, counted
 from ckptool.writing import Receipt
 
@@ -20,33 +20,33 @@ WORST = 3
 
 def receipt_lines(receipt: Receipt) -> Iterator[str]:
     """Yield the changes, what is left out, what `weights_only` refuses, and the file."""
-    for kind, alike in groupby(receipt.changes, key=lambda change: change.kind):
+    for kind, changes in groupby(receipt.changes, key=lambda change: change.kind):
         mark = "warning: " if kind == "warning" else ""
-        yield from first_lines((clean(mark + one.text) for one in alike), SCREEN)
-    kinds = {one.kind for one in receipt.changes}
+        yield from limit_lines((clean(mark + change.text) for change in changes), SCREEN)
+    kinds = {change.kind for change in receipt.changes}
     if receipt.source and not receipt.left_out and kinds <= {"warning", "format"}:
         yield "keys, values and devices are unchanged"
-    yield from _told(receipt.outcomes)
-    yield from first_lines((f"left out: {clean(text)}" for text in receipt.left_out), SCREEN)
+    yield from _outcome_lines(receipt.outcomes)
+    yield from limit_lines((f"left out: {clean(text)}" for text in receipt.left_out), SCREEN)
     for text in receipt.notes:
         yield f"note: {clean(text)}"
     for text in receipt.blockers:
         yield f"weights_only=True rejects it: {clean(text)}"
     for path, length in receipt.files:
-        yield f"{clean(path)}  {size(length)}"
+        yield f"{clean(path)}  {format_size(length)}"
     yield receipt_line(receipt)
 
 
-def _told(outcomes: Sequence[Change]) -> Iterator[str]:
+def _outcome_lines(outcomes: Sequence[Change]) -> Iterator[str]:
     """Yield the results of computations, and the tensors that overflow or underflow most.
 
     Tensors that lose precision are only in the totals.
     """
-    most = {"overflow": WORST, "underflow": WORST, "precision": 0}
+    max_named = {"overflow": WORST, "underflow": WORST, "precision": 0}
     seen = Counter[str]()
     for outcome in outcomes:
         seen[outcome.kind] += 1
-        if seen[outcome.kind] <= most.get(outcome.kind, len(outcomes)):
+        if seen[outcome.kind] <= max_named.get(outcome.kind, len(outcomes)):
             yield clean(f"warning: {outcome.text}" if outcome.kind == "warning" else outcome.text)
     for kind in ("overflow", "underflow"):
         if seen[kind] > WORST:
@@ -58,9 +58,9 @@ def receipt_line(receipt: Receipt) -> str:
     path = clean(receipt.path)
     present, past = ("edit", "edited") if receipt.edited else ("write", "wrote")
     done = f"{f'would {present}' if receipt.dry_run else past} {path}"
-    facts = [receipt.format, counted(receipt.tensors, "tensor"), size(receipt.size)]
+    facts = [receipt.format, counted(receipt.tensors, "tensor"), format_size(receipt.size)]
     if receipt.edited:
-        facts.append(f"{size(receipt.written)} written")
+        facts.append(f"{format_size(receipt.written)} written")
         done += " in place"
     if receipt.verified:
         facts.append("verified")

@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from ckptool.errors import UsageError
-from ckptool.render.text import Look, shorten, wrapped
+from ckptool.render.text import Look, shorten, wrap_text
 
 _NARROWEST = 12
 _READABLE = 24  # characters of a flexible column before spare columns are left out for it
 _WIDEST = 160  # characters that rows are padded to, so that one long name widens no other row
 
 
-def table(
+def table_lines(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
     look: Look,
@@ -34,35 +34,37 @@ def table(
     Raises:
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.
     """
-    kept = [n for n in range(len(headers)) if n not in optional or any(row[n] for row in rows)]
+    columns = [n for n in range(len(headers)) if n not in optional or any(row[n] for row in rows)]
     if look.fmt:
-        cells = [[row[n] for n in kept] for row in (headers, *rows)]
-        yield from _formatted(cells, look.fmt, {at for at, n in enumerate(kept) if n in right})
+        cells = [[row[n] for n in columns] for row in (headers, *rows)]
+        yield from _format_cells(
+            cells, look.fmt, {index for index, n in enumerate(columns) if n in right}
+        )
         return
     gap = " | " if ruled else "  "
     full = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     bending = (flexible,) if isinstance(flexible, int) else flexible
-    spare = [n for n in spare if n in kept]
-    widths = _fitted(kept, full, look.width or 1 << 30, len(gap), bending, spare)
+    spare = [n for n in spare if n in columns]
+    widths = _fit_widths(columns, full, look.width or 1 << 30, len(gap), bending, spare)
     pattern = gap.join(
         f"%{'' if n in right else '-'}{min(width, _WIDEST)}s"
-        for n, width in zip(kept, widths, strict=True)
+        for n, width in zip(columns, widths, strict=True)
     )
-    yield look.bold((pattern % tuple(headers[n] for n in kept)).rstrip())
+    yield look.bold((pattern % tuple(headers[n] for n in columns)).rstrip())
     if ruled:
         yield "-+-".join("-" * min(width, _WIDEST) for width in widths)
-    is_narrowed = widths != [full[n] for n in kept]
+    is_narrowed = widths != [full[n] for n in columns]
     for row in rows:
-        drawn = tuple(row[n] for n in kept)
+        drawn = tuple(row[n] for n in columns)
         yield (pattern % (tuple(map(shorten, drawn, widths)) if is_narrowed else drawn)).rstrip()
-    missing = ["names in full"] if widths[0] < full[kept[0]] else []
-    missing += [headers[n] for n in spare if n not in kept and headers[n]]
+    missing = ["names in full"] if widths[0] < full[columns[0]] else []
+    missing += [headers[n] for n in spare if n not in columns and headers[n]]
     if missing:
         note = f"(a wider terminal shows {', '.join(missing)})"
-        yield from map(look.faint, wrapped(note, look.width))
+        yield from map(look.faint, wrap_text(note, look.width))
 
 
-def _fitted(
+def _fit_widths(
     kept: list[int],
     full: Sequence[int],
     available: int,
@@ -70,30 +72,33 @@ def _fitted(
     flexible: Collection[int],
     spare: Sequence[int],
 ) -> list[int]:
-    """Remove from `kept` as many spare columns as must go, and return the widths of the rest."""
-    least = [min(width, _READABLE) if n in flexible else width for n, width in enumerate(full)]
+    """Remove spare columns from `kept` until the others fit, and return their widths."""
+    smallest = [min(width, _READABLE) if n in flexible else width for n, width in enumerate(full)]
     for column in spare:
-        if sum(least[n] + gap for n in kept) <= available + gap:
+        if sum(smallest[n] + gap for n in kept) <= available + gap:
             break
         kept.remove(column)
     widths = [full[n] for n in kept]
     excess = sum(widths) + gap * (len(kept) - 1) - available
-    bending = sorted((n for n, at in enumerate(kept) if at in flexible), key=widths.__getitem__)
-    room = sum(widths[n] for n in bending) - excess
-    for done, n in enumerate(bending):  # the widest columns lose most
-        widths[n] = min(widths[n], max(room // (len(bending) - done), _NARROWEST))
+    shrinkable = sorted(
+        (n for n, flexible_column in enumerate(kept) if flexible_column in flexible),
+        key=widths.__getitem__,
+    )
+    room = sum(widths[n] for n in shrinkable) - excess
+    for done, n in enumerate(shrinkable):  # the widest columns lose most
+        widths[n] = min(widths[n], max(room // (len(shrinkable) - done), _NARROWEST))
         room -= widths[n]
     return widths
 
 
-def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
+def separate_blocks(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
     """Yield the lines of blocks, with an empty line between blocks that are not empty."""
-    begun = False
+    has_output = False
     for block in blocks:
         for number, line in enumerate(block):
-            if begun and number == 0:
+            if has_output and number == 0:
                 yield ""
-            begun = True
+            has_output = True
             yield line
 
 
@@ -107,26 +112,28 @@ _MOST_PADDING = 32 << 20  # characters; one name of a megabyte would widen every
 _MOST_PADDING_RATIO = 8
 
 
-def known_format(word: str) -> str:
+def resolve_format(word: str) -> str:
     """Return the format of this name.
 
     Raises:
         UsageError: there is no such format; the message lists all formats.
     """
-    known = known_formats()
+    known = list_formats()
     if word not in known:
         raise UsageError(f"there is no table format {word!r}; there are {', '.join(known)}")
     return _OTHER_NAMES.get(word, word)
 
 
-def known_formats() -> list[str]:
+def list_formats() -> list[str]:
     """Return the names of all formats, sorted."""
     import tabulate  # 50 ms: only where a format is asked for
 
     return sorted({*tabulate.tabulate_formats, *_OTHER_NAMES, *_SEPARATED})
 
 
-def _formatted(cells: Sequence[Sequence[str]], fmt: str, right: Collection[int]) -> Iterator[str]:
+def _format_cells(
+    cells: Sequence[Sequence[str]], fmt: str, right: Collection[int]
+) -> Iterator[str]:
     """Return the lines of a table in a format that `known_format` returned.
 
     The first row has the headings. Characters that are syntax in the format are escaped.
@@ -165,27 +172,29 @@ def _formatted(cells: Sequence[Sequence[str]], fmt: str, right: Collection[int])
     return (line.rstrip() for line in str(text).split("\n"))
 
 
-def _backslashed(characters: str) -> Callable[[str], str]:
+def _make_backslash_escape(characters: str) -> Callable[[str], str]:
+    """Return a function that puts a backslash before these characters."""
     pattern = re.compile(characters)
     return lambda text: pattern.sub(r"\\\g<0>", text)
 
 
-def _entities(characters: str) -> Callable[[str], str]:
+def _make_entity_escape(characters: str) -> Callable[[str], str]:
+    """Return a function that replaces these characters by HTML entities."""
     table = str.maketrans({character: f"&#{ord(character)};" for character in characters})
     return lambda text: text.translate(table)
 
 
-_markdown = _backslashed(r"[\\|`*<&~]|(?<=\])\(|(?<![^\W_])_")
+_escape_markdown = _make_backslash_escape(r"[\\|`*<&~]|(?<=\])\(|(?<![^\W_])_")
 _ESCAPES: dict[str, Callable[[str], str]] = {
-    "github": _markdown,
-    "pipe": _markdown,
-    "rst": _backslashed(r"[\\|`*]|_(?![^\W_])"),
+    "github": _escape_markdown,
+    "pipe": _escape_markdown,
+    "rst": _make_backslash_escape(r"[\\|`*]|_(?![^\W_])"),
     "orgtbl": lambda text: text.replace("|", "\\vert{}"),
     "asciidoc": lambda text: text.replace("|", "\\|"),
-    "jira": _backslashed(r"[\\|\[{]"),
-    "youtrack": _backslashed(r"[\\|\[{]"),
-    "mediawiki": _entities("&<|[{'"),
-    "moinmoin": _entities("&<|[{'"),
-    "textile": _entities("&<|"),
+    "jira": _make_backslash_escape(r"[\\|\[{]"),
+    "youtrack": _make_backslash_escape(r"[\\|\[{]"),
+    "mediawiki": _make_entity_escape("&<|[{'"),
+    "moinmoin": _make_entity_escape("&<|[{'"),
+    "textile": _make_entity_escape("&<|"),
 }
 """The function that escapes the syntax of a format. tabulate escapes html and latex."""

@@ -18,12 +18,12 @@ _QUOTED = re.compile(r"'([^']*)'|\"[^\"]*\"")
 """A quoted word or part of a word, as written by `shlex.quote`."""
 
 
-def label(name: str, path: Sequence[Any]) -> str:
+def format_label(name: str, path: Sequence[Any]) -> str:
     """Return the name of a row, or words for the root."""
     return (clean(name) or "''") if path else "(the whole file)"
 
 
-def runnable(command: str) -> str:
+def make_pasteable(command: str) -> str:
     r"""Return a command that can be copied from the screen to a shell.
 
     A quoted word that cannot be printed becomes `$'a\nb'`, which bash, zsh and ksh read: it has
@@ -31,22 +31,23 @@ def runnable(command: str) -> str:
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
 
-    def escaped(found: re.Match[str]) -> str:
-        if _is_shown(found[0], encoding):
-            return found[0]
-        return f"$'{''.join(_in_c(character, encoding) for character in found[1])}'"
+    def escape(match: re.Match[str]) -> str:
+        """Return a quoted word, as `$'...'` if it cannot be displayed."""
+        if _is_displayable(match[0], encoding):
+            return match[0]
+        return f"$'{''.join(_escape_as_c(character, encoding) for character in match[1])}'"
 
-    return clean(_QUOTED.sub(escaped, command))
+    return clean(_QUOTED.sub(escape, command))
 
 
 def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iterator[str]:
     r"""Yield a command behind `first`, in lines that fit, which a shell joins at `\\`."""
-    line, start = first + runnable(command), len(first)
+    line, start = first + make_pasteable(command), len(first)
     if width is None or len(line) <= width or not command.startswith("ckptool "):
         yield line
         return
     line = ""
-    for word in map(runnable, map(shlex.quote, shlex.split(command))):
+    for word in map(make_pasteable, map(shlex.quote, shlex.split(command))):
         if line and start + len(line) + len(word) + 3 > width:
             yield f"{first}{line} \\"
             first, line = " " * start, f"  {word}"
@@ -65,11 +66,11 @@ def resume_title(training: Sequence[str]) -> str:
 def titled_commands(title: str, commands: Iterable[str], look: Look) -> Iterator[str]:
     """Yield a title, and the commands below it."""
     yield look.bold(title)
-    for one in commands:
-        yield from command_lines(one, look.width)
+    for command in commands:
+        yield from command_lines(command, look.width)
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Return bytes as people read them: `512 B`, `1.5 KiB`, `4.7 GiB`."""
     if nbytes < 1024:
         return f"{nbytes} B"
@@ -81,14 +82,20 @@ def size(nbytes: int) -> str:
     return f"{number / 1024:,.1f} PiB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return seconds as people read them: `50 s`, `12 min`, `3 h 5 min`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{rest} s"
+    return (
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min"
+        if minutes
+        else f"{seconds_left} s"
+    )
 
 
-def share(part: int, whole: int, *, none: str = "0%") -> str:
+def format_share(part: int, whole: int, *, none: str = "0%") -> str:
     """Return `12.3%`; `none` only for no part, and `100%` only for the whole."""
     if part in (0, whole):
         return "100%" if part else none
@@ -98,20 +105,20 @@ def share(part: int, whole: int, *, none: str = "0%") -> str:
     return f"{percent:.1f}%" if percent <= 99.9 else ">99.9%"
 
 
-def shorten(text: str, most: int) -> str:
-    """Return at most `most` characters (8 or more) of a text, without its middle."""
-    if len(text) <= most:
+def shorten(text: str, max_length: int) -> str:
+    """Return at most `max_length` characters (8 or more) of a text, without its middle."""
+    if len(text) <= max_length:
         return text
-    room = max(most, 8) - 3
+    room = max(max_length, 8) - 3
     return f"{text[: room - room // 2]}...{text[len(text) - room // 2 :]}"
 
 
-def first_lines(lines: Iterable[str], most: int) -> Iterator[str]:
-    """Yield the first `most` lines, then the number of the rest."""
+def limit_lines(lines: Iterable[str], max_count: int) -> Iterator[str]:
+    """Yield the first `max_count` lines, then the number of the rest."""
     every = list(lines)
-    yield from every[:most]
-    if len(every) > most:
-        yield f"and {len(every) - most:,} more (--json lists all)"
+    yield from every[:max_count]
+    if len(every) > max_count:
+        yield f"and {len(every) - max_count:,} more (--json lists all)"
 
 
 def files_line(files: int, errors: int, parts: Iterable[str]) -> str:
@@ -120,7 +127,7 @@ def files_line(files: int, errors: int, parts: Iterable[str]) -> str:
     return f"{counted(files + errors, 'file')}: {', '.join([*parts, *unread])}"
 
 
-def wrapped(text: str, width: int | None, *, indent: str = "  ") -> list[str]:
+def wrap_text(text: str, width: int | None, *, indent: str = "  ") -> list[str]:
     """Return a sentence in lines of `width` (20 or more) characters; break longer words.
 
     `indent` begins every line but the first.
@@ -133,7 +140,7 @@ def wrapped(text: str, width: int | None, *, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Return an element of a tensor, a float with six digits."""
     if isinstance(value, float):
         return f"{value:.6g}"
@@ -145,26 +152,26 @@ def number(value: Any) -> str:
 _C_NAMED = dict(zip('\a\b\t\n\v\f\r"\\', 'abtnvfr"\\', strict=True))
 
 
-def quoted(text: str) -> str:
+def quote_as_git(text: str) -> str:
     r"""Return the text as git prints a path (`core.quotePath=false`): `"a\tb\342\200\256"`.
 
     Printable text without double quotes and backslashes is unchanged.
     """
     if text.isprintable() and '"' not in text and "\\" not in text:
         return text
-    return f'"{"".join(map(_in_c, text))}"'
+    return f'"{"".join(map(_escape_as_c, text))}"'
 
 
-def _is_shown(text: str, encoding: str) -> bool:
-    """Return True if a terminal of this encoding shows each character as it is."""
+def _is_displayable(text: str, encoding: str) -> bool:
+    """Return True if a terminal of this encoding displays each character unchanged."""
     return text.isprintable() and text == text.encode(encoding, "ignore").decode(encoding)
 
 
-def _in_c(character: str, encoding: str = "utf-8") -> str:
+def _escape_as_c(character: str, encoding: str = "utf-8") -> str:
     """Return a character as in a string of C, bytes of UTF-8 in octal."""
     if character in _C_NAMED:
         return f"\\{_C_NAMED[character]}"
-    if _is_shown(character, encoding):
+    if _is_displayable(character, encoding):
         return character
     is_byte = "\udc80" <= character <= "\udcff"  # of os.fsdecode
     raw = character.encode("utf-8", "surrogateescape" if is_byte else "surrogatepass")
@@ -222,15 +229,15 @@ class Look:
 PLAIN = Look()
 
 
-def look_of(stream: TextIO) -> Look:
+def detect_look(stream: TextIO) -> Look:
     """Return the look for a stream: only a terminal has a width, and colors unless NO_COLOR."""
     if not stream.isatty():
         return PLAIN
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return Look(columns_of(stream), not plain)
+    return Look(detect_columns(stream), not plain)
 
 
-def columns_of(stream: TextIO) -> int | None:
+def detect_columns(stream: TextIO) -> int | None:
     """Return the columns of a terminal from COLUMNS or the system, or None."""
     stated = os.environ.get("COLUMNS", "")
     if stated.isdecimal() and int(stated) > 0:
@@ -247,32 +254,35 @@ _OPTIONS = {"overwrite": "--force"}
 """Options with a name other than the library's argument."""
 
 
-def option_words(remedy: Remedy) -> list[str]:
+def to_option_words(remedy: Remedy) -> list[str]:
     """Return the words of a command line for the arguments, without quotes."""
-    return [word for argument in remedy.arguments for word in _words(*argument)]
+    return [word for argument in remedy.arguments for word in _to_option_words(*argument)]
 
 
-def as_options(remedy: Remedy) -> str:
+def to_options_text(remedy: Remedy) -> str:
     """Return the text of a remedy, its arguments as options that can be copied to a shell."""
-    return remedy.spell(lambda name, given: " ".join(map(_quoted, _words(name, given))), " ")
+    return remedy.spell(
+        lambda name, given: " ".join(map(_quote_option, _to_option_words(name, given))), " "
+    )
 
 
-def _words(name: str, given: Given) -> Iterator[str]:
+def _to_option_words(name: str, value: Given) -> Iterator[str]:
+    """Yield the words of one argument: an option, with a value unless it is a flag."""
     option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
-    if isinstance(given, bool):
-        yield from [option] * given
+    if isinstance(value, bool):
+        yield from [option] * value
         return
-    for one in given if isinstance(given, tuple) else (given,):
-        text = one if isinstance(one, str) else f"{one:g}"
+    for item in value if isinstance(value, tuple) else (value,):
+        text = item if isinstance(item, str) else f"{item:g}"
         if option.startswith(_WITH_EQUALS) or text.startswith("-"):
             yield f"{option}={text}"
         else:
             yield from (option, text)
 
 
-def _quoted(word: str) -> str:
+def _quote_option(word: str) -> str:
     """Return a word, or the value of `--option=value`, in quotes if a shell needs them."""
     option, equals, text = word.partition("=")
     if word.startswith("--") and equals:
-        return f"{option}={runnable(shlex.quote(text))}"
-    return runnable(shlex.quote(word))
+        return f"{option}={make_pasteable(shlex.quote(text))}"
+    return make_pasteable(shlex.quote(word))

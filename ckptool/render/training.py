@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ckptool.render.table import table
-from ckptool.render.text import Look, duration, runnable, size
+from ckptool.render.table import table_lines
+from ckptool.render.text import Look, format_duration, format_size, make_pasteable
 from ckptool.trainer.events import (
     EpochEnded,
     Note,
@@ -42,13 +42,13 @@ _WITHOUT = {
 
 def heading(look: Look) -> str:
     """Return the headings of the columns of `epoch_line`."""
-    return look.bold(_aligned(list(_COLUMNS)))
+    return look.bold(_align_cells(list(_COLUMNS)))
 
 
 def epoch_line(epoch: EpochEnded) -> str:
     """Return the line of one epoch, below `heading`."""
     validated = "" if epoch.val_loss is None else f"{epoch.val_loss:.6g}"
-    return _aligned(
+    return _align_cells(
         [
             str(epoch.epoch),
             str(epoch.step),
@@ -60,7 +60,8 @@ def epoch_line(epoch: EpochEnded) -> str:
     )
 
 
-def _aligned(cells: Sequence[str]) -> str:
+def _align_cells(cells: Sequence[str]) -> str:
+    """Return the cells of a row, aligned to the columns."""
     widths = _COLUMNS.values()
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
@@ -70,8 +71,8 @@ def event_line(event: Started | Resumed | Note) -> str:
     if isinstance(event, Note):
         return f"note: {clean(event.text)}"
     if isinstance(event, Resumed):
-        costs = [f"{name} ({_WITHOUT[name]})" for name in event.without]
-        lacks = f", without {', '.join(costs)}" if costs else ""
+        lost_parts = [f"{name} ({_WITHOUT[name]})" for name in event.without]
+        lacks = f", without {', '.join(lost_parts)}" if lost_parts else ""
         return f"resuming from {clean(event.path)} at step {event.step:,}{lacks}"
     where = ", ".join(dict.fromkeys(event.devices))
     if event.processes > 1:
@@ -82,10 +83,12 @@ def event_line(event: Started | Resumed | Note) -> str:
     )
 
 
-def progress_text(step: Stepped, total: int, epochs: int, left: float | None) -> str:
-    """Return the text after the bar: the epoch, the step, and the seconds `left` if known."""
+def progress_text(step: Stepped, total: int, epochs: int, seconds_left: float | None) -> str:
+    """Return the text after the bar: the epoch, the step, and the time left if known."""
     place = f"epoch {step.epoch} of {epochs}, step {step.step:,} of {total:,}"
-    return f"{place}, loss {step.loss:.4g}" + ("" if left is None else f", {duration(left)} left")
+    return f"{place}, loss {step.loss:.4g}" + (
+        "" if seconds_left is None else f", {format_duration(seconds_left)} left"
+    )
 
 
 def validating_text(event: Validating) -> str:
@@ -95,27 +98,28 @@ def validating_text(event: Validating) -> str:
 
 def trace_line(traced: Traced, rank: int | None) -> str:
     """Return the sizes that a replica or the loop got and returned, as DataParallel prints."""
-    given, got = _sizes(traced.inputs), _sizes(traced.outputs)
+    input_size, output_size = _format_sizes(traced.inputs), _format_sizes(traced.outputs)
     text = (
-        f"Outside: input size {given} output_size {got}"
+        f"Outside: input size {input_size} output_size {output_size}"
         if traced.outside
-        else f"\tIn Model: input size {given} output size {got}"
+        else f"\tIn Model: input size {input_size} output size {output_size}"
     )
     text += f" device {traced.device}"
     return text if rank is None else f"[rank {rank}] {text}"
 
 
-def _sizes(shape: Sequence[int]) -> str:
+def _format_sizes(shape: Sequence[int]) -> str:
+    """Return a shape as torch prints it."""
     return f"torch.Size([{', '.join(map(str, shape))}])"
 
 
 def end_lines(saved: Sequence[Saved], result: TrainResult) -> Iterator[str]:
     """Yield the checkpoints that exist, the command that describes the last one, and the end."""
-    width = max((len(clean(one.path)) for one in saved), default=0)
-    for one in saved:
-        yield f"{clean(one.path):<{width}}  step {one.step:,}"
+    width = max((len(clean(checkpoint.path)) for checkpoint in saved), default=0)
+    for checkpoint in saved:
+        yield f"{clean(checkpoint.path):<{width}}  step {checkpoint.step:,}"
     if saved:
-        yield runnable(f"ckptool info {shlex.quote(saved[-1].path)}")
+        yield make_pasteable(f"ckptool info {shlex.quote(saved[-1].path)}")
     best = f" The lowest loss of an epoch is {result.best:.6g}." if isfinite(result.best) else ""
     yield f"Trained to step {result.step:,}, {counted(result.epoch, 'epoch')}.{best}"
 
@@ -135,14 +139,14 @@ def device_lines(devices: Devices, look: Look) -> Iterator[str]:
     yield counted(devices.cuda, "GPU") if devices.cuda else "no GPU: this machine, or this torch"
     rows = [
         [
-            one.name,
-            clean(one.model),
-            "" if one.memory is None else size(one.memory),
-            f"{devices.threads} threads" if one.name == "cpu" else "",
-            one.physical or "",
-            "*" if one.is_current else "",
+            device.name,
+            clean(device.model),
+            "" if device.memory is None else format_size(device.memory),
+            f"{devices.threads} threads" if device.name == "cpu" else "",
+            device.physical or "",
+            "*" if device.is_current else "",
         ]
-        for one in devices.devices
+        for device in devices.devices
     ]
     headers = ["device", "is", "memory", "threads", "GPU", "current"]
-    yield from table(headers, rows, look, flexible=1, optional=range(len(headers)))
+    yield from table_lines(headers, rows, look, flexible=1, optional=range(len(headers)))

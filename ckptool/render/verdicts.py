@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import CheckpointError
 from ckptool.formats import load_format
-from ckptool.inspection.blockers import first_calls
+from ckptool.inspection.blockers import summarize_calls
 from ckptool.inspection.scan_calls import CANNOT_TELL, DATA, RUNS, VERDICTS
-from ckptool.render.table import table
+from ckptool.render.table import table_lines
 from ckptool.render.text import (
     PLAIN,
     Look,
     files_line,
-    first_lines,
+    format_size,
+    limit_lines,
     resume_title,
-    size,
     titled_commands,
-    wrapped,
+    wrap_text,
 )
 from ckptool.words import clean, counted, listed
 
@@ -41,89 +41,92 @@ def diagnosis_lines(
     yield f"{look.bold(name)}{' ' if verdict.startswith(_FAILS) else ': '}{verdict}"
     if not diagnosis.complaints:
         if explain and (remark := load_format(diagnosis.format or "").remark):
-            yield from _fact("why", remark, look)
+            yield from _fact_lines("why", remark, look)
         return
     if diagnosis.would_run:
-        yield look.alarm(clean(f"would run {listed(first_calls(diagnosis.would_run))}"))
+        yield look.alarm(clean(f"would run {listed(summarize_calls(diagnosis.would_run))}"))
     quoted: dict[str, int] = {}
     for number, complaint in enumerate(diagnosis.complaints, start=1):
         yield ""
-        yield from _block(number, complaint, look, explain, quoted)
-    plan = list(_plan(diagnosis, look))
+        yield from _complaint_lines(number, complaint, look, explain, quoted)
+    plan = list(_plan_lines(diagnosis, look))
     yield from ("", *plan) if plan else ()
 
 
 def verdict_text(diagnosis: Diagnosis) -> str:
     """Return `does not load on this machine: 2 errors, 1 note`, or that it loads."""
     if not diagnosis.complaints:
-        return f"no problems found with {_loader(diagnosis)} or load_state_dict"
+        return f"no problems found with {_loader_name(diagnosis)} or load_state_dict"
     counts: Counter[str] = Counter(complaint.severity for complaint in diagnosis.complaints)
     text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
     if diagnosis.reader:
-        others = f", {_loader(diagnosis)} does not: " if counts["fails"] else "; "
+        others = f", {_loader_name(diagnosis)} does not: " if counts["fails"] else "; "
         return clean(f"{diagnosis.reader} reads it as is{others}{text}")
     if counts["fails"]:
         return f"{_FAILS}: {text}"
-    return f"{_loader(diagnosis)} opens it; {text}"
+    return f"{_loader_name(diagnosis)} opens it; {text}"
 
 
-def _loader(diagnosis: Diagnosis) -> str:
+def _loader_name(diagnosis: Diagnosis) -> str:
+    """Return the function that loads this format."""
     is_flat = load_format(diagnosis.format or "").tensors_only  # only new torch.load opens it
     return "safetensors.torch.load_file" if is_flat else "torch.load"
 
 
 def complaint_text(number: int, complaint: Complaint) -> str:
     """Return `1. error: it contains objects that ...`."""
-    return f"{number}. {_WORDS[complaint.severity]}: {_sentence(complaint.text)}"
+    return f"{number}. {_WORDS[complaint.severity]}: {_join_lines(complaint.text)}"
 
 
-def _block(
+def _complaint_lines(
     number: int, complaint: Complaint, look: Look, explain: bool, quoted: dict[str, int]
 ) -> Iterator[str]:
     """Yield a complaint; `quoted` has the first number of each kind of quoted error."""
     word = _WORDS[complaint.severity]
     colored = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
-    what = wrapped(complaint_text(number, complaint), look.width, indent="   ")
+    what = wrap_text(complaint_text(number, complaint), look.width, indent="   ")
     yield what[0].replace(word, colored, 1)
     yield from what[1:]
     if explain:
-        yield from _fact("where", ", ".join(complaint.where), look)
-        why = filter(None, (_error(complaint, number, quoted), complaint.effect))
-        yield from _fact("why", "; ".join(why), look)
+        yield from _fact_lines("where", ", ".join(complaint.where), look)
+        why = filter(None, (_quote_error(complaint, number, quoted), complaint.effect))
+        yield from _fact_lines("why", "; ".join(why), look)
     elif complaint.severity != "note":
-        text = _error(complaint, number, quoted)
+        text = _quote_error(complaint, number, quoted)
         if not text and complaint.effect:
             text = complaint.effect.partition("; ")[0].rstrip(".") + "."
-        yield from wrapped(f"   {_sentence(text)}", look.width, indent="   ")
+        yield from wrap_text(f"   {_join_lines(text)}", look.width, indent="   ")
     if explain or not (complaint.commands or complaint.alternatives):
-        yield from _fact("hint", complaint.hint or "", look)
+        yield from _fact_lines("hint", complaint.hint or "", look)
 
 
-def _error(complaint: Complaint, number: int, quoted: dict[str, int]) -> str:
+def _quote_error(complaint: Complaint, number: int, quoted: dict[str, int]) -> str:
     """Return the error of another library, or the number at which it was quoted before."""
     if complaint.quote is None:
         return ""
-    before = quoted.setdefault(complaint.quote.kind, number)
-    if before != number:
-        return f"{complaint.quote.call} fails as in {before}"
+    first_number = quoted.setdefault(complaint.quote.kind, number)
+    if first_number != number:
+        return f"{complaint.quote.call} fails as in {first_number}"
     return str(complaint.quote)
 
 
-def _fact(name: str, text: str, look: Look) -> Iterator[str]:
+def _fact_lines(name: str, text: str, look: Look) -> Iterator[str]:
+    """Yield a name and a text, wrapped; nothing without a text."""
     if text:
-        yield from wrapped(f"   {name:<7}{_sentence(text)}", look.width, indent=" " * 10)
+        yield from wrap_text(f"   {name:<7}{_join_lines(text)}", look.width, indent=" " * 10)
 
 
-def _sentence(text: str) -> str:
+def _join_lines(text: str) -> str:
+    """Return a text as one line."""
     return clean("; ".join(text.split("\n")))  # a refusal may have several lines
 
 
-def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
+def _plan_lines(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
     """Yield the commands that write the weights, resume the training, or fix one complaint."""
-    every = list(enumerate(diagnosis.complaints, start=1))
+    numbered = list(enumerate(diagnosis.complaints, start=1))
     if diagnosis.commands:
-        numbers = [str(number) for number, complaint in every if complaint.commands]
-        fixed = listed(numbers, most=len(numbers)) if len(every) > 1 else ""
+        numbers = [str(number) for number, complaint in numbered if complaint.commands]
+        fixed = listed(numbers, most=len(numbers)) if len(numbered) > 1 else ""
         title = f"To fix {fixed or 'it'}:"
         if diagnosis.resume:
             title = "To use the weights" + (f" (fixes {fixed}):" if fixed else ":")
@@ -134,7 +137,7 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
         title = "Or in Python:" if diagnosis.resume else resume_title(diagnosis.training)
         yield from (look.bold(title), f"  {clean(diagnosis.code)}")
     choices: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for number, complaint in every:
+    for number, complaint in numbered:
         if complaint.alternatives:
             choice = complaint.alternatives, complaint.code
             choices.setdefault(choice, []).append(str(number))
@@ -144,9 +147,9 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
         yield from titled_commands(f"{title}{' (choose one)' * several}:", commands, look)
         if code:
             yield from (look.bold("Then in Python:"), f"  {clean(code)}")
-    left = [str(at) for at, one in every if not (one.commands or one.alternatives)]
-    if 0 < len(left) < len(every):
-        yield f"Not fixed: {', '.join(left)}"
+    unfixed = [str(at) for at, item in numbered if not (item.commands or item.alternatives)]
+    if 0 < len(unfixed) < len(numbered):
+        yield f"Not fixed: {', '.join(unfixed)}"
 
 
 _MOST_PROBLEMS = 40
@@ -157,13 +160,13 @@ def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
     """Yield `model.pth: ok (...)`, or the number of problems and the problems."""
     name = look.bold(clean(verdict.file))
     if verdict.ok:
-        yield f"{name}: ok ({', '.join(_facts(verdict))})"
+        yield f"{name}: ok ({', '.join(_list_facts(verdict))})"
         return
     yield f"{name}: {look.alarm(counted(len(verdict.problems), 'problem'))}"
     hints = set()
     for problem in verdict.problems[:_MOST_PROBLEMS]:
         place = f"{clean(problem.place)}: " if problem.place else ""
-        yield from wrapped(f"  {place}{clean(problem.text)}", look.width, indent="    ")
+        yield from wrap_text(f"  {place}{clean(problem.text)}", look.width, indent="    ")
         if problem.hint and problem.hint not in hints:
             hints.add(problem.hint)
             yield f"    {look.faint('hint:')} {clean(problem.hint)}"
@@ -172,17 +175,18 @@ def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
         yield f"  and {counted(hidden, 'problem')} more (--json lists all)"
 
 
-def _facts(verdict: Verdict) -> Iterator[str]:
+def _list_facts(verdict: Verdict) -> Iterator[str]:
+    """Yield the facts about an intact file: counts, size and verified checksums."""
     if verdict.shards:
         yield counted(verdict.shards, "shard")
     if verdict.records:
         yield counted(verdict.records, "record")
     else:
         yield counted(verdict.tensors, "tensor")
-    yield size(verdict.size)
+    yield format_size(verdict.size)
     if verdict.summed and verdict.checked:
-        of = "" if verdict.summed == verdict.records else f" of {verdict.summed:,}"
-        yield f"CRC-32{of}"
+        total = "" if verdict.summed == verdict.records else f" of {verdict.summed:,}"
+        yield f"CRC-32{total}"
     elif not verdict.manifest:
         yield "no CRC-32 stored" if verdict.records else "no checksums in this format"
     if verdict.manifest:
@@ -193,11 +197,11 @@ def _facts(verdict: Verdict) -> Iterator[str]:
 
 def verify_summary(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
     """Return `3 files: 2 ok, 1 with 2 problems`."""
-    wrong = [verdict for verdict in verdicts if not verdict.ok]
-    parts = [f"{len(verdicts) - len(wrong):,} ok"]
-    if wrong:
-        count = sum(len(verdict.problems) for verdict in wrong)
-        parts.append(look.alarm(f"{len(wrong):,} with {counted(count, 'problem')}"))
+    damaged = [verdict for verdict in verdicts if not verdict.ok]
+    parts = [f"{len(verdicts) - len(damaged):,} ok"]
+    if damaged:
+        count = sum(len(verdict.problems) for verdict in damaged)
+        parts.append(look.alarm(f"{len(damaged):,} with {counted(count, 'problem')}"))
     return files_line(len(verdicts), errors, parts)
 
 
@@ -217,15 +221,16 @@ def manifest_line(outcome: ManifestOutcome) -> str:
 
 def verdict_table(results: Iterable[Verdict | CheckpointError], look: Look) -> Iterator[str]:
     """Return a row for each file without problems, and for each problem."""
-    rows = [row for result in results for row in _rows(result)]
-    return table(["file", "verdict", "place", "what"], rows, look, flexible=3)
+    rows = [row for result in results for row in _make_rows(result)]
+    return table_lines(["file", "verdict", "place", "what"], rows, look, flexible=3)
 
 
-def _rows(result: Verdict | CheckpointError) -> list[list[str]]:
+def _make_rows(result: Verdict | CheckpointError) -> list[list[str]]:
+    """Return the rows of one file: ok, an error, or each problem."""
     if isinstance(result, CheckpointError):
         return [[clean(result.file or ""), "error", "", clean(result.message)]]
     if result.ok:
-        return [[clean(result.file), "ok", "", ", ".join(_facts(result))]]
+        return [[clean(result.file), "ok", "", ", ".join(_list_facts(result))]]
     return [
         [clean(result.file), problem.kind, clean(problem.place), clean(problem.text)]
         for problem in result.problems
@@ -236,22 +241,23 @@ _MOST_CALLS = 20
 """The most calls of one file."""
 
 
-def scan_lines(found: Scan, look: Look = PLAIN) -> Iterator[str]:
+def scan_lines(report: Scan, look: Look = PLAIN) -> Iterator[str]:
     """Yield the verdict, for example `model.pth: runs`, and the calls behind it."""
-    name = look.bold(clean(found.file))
-    if found.skipped:
-        yield f"{name}: {'Python code, not checked' if found.code else 'no pickle'}"
-    elif found.verdict == DATA:
-        yield f"{name}: data ({counted(found.pickles, 'pickle')})"
+    name = look.bold(clean(report.file))
+    if report.skipped:
+        yield f"{name}: {'Python code, not checked' if report.code else 'no pickle'}"
+    elif report.verdict == DATA:
+        yield f"{name}: data ({counted(report.pickles, 'pickle')})"
     else:
-        bad = found.verdict in (RUNS, CANNOT_TELL)
-        modules = f" (imports {listed(found.modules)})" if found.modules else ""
-        yield f"{name}: {look.alarm(found.verdict) if bad else found.verdict}{modules}"
-    lines = (line for stream in found.streams for line in _lines(stream))
-    yield from (f"  {line}" for line in first_lines(lines, _MOST_CALLS))
+        is_bad = report.verdict in (RUNS, CANNOT_TELL)
+        modules = f" (imports {listed(report.modules)})" if report.modules else ""
+        yield f"{name}: {look.alarm(report.verdict) if is_bad else report.verdict}{modules}"
+    lines = (line for stream in report.streams for line in _stream_lines(stream))
+    yield from (f"  {line}" for line in limit_lines(lines, _MOST_CALLS))
 
 
-def _lines(stream: Stream) -> Iterator[str]:
+def _stream_lines(stream: Stream) -> Iterator[str]:
+    """Yield a line for each call of a stream, and its fault."""
     place = f"{clean(stream.where)}, " * bool(stream.where)
     for call in stream.calls:
         yield f"{place}byte {call.offset:,}, {call.opcode}: {clean(call.text)}"
@@ -261,7 +267,7 @@ def _lines(stream: Stream) -> Iterator[str]:
 
 def scan_summary(results: Sequence[Scan], errors: int, look: Look) -> str:
     """Return `3 files: 1 runs, 2 data`, the worst first."""
-    counts = Counter("without a pickle" if one.skipped else one.verdict for one in results)
+    counts = Counter("without a pickle" if report.skipped else report.verdict for report in results)
     parts = [
         look.alarm(f"{counts[verdict]:,} {verdict}")
         if verdict in (RUNS, CANNOT_TELL)
@@ -269,7 +275,7 @@ def scan_summary(results: Sequence[Scan], errors: int, look: Look) -> str:
         for verdict in (*reversed(VERDICTS), "without a pickle")
         if counts[verdict]
     ]
-    code = sum(bool(one.code) for one in results)
+    code = sum(bool(report.code) for report in results)
     if code:
         parts.append(f"{code:,} with Python code, which is not checked")
     return files_line(len(results), errors, parts)

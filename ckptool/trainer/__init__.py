@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool._lazy import importer
+from ckptool._lazy import make_importer
 
 if TYPE_CHECKING:
     from ckptool.trainer.config import TrainConfig
@@ -28,7 +28,7 @@ _HOMES = {
 
 __all__ = ["Observer", "TrainConfig", "TrainData", "TrainResult", "Trainer"]
 
-__getattr__ = importer(__name__, globals(), _HOMES)
+__getattr__ = make_importer(__name__, globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -28,7 +28,7 @@ from ckptool.trainer.data import Batches
 from ckptool.trainer.events import Note, Observer, Resumed, Saved
 from ckptool.trainer.metrics import Metrics
 from ckptool.trainer.strategies.base import DIVERGED, StepResult, Strategy
-from ckptool.trainer.tuning import random_state, restore_random_state, seed_all
+from ckptool.trainer.tuning import get_random_state, restore_random_state, seed_all
 from ckptool.words import listed
 
 _NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
@@ -36,7 +36,7 @@ _NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
 
 @dataclass
 class TrainingProgress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         epoch: Epochs that are finished, validation included.
@@ -64,7 +64,7 @@ class TrainingProgress:
     best: float = math.inf
     since_best: int = 0
 
-    def take(self, result: StepResult) -> None:
+    def count_step(self, result: StepResult) -> None:
         """Count a finished step."""
         self.step += 1
         self.position += 1
@@ -89,42 +89,42 @@ class TrainingProgress:
         self.skipped_here = 0
 
 
-def kept(folder: str) -> list[tuple[str, int | None]]:
+def list_checkpoints(folder: str) -> list[tuple[str, int | None]]:
     """Return the checkpoints of a folder with their steps, newest first.
 
     They are ordered by step, or by time if one has no step; checkpoints of the same step come in
     the order `last`, `step-*`, `best`.
     """
-    found = []
+    entries = []
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         if name := _NAME.fullmatch(entry.name):
-            step = int(name[2]) if name[2] else _number_in(entry.path, "step")
-            place = ("best", "step", "last").index(entry.name[:4])
-            found.append((step, entry.stat().st_mtime_ns, place, entry.path))
-    is_by_time = any(step is None for step, *_ in found)
-    found.sort(key=lambda one: (one[1] if is_by_time else one[0] or 0, one[2]), reverse=True)
-    return [(path, step) for step, *_, path in found]
+            step = int(name[2]) if name[2] else _read_counter(entry.path, "step")
+            order = ("best", "step", "last").index(entry.name[:4])
+            entries.append((step, entry.stat().st_mtime_ns, order, entry.path))
+    is_by_time = any(step is None for step, *_ in entries)
+    entries.sort(key=lambda row: (row[1] if is_by_time else row[0] or 0, row[2]), reverse=True)
+    return [(path, step) for step, *_, path in entries]
 
 
-def _number_in(path: str, key: str) -> int | None:
+def _read_counter(path: str, key: str) -> int | None:
     """Return a count that a checkpoint has under a key, or None."""
     values = os.path.join(path, sharded.VALUES)
     try:
-        with ckptool.open(values if os.path.exists(values) else path) as held:
-            number = held.root.get(key) if isinstance(held.root, dict) else None
+        with ckptool.open(values if os.path.exists(values) else path) as checkpoint:
+            number = checkpoint.root.get(key) if isinstance(checkpoint.root, dict) else None
     except CheckpointError:
         return None
     return number if type(number) is int and number >= 0 else None
 
 
 @contextmanager
-def one_run_in(folder: str) -> Iterator[None]:
-    """Make the folder and lock out other runs; remove it at the end if it is empty.
+def hold_run_folder(folder: str) -> Iterator[None]:
+    """Make the folder of a run and lock out other runs; remove it at the end if it is empty.
 
     A write that a kill interrupted in the folder is finished or removed.
 
     Raises:
-        TargetExists: there is a file of that name.
+        TargetExists: a file has this name.
         FileBusy: another run uses the folder; its process is named.
         WriteError: the system refuses.
     """
@@ -135,7 +135,7 @@ def one_run_in(folder: str) -> Iterator[None]:
         yield
 
 
-class _Rehearsed(Exception):
+class _NotWritten(Exception):
     pass
 
 
@@ -147,8 +147,8 @@ def require_writable(folder: str, size: int = 1) -> None:
         FileBusy: another process is changing the file.
     """
     target = os.path.join(folder, "last.pth")
-    with suppress(_Rehearsed), atomic_output(target, size, overwrite=True):
-        raise _Rehearsed
+    with suppress(_NotWritten), atomic_output(target, size, overwrite=True):
+        raise _NotWritten
 
 
 def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bool = False) -> None:
@@ -159,28 +159,28 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
 
     Args:
         folder: The folder of the run.
-        origin: The checkpoint that the run resumes from; None: it begins anew.
+        origin: The checkpoint that the run resumes from; None for a new run.
         step: The step after which the run begins.
         overwrite: Remove the other checkpoints.
 
     Raises:
         TrainingError: there are other checkpoints, which are named.
     """
-    home = origin and os.path.realpath(os.path.dirname(os.path.abspath(origin)))
-    is_within = origin is not None and home == os.path.realpath(folder)
+    parent = origin and os.path.realpath(os.path.dirname(os.path.abspath(origin)))
+    is_within = origin is not None and parent == os.path.realpath(folder)
     origin = origin and os.path.realpath(origin)
     others = [
         path
-        for path, reached in kept(folder)
+        for path, reached_step in list_checkpoints(folder)
         if os.path.realpath(path) != origin
-        and not (is_within and reached is not None and reached <= step)
+        and not (is_within and reached_step is not None and reached_step <= step)
     ]
     if overwrite:
         for path in others:
             remove_checkpoint(path)
         return
     names = list(map(os.path.basename, others))
-    if not names and not is_within and any(Metrics(folder).lines()):
+    if not names and not is_within and any(Metrics(folder).read_lines()):
         names = ["metrics.jsonl"]
     if names:
         content = f"checkpoints after step {step}" if is_within else "an earlier run"
@@ -192,9 +192,13 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
 
 def remove_numbered(folder: str, keep: int) -> None:
     """Remove all but the last `keep` checkpoints `step-*`."""
-    found = [one for one in map(_NAME.fullmatch, os.listdir(folder)) if one is not None and one[2]]
-    for one in sorted(found, key=lambda name: int(name[2]))[:-keep]:
-        remove_checkpoint(os.path.join(folder, one[0]))
+    numbered = [
+        match
+        for match in map(_NAME.fullmatch, os.listdir(folder))
+        if match is not None and match[2]
+    ]
+    for match in sorted(numbered, key=lambda name: int(name[2]))[:-keep]:
+        remove_checkpoint(os.path.join(folder, match[0]))
 
 
 def remove_checkpoint(path: str) -> None:
@@ -206,21 +210,23 @@ def remove_checkpoint(path: str) -> None:
             os.unlink(path)
 
 
-def expected_size(strategy: Strategy) -> int:
+def estimate_size(strategy: Strategy) -> int:
     """Return the approximate size of a checkpoint, with the future state of the optimizer."""
     config = strategy.config
     moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
     copies = 1 + int(config.ema is not None)
-    parameters = sum(one.numel() * one.element_size() for one in strategy.module.parameters())
-    buffers = sum(one.numel() * one.element_size() for one in strategy.module.buffers())
+    parameters = sum(
+        tensor.numel() * tensor.element_size() for tensor in strategy.module.parameters()
+    )
+    buffers = sum(tensor.numel() * tensor.element_size() for tensor in strategy.module.buffers())
     return parameters * (copies + moments) + buffers * copies
 
 
-def _contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
-    """Return the object that scripts save: the module, or its state dict."""
+def _make_contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
+    """Return the object that user scripts save: the module, or its state dict."""
     if kind == "module":
-        return strategy.whole_module()
-    model, optimizer = strategy.wrapped_state()
+        return strategy.gather_module()
+    model, optimizer = strategy.gather_state()
     if kind == "wrapped":
         return {"epoch": values["epoch"], "state_dict": model, "optim_dict": optimizer}
     if strategy.model is not strategy.module:
@@ -233,21 +239,21 @@ def _pickle(contents: Any, write: Callable[[bytes], object]) -> None:
     try:
         torch.save(contents, SimpleNamespace(write=write, flush=lambda: None))
     except Exception as error:  # of any class in the module
-        refusal = error if isinstance(error, OSError) else error.__context__
-        if isinstance(refusal, OSError):  # torch raises that it cannot end the file
-            raise refusal from error
+        os_error = error if isinstance(error, OSError) else error.__context__
+        if isinstance(os_error, OSError):  # torch raises that it cannot end the file
+            raise os_error from error
         raise TrainingError(
             f"the module cannot be pickled: {error}",
             hint="use --save full, which does not pickle the class",
         ) from error
 
 
-_TELLING = (
+_NUMERIC_OPTIONS = (
     *("data", "target", "model", "loss", "sync_batchnorm", "dtype", "seed", "batch_size"),
     *("accumulate", "optimizer", "lr", "momentum", "weight_decay", "schedule", "step_size"),
     *("gamma", "warmup", "amp", "clip", "ema"),
 )
-"""The options that change the numbers of a run, not where it runs or how long."""
+"""The options that change the weights of a run, not its place or length."""
 
 
 class Checkpoints:
@@ -271,11 +277,11 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     @contextmanager
-    def begun(self) -> Iterator[TrainingProgress]:
+    def begin_run(self) -> Iterator[TrainingProgress]:
         """Make the folder of the run and lock out other runs; resume the run of `resume`.
 
-        The folder must hold no other run; with `overwrite` it is removed. A file of the size of a
-        checkpoint is written and removed.
+        The folder must not contain another run; with `overwrite` that is removed. A file with the
+        size of a checkpoint is written and removed.
 
         Raises:
             FileBusy: another run uses the folder.
@@ -286,19 +292,19 @@ class Checkpoints:
             UnreadableFile: it is damaged, or not a checkpoint.
             MatchError: it is of another architecture; model and optimizer are unchanged.
         """
-        with ExitStack() as held:
-            self._ranks.first(lambda: held.enter_context(one_run_in(self._config.out)))
+        with ExitStack() as stack:
+            self._ranks.first(lambda: stack.enter_context(hold_run_folder(self._config.out)))
             if self._config.save == "module":
-                module = self._strategy.whole_module()
+                module = self._strategy.gather_module()
                 self._ranks.first(lambda: _pickle(module, len))
-            size = expected_size(self._strategy)
+            size = estimate_size(self._strategy)
             self._ranks.first(lambda: require_writable(self._config.out, size))
-            yield self._begin()
+            yield self._start_or_resume()
 
-    def _begin(self) -> TrainingProgress:
-        """Resume from the checkpoint of `resume`, and return how far the run has come."""
-        origin = self._origin()
-        progress = TrainingProgress() if origin is None else self._restored(origin)
+    def _start_or_resume(self) -> TrainingProgress:
+        """Resume from the checkpoint of `resume`, if any, and return the progress of the run."""
+        origin = self._choose_origin()
+        progress = TrainingProgress() if origin is None else self._restore(origin)
         out = self._config.out
         is_auto = self._config.resume == "auto"  # the checkpoints there are of this run
         overwrite = self._config.overwrite and not (is_auto and origin)
@@ -310,7 +316,7 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether `save_seconds` have passed since the last numbered checkpoint."""
+        """True if `save_seconds` have passed since the last numbered checkpoint."""
         seconds = self._config.save_seconds
         return seconds is not None and time.monotonic() - self._saved_at >= seconds
 
@@ -340,7 +346,7 @@ class Checkpoints:
             "epoch": progress.epoch,
             "step": progress.step,
             **self._strategy.tuning.state(),
-            "rng": self._ranks.all(random_state())[: self._strategy.world.size],
+            "rng": self._ranks.all(get_random_state())[: self._strategy.world.size],
             "sampler": {**asdict(self._batches), "position": progress.position},
             "progress": asdict(progress),
             **self._belongings,
@@ -348,11 +354,11 @@ class Checkpoints:
         strategy = self._strategy
         if self._config.sharded:
             optimizer = strategy.tuning.optimizer
-            sharded.write(path, strategy.module, optimizer, values, self._ranks)
+            sharded.write_folder(path, strategy.module, optimizer, values, self._ranks)
         elif self._config.save == "full":
             ckptool.save(path, model=strategy.model, optimizer=strategy.tuning.optimizer, **values)
         else:
-            contents = _contents(self._config.save, strategy, values)
+            contents = _make_contents(self._config.save, strategy, values)
 
             def write() -> None:
                 with atomic_output(path, None, overwrite=True) as output:
@@ -363,71 +369,74 @@ class Checkpoints:
         self._ranks.first(lambda: remove_checkpoint(other))
         self._observer.tell(Saved(path, progress.epoch, progress.step))
 
-    def _origin(self) -> str | None:
-        """Return the checkpoint to resume from: in a folder the newest undamaged one, or None."""
-        named = self._config.resume
-        if named is None:
+    def _choose_origin(self) -> str | None:
+        """Return the checkpoint to resume from, in a folder the newest undamaged one; or None."""
+        resume = self._config.resume
+        if resume is None:
             return None
-        path, notes = self._ranks.first(lambda: self._newest(named))
+        path, notes = self._ranks.first(lambda: self._find_newest(resume))
         for note in notes:
             self._observer.tell(Note(note))
         return path
 
-    def _newest(self, named: str) -> tuple[str | None, list[str]]:
-        is_auto = named == "auto"
-        out = self._config.out if is_auto else named
-        damaged: list[str] = []
-        for path, _ in kept(out):
-            damage = sharded.damage(path)
-            if damage is None:
-                return path, [f"skipped {text}" for text in damaged]
-            damaged.append(damage)
-        if not (damaged or is_auto):
-            return named, []
-        if damaged and not (self._config.overwrite and is_auto):
+    def _find_newest(self, resume: str) -> tuple[str | None, list[str]]:
+        """Return the newest undamaged checkpoint in a folder or `auto`, or None, and notes."""
+        is_auto = resume == "auto"
+        out = self._config.out if is_auto else resume
+        problems: list[str] = []
+        for path, _ in list_checkpoints(out):
+            problem = sharded.find_damage(path)
+            if problem is None:
+                return path, [f"skipped {text}" for text in problems]
+            problems.append(problem)
+        if not (problems or is_auto):
+            return resume, []
+        if problems and not (self._config.overwrite and is_auto):
             raise TrainingError(
-                f"no checkpoint in {out} is readable: {damaged[0]}",
+                f"no checkpoint in {out} is readable: {problems[0]}",
                 hint="salvage a file with ckptool convert --salvage, or start over with --force",
             )
         return None, [f"{out} has no checkpoint to resume from: training starts from the beginning"]
 
-    def _restored(self, path: str) -> TrainingProgress:
-        """Fill the model and the tuning from `path`, and return how far the run has come.
+    def _restore(self, path: str) -> TrainingProgress:
+        """Fill the model and the tuning from `path`, and return the progress of the saved run.
 
-        A file that is not a `full` checkpoint gives the weights, and the optimizer's state if it
+        A file that is not a `full` checkpoint has only the weights, and the optimizer state if it
         fits; training resumes at the start of an epoch.
         """
         with self._ranks.raise_on_all_ranks("training was not started"):
-            values = self._values(path)
-            without = self._fill(path, values)
-            progress = self._progress(values, path)
-        without += self._strategy.tuning.restore(values, step=progress.step)
-        without += self._reseed(values, progress)
+            values = self._read_values(path)
+            missing = self._fill_model(path, values)
+            progress = self._read_progress(values, path)
+        missing += self._strategy.tuning.restore(values, step=progress.step)
+        missing += self._reseed(values, progress)
         if "progress" not in values:
-            without.append("progress")
-        self._observer.tell(Resumed(path, progress.epoch, progress.step, tuple(without)))
-        self._tell_differences(values, progress)
+            missing.append("progress")
+        self._observer.tell(Resumed(path, progress.epoch, progress.step, tuple(missing)))
+        self._report_differences(values, progress)
         return progress
 
-    def _values(self, path: str) -> dict[str, Any]:
-        """Return the values that `write` added to model and optimizer; none of another file."""
+    def _read_values(self, path: str) -> dict[str, Any]:
+        """Return the values that `write` added to model and optimizer; {} for another file."""
         if sharded.is_sharded(path):
             average = self._strategy.tuning.average
             return sharded.load_values(path, {} if average is None else average.state())
-        with ckptool.open(path) as held:
-            if not isinstance(held.root, dict) or "progress" not in held.root:
+        with ckptool.open(path) as checkpoint:
+            if not isinstance(checkpoint.root, dict) or "progress" not in checkpoint.root:
                 return {}
-            rest = {
-                key: one for key, one in held.root.items() if key not in ("state_dict", "optimizer")
+            values = {
+                key: value
+                for key, value in checkpoint.root.items()
+                if key not in ("state_dict", "optimizer")
             }
-            return cast("dict[str, Any]", ckptool.load(held.with_root(rest)))
+            return cast("dict[str, Any]", ckptool.load(checkpoint.with_root(values)))
 
-    def _load(self, path: str, optimizer: torch.optim.Optimizer | None) -> None:
-        """Fill model and optimizer; report parameters that were matched by position, not name."""
+    def _load_weights(self, path: str, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill model and optimizer; note parameters that were matched by position, not by name."""
         module = self._strategy.module
         if not sharded.is_sharded(path):
-            found = ckptool.load_into(module, path, optimizer=optimizer).optimizer
-            if found is not None and found.by == "position":
+            report = ckptool.load_into(module, path, optimizer=optimizer).optimizer
+            if report is not None and report.by == "position":
                 self._observer.tell(
                     Note(f"{path} has no parameter names for the optimizer: matched by position")
                 )
@@ -436,28 +445,33 @@ class Checkpoints:
         if optimizer is not None:
             sharded.load_optimizer(path, module, optimizer)
 
-    def _progress(self, values: Mapping[str, Any], path: str) -> TrainingProgress:
+    def _read_progress(self, values: Mapping[str, Any], path: str) -> TrainingProgress:
+        """Return the saved progress; of a file without it, the start of its epoch."""
         if "progress" in values:
             known = {field.name for field in fields(TrainingProgress)}
             return TrainingProgress(
-                **{key: one for key, one in values["progress"].items() if key in known}
+                **{key: value for key, value in values["progress"].items() if key in known}
             )
-        epoch = _number_in(path, "epoch") or 0
+        epoch = _read_counter(path, "epoch") or 0
         return TrainingProgress(epoch=epoch, step=epoch * self._batches.steps)
 
-    def _fill(self, path: str, values: Mapping[str, Any]) -> list[str]:
-        """Fill model and optimizer; return `["optimizer"]` if the file lacks its state."""
+    def _fill_model(self, path: str, values: Mapping[str, Any]) -> list[str]:
+        """Fill model and optimizer; return `["optimizer"]` if the file lacks its state.
+
+        Raises:
+            MatchError: the weights do not fit; the hint names the options of the saved run.
+        """
         try:
-            self._load(path, self._strategy.tuning.optimizer)
+            self._load_weights(path, self._strategy.tuning.optimizer)
             return []
         except (MatchError, NotFound):  # raised again below if it is the model's
             pass
         try:
-            self._load(path, None)
+            self._load_weights(path, None)
         except MatchError as error:
             words = [
                 f"--{name} {shlex.quote(then)}"
-                for name, then, _ in self._changed(values, ("model", "data", "dtype"))
+                for name, then, _ in self._find_changed_options(values, ("model", "data", "dtype"))
             ]
             report = error.report
             if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
@@ -469,14 +483,14 @@ class Checkpoints:
             raise
         return ["optimizer"]
 
-    def _changed(
+    def _find_changed_options(
         self, values: Mapping[str, Any], names: Iterable[str]
     ) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the options that the saved run had otherwise, with their values then and now."""
-        then = values.get("config", {})
-        for name, now in ((name, getattr(self._config, name)) for name in names):
-            if then.get(name, now) != now:
-                yield name, then[name], now
+        """Yield the options that differ from the saved run: name, saved and current value."""
+        saved = values.get("config", {})
+        for name, current in ((name, getattr(self._config, name)) for name in names):
+            if saved.get(name, current) != current:
+                yield name, saved[name], current
 
     def _reseed(self, values: Mapping[str, Any], progress: TrainingProgress) -> list[str]:
         """Restore the random state of each process if as many processes saved it.
@@ -491,11 +505,14 @@ class Checkpoints:
         seed_all(self._config.seed + world.rank + world.size * progress.step)
         return ["rng"]
 
-    def _tell_differences(self, values: Mapping[str, Any], progress: TrainingProgress) -> None:
-        """Report options that differ from the saved run; restart an epoch of other batches."""
+    def _report_differences(self, values: Mapping[str, Any], progress: TrainingProgress) -> None:
+        """Report changed options; restart the epoch if its batches differ from the saved run."""
         is_by_length = self._config.schedule in ("linear", "cosine")
-        names = (*_TELLING, *(("epochs", "max_steps") if is_by_length else ()))
-        changes = [f"{name} {then} -> {now}" for name, then, now in self._changed(values, names)]
+        names = (*_NUMERIC_OPTIONS, *(("epochs", "max_steps") if is_by_length else ()))
+        changes = [
+            f"{name} {then} -> {now}"
+            for name, then, now in self._find_changed_options(values, names)
+        ]
         if changes:
             self._observer.tell(Note(f"options differ from the saved run: {', '.join(changes)}"))
         sampler = values.get("sampler", {})

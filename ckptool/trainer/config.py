@@ -16,24 +16,28 @@ _DATA = ("random", "friedman", "digits")
 _MLP = re.compile(r"mlp(?::([1-9]\d{0,8}(?:,[1-9]\d{0,8})*))?", re.ASCII)
 
 
-def csv_path(data: str) -> str | None:
+def parse_csv_path(data: str) -> str | None:
     """Return the path in `csv:PATH`, or None."""
     return data[4:] if data.startswith("csv:") else None
 
 
-def hidden_widths(model: str) -> list[int] | None:
+def parse_hidden_widths(model: str) -> list[int] | None:
     """Return the widths of the hidden layers of `mlp:16,32`, or None."""
-    found = _MLP.fullmatch(model)
-    return None if found is None else [int(width) for width in (found[1] or "16,32").split(",")]
+    match = _MLP.fullmatch(model)
+    return None if match is None else [int(width) for width in (match[1] or "16,32").split(",")]
 
 
 def _is_data(data: str) -> bool:
+    """Return True if `--data` names built-in data, a CSV file or a factory."""
     is_named = data[:4] != "csv:" and FACTORY.fullmatch(data)
-    return data in _DATA or bool(csv_path(data) or is_named)
+    return data in _DATA or bool(parse_csv_path(data) or is_named)
 
 
 def _is_model(model: str) -> bool:
-    return model in ("linear", "cnn") or bool(hidden_widths(model) or FACTORY.fullmatch(model))
+    """Return True if `--model` names a built-in model or a factory."""
+    return model in ("linear", "cnn") or bool(
+        parse_hidden_widths(model) or FACTORY.fullmatch(model)
+    )
 
 
 STRATEGIES = ("single", "dp", "ddp", "model-parallel", "fsdp", "parameter-server", "xla")
@@ -98,12 +102,12 @@ Spelling = Callable[[str, Any], str]
 """A function that formats an option and its value as the user wrote them."""
 
 
-def usual_batch_size(data: str) -> int:
+def default_batch_size(data: str) -> int:
     """Return the default batch size: 30 for `random`, as in the tutorial of DataParallel."""
     return 30 if data == "random" else 32
 
 
-def require_shared(batch_size: int, processes: int) -> None:
+def require_enough_samples(batch_size: int, processes: int) -> None:
     """Check that every process has a sample of a batch.
 
     Raises:
@@ -117,58 +121,67 @@ def require_shared(batch_size: int, processes: int) -> None:
         )
 
 
-def as_argument(name: str, value: Any) -> str:
-    """Return an option as Python has it: `batch_size=0`."""
+def format_argument(name: str, value: Any) -> str:
+    """Return an option as in Python code: `batch_size=0`."""
     return f"{name}={value!r}"
 
 
-def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
+def check_options(values: Mapping[str, Any], spell: Spelling = format_argument) -> None:
     """Check the options of a run, each by itself and together with the others.
 
     Args:
         values: The value of each field of `TrainConfig`, by name.
-        spelled: Formats an option for a message.
+        spell: Formats an option for a message.
 
     Raises:
         UsageError: if a value is wrong, or has no effect with the other options.
     """
-    known = {field.name: field for field in fields(TrainConfig)}
+    defaults = {field.name: field for field in fields(TrainConfig)}
     for name, value in values.items():
-        kind = str(known[name].type)
-        rule = f"of type {kind}" if not _is_of(value, kind) else _broken_rule(name, value)
+        type_name = str(defaults[name].type)
+        rule = (
+            f"of type {type_name}"
+            if not _has_type(value, type_name)
+            else _find_broken_rule(name, value)
+        )
         if rule is not None:
-            raise UsageError(f"{spelled(name, value)} must be {rule}")
-    held = dict(values)
-    if csv_path(held["data"]):
-        held["data"] = "csv:PATH"
+            raise UsageError(f"{spell(name, value)} must be {rule}")
+    options = dict(values)
+    if parse_csv_path(options["data"]):
+        options["data"] = "csv:PATH"
     for name, others in _ONLY_WITH.items():
         for other, wanted in others.items():
-            if held[name] != known[name].default and held[other] != wanted:
+            if options[name] != defaults[name].default and options[other] != wanted:
                 raise UsageError(
-                    f"{spelled(name, held[name])} needs {spelled(other, wanted)}, not "
-                    f"{spelled(other, held[other])}"
+                    f"{spell(name, options[name])} needs {spell(other, wanted)}, not "
+                    f"{spell(other, options[other])}"
                 )
     for name, strategies in _NOT_WITH.items():
-        if held[name] and held["strategy"] in strategies:
-            strategy = spelled("strategy", held["strategy"])
-            raise UsageError(f"{spelled(name, held[name])} does not work with {strategy}")
-    if held["keep"] != known["keep"].default and not (held["save_every"] or held["save_seconds"]):
-        every = spelled("save_every", 100)
-        raise UsageError(f"{spelled('keep', held['keep'])} needs an interval such as {every}")
+        if options[name] and options["strategy"] in strategies:
+            strategy = spell("strategy", options["strategy"])
+            raise UsageError(f"{spell(name, options[name])} does not work with {strategy}")
+    if options["keep"] != defaults["keep"].default and not (
+        options["save_every"] or options["save_seconds"]
+    ):
+        every = spell("save_every", 100)
+        raise UsageError(f"{spell('keep', options['keep'])} needs an interval such as {every}")
 
 
-def _is_of(value: Any, kind: str) -> bool:
-    """Return whether a value has the type that an annotation names."""
+def _has_type(value: Any, kind: str) -> bool:
+    """Return True if a value has the type of an annotation, given as text."""
     kind, _, optional = kind.partition(" | ")
     if value is None:
         return bool(optional)
     if kind.startswith("tuple["):
-        inside = kind.removeprefix("tuple[").removesuffix(", ...]")
-        return isinstance(value, (tuple, list)) and all(_is_of(one, inside) for one in value)
+        item_type = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, (tuple, list)) and all(
+            _has_type(item, item_type) for item in value
+        )
     return isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
-def _broken_rule(name: str, value: Any) -> str | None:
+def _find_broken_rule(name: str, value: Any) -> str | None:
+    """Return the rule that a value of this option breaks, or None."""
     if value is None:
         return None
     if isinstance(value, (int, float)) and not abs(value) <= _LARGEST:
@@ -282,7 +295,7 @@ class TrainConfig:
         for name in ("out", "resume"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
-        check(vars(self))
+        check_options(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain data, as stored in checkpoints."""

@@ -18,39 +18,42 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ckptool.errors import CheckpointError, FileDenied, FileMissing, TrainingError, UsageError
-from ckptool.factories import FACTORY, at_home, named, run
-from ckptool.trainer.config import TrainConfig, csv_path
+from ckptool.factories import FACTORY, import_object, run_user_code, use_working_directory
+from ckptool.trainer.config import TrainConfig, parse_csv_path
 from ckptool.trainer.tuning import seed_all
 from ckptool.words import a_class, counted, listed, printable
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def move_tensors(value: Any, device: torch.device) -> Any:
     """Return the tree with every tensor on `device`."""
-    return tree_map_only(torch.Tensor, lambda one: one.to(device, non_blocking=True), value)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
-def as_dtype(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return the tree with every floating-point tensor as `dtype`."""
     return tree_map_only(
-        torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, value
+        torch.Tensor,
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        value,
     )
 
 
-def sum_of(value: Any) -> torch.Tensor:
-    """Return the sum of all outputs, through which gradients reach the parameters."""
+def sum_outputs(value: Any) -> torch.Tensor:
+    """Return the sum of all tensors in a tree, through which gradients reach the parameters."""
     return sum(
-        (one.sum() for one in tree_leaves(value) if isinstance(one, torch.Tensor)), torch.zeros(())
+        (tensor.sum() for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)),
+        torch.zeros(()),
     )
 
 
-def shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of the first tensor."""
-    return next((tuple(one.shape) for one in tree_leaves(value) if hasattr(one, "shape")), ())
+def first_shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of the first tensor in a tree; () without one."""
+    return next((tuple(leaf.shape) for leaf in tree_leaves(value) if hasattr(leaf, "shape")), ())
 
 
-def device_in(value: Any) -> str:
-    """Return the device of the first tensor."""
-    return next((str(one.device) for one in tree_leaves(value) if hasattr(one, "device")), "")
+def first_device(value: Any) -> str:
+    """Return the device of the first tensor in a tree; "" without one."""
+    return next((str(leaf.device) for leaf in tree_leaves(value) if hasattr(leaf, "device")), "")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Batches:
         """Steps of the optimizer in one epoch."""
         return -(-self.samples // (self.batch_size * self.accumulate))
 
-    def of_epoch(self, epoch: int, first: int = 0) -> Iterator[list[list[int]]]:
+    def iterate_epoch(self, epoch: int, first: int = 0) -> Iterator[list[list[int]]]:
         """Yield the steps of `epoch` (from 0), from `first` on: lists of batches of row numbers."""
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch & (1 << 63) - 1)
         order = torch.randperm(self.samples, generator=generator).tolist()
@@ -82,11 +85,11 @@ class Batches:
             yield batches[step * self.accumulate : (step + 1) * self.accumulate]
 
 
-def share(rows: Sequence[int], rank: int, size: int) -> list[int]:
+def select_share(rows: Sequence[int], rank: int, size: int) -> list[int]:
     """Return the rows of a batch that process `rank` of `size` computes, maybe none.
 
-    The batch is split as `torch.chunk` and `DataParallel` split it: equal parts rounded up, the
-    last one smaller (30 over 4: 8, 8, 8, 6; 10 over 8: five times 2, and three times 0).
+    The batch is split as by `torch.chunk` and `DataParallel`: equal parts rounded up, the last one
+    smaller (30 over 4: 8, 8, 8, 6; 10 over 8: five times 2, and three times 0).
     """
     each = -(-len(rows) // size)
     return list(rows[rank * each : (rank + 1) * each])
@@ -155,16 +158,18 @@ class TrainData:
         """
         loss: Any = self.loss
         if isinstance(loss, str):
-            with at_home():
+            with use_working_directory():
                 own = FACTORY.fullmatch(loss)
-                loss = named(loss) if own else getattr(functional, loss, None)
+                loss = import_object(loss) if own else getattr(functional, loss, None)
         if not callable(loss):
             raise UsageError(
                 f"loss {self.loss!r} is not a function in torch.nn.functional",
                 hint="give a function of outputs and targets, a name such as mse_loss, or "
                 "module:function",
             )
-        if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
+        if isinstance(loss, nn.Module) and any(
+            parameter.requires_grad for parameter in loss.parameters()
+        ):
             raise UsageError(
                 "the loss has parameters, which would not be trained or saved",
                 hint="move them to the model, or freeze them with requires_grad_(False)",
@@ -179,7 +184,7 @@ class TrainData:
         return cast("Loss", loss)
 
 
-def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
+def collate(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
     """Return the inputs and targets of some samples, stacked, floating-point numbers as `dtype`.
 
     A sample that is a dict is both: the model and the loss get the same batch of dicts.
@@ -188,9 +193,9 @@ def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple
         TrainingError: a sample is not a pair, or the samples cannot be stacked.
     """
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
-        return cast("tuple[Any, Any]", as_dtype(dataset[rows], dtype))
+        return cast("tuple[Any, Any]", cast_floats(dataset[rows], dtype))
     samples = [dataset[row] for row in rows]
-    pairs = [(one, one) if isinstance(one, Mapping) else one for one in samples]
+    pairs = [(sample, sample) if isinstance(sample, Mapping) else sample for sample in samples]
     for row, pair in zip(rows, pairs, strict=True):
         if not (isinstance(pair, Sequence) and len(pair) == 2):
             raise TrainingError(
@@ -207,7 +212,7 @@ def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple
             f"{' '.join(str(error).split())}",
             hint="give every sample the same shapes and types",
         ) from error
-    return as_dtype(inputs, dtype), as_dtype(targets, dtype)
+    return cast_floats(inputs, dtype), cast_floats(targets, dtype)
 
 
 def load_batches(
@@ -222,16 +227,16 @@ def load_batches(
     """Yield the batches of these rows in order; for no rows the first sample, for its types.
 
     With `workers` the batches are made ahead, and the random numbers of the dataset follow from
-    `seed` and the place of the batch alone, whichever worker makes it.
+    `seed` and the position of the batch only, in any worker.
 
     Raises:
-        TrainingError: as `collated`.
+        TrainingError: as `collate`.
     """
     if not workers:
-        yield from (collated(dataset, one or [0], dtype) for one in rows)
+        yield from (collate(dataset, row_numbers or [0], dtype) for row_numbers in rows)
         return
     for batch in DataLoader(
-        cast("Any", _Batch(dataset, rows, dtype, seed)),
+        cast("Any", _BatchDataset(dataset, rows, dtype, seed)),
         batch_size=None,
         num_workers=workers,
         pin_memory=is_pinned,
@@ -242,8 +247,8 @@ def load_batches(
         yield batch
 
 
-class _Batch:
-    """A dataset whose samples are batches, or errors, which lose nothing on the way as values."""
+class _BatchDataset:
+    """A dataset of batches, or of errors: as values they are sent unchanged to the main process."""
 
     def __init__(
         self, dataset: Dataset, rows: Sequence[Sequence[int]], dtype: torch.dtype, seed: int
@@ -256,53 +261,59 @@ class _Batch:
     def __getitem__(self, at: int) -> tuple[Any, Any] | CheckpointError:
         seed_all(self._seed + at)
         try:
-            return collated(self._dataset, self._rows[at] or [0], self._dtype)
+            return collate(self._dataset, self._rows[at] or [0], self._dtype)
         except CheckpointError as error:
             return error
 
 
-def split(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_rows(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the training rows, four fifths of all, and the validation rows, by the seed."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(samples, generator=generator)
     return order[: samples * 4 // 5], order[samples * 4 // 5 :]
 
 
-def data_of(config: TrainConfig) -> TrainData:
+def make_data(config: TrainConfig) -> TrainData:
     """Return the data of `config.data`.
 
     Raises:
         FileMissing, FileDenied: a file cannot be read.
         TrainingError: a file is not a table of numbers, or scikit-learn is missing.
     """
-    path = csv_path(config.data)
+    path = parse_csv_path(config.data)
     if path is not None:
-        return csv_columns(config, path)
+        return load_csv(config, path)
     if FACTORY.fullmatch(config.data):
-        return _own_data(config)
-    return {"digits": digits, "random": random_features, "friedman": friedman}[config.data](config)
+        return _call_data_factory(config)
+    makers = {
+        "digits": load_digit_images,
+        "random": make_random_features,
+        "friedman": make_friedman,
+    }
+    return makers[config.data](config)
 
 
 _HINT = "return a TrainData, a map-style dataset, or a pair of training and validation datasets"
 
 
-def _own_data(config: TrainConfig) -> TrainData:
+def _call_data_factory(config: TrainConfig) -> TrainData:
+    """Return the data that the user's `module:factory` returns, with the loss of the options."""
     text = config.data
-    with at_home():
-        made = named(text)
-        if callable(made):
-            made = run(made, f"{text} raised", _HINT)
-    if isinstance(made, TrainData):
-        return made
-    pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    with use_working_directory():
+        result = import_object(text)
+        if callable(result):
+            result = run_user_code(result, f"{text} raised", _HINT)
+    if isinstance(result, TrainData):
+        return result
+    pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not hasattr(pair[0], "__getitem__"):
-        raise UsageError(f"{text} returns {a_class(made)}, expected data", hint=_HINT)
+        raise UsageError(f"{text} returns {a_class(result)}, expected data", hint=_HINT)
     if config.loss is None:
         raise UsageError(f"{text} returns a dataset without a loss", hint="add --loss mse_loss")
     return TrainData(pair[0], pair[1], config.loss)
 
 
-def friedman(config: TrainConfig) -> TrainData:
+def make_friedman(config: TrainConfig) -> TrainData:
     """Return 500 samples of 10 features in [0, 1), 400 of them for training.
 
     Targets: 10 sin(pi x0 x1) + 20 (x2 - 1/2)^2 + 10 x3 + 5 x4 + N(0, 1)
@@ -316,11 +327,11 @@ def friedman(config: TrainConfig) -> TrainData:
     y = 10 * torch.sin(math.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
     y = (y + 10 * x[:, 3] + 5 * x[:, 4] + noise).unsqueeze(1).to(dtype)
     x = x.to(dtype)
-    learned, kept = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:])
-    return TrainData(learned, kept, "mse_loss", (10,), 1)
+    training, validation = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:])
+    return TrainData(training, validation, "mse_loss", (10,), 1)
 
 
-def random_features(config: TrainConfig) -> TrainData:
+def make_random_features(config: TrainConfig) -> TrainData:
     """Return 100 training samples of 5 features from N(0, 1), as in the DataParallel tutorial.
 
     The tutorial has no targets; here they are a linear map of the features, weights from N(0, 1).
@@ -332,7 +343,7 @@ def random_features(config: TrainConfig) -> TrainData:
     return TrainData(TensorDataset(x.to(dtype), y.to(dtype)), None, "mse_loss", (5,), 2)
 
 
-def digits(config: TrainConfig) -> TrainData:
+def load_digit_images(config: TrainConfig) -> TrainData:
     """Return 1797 images of 1 x 8 x 8 in [0, 1], four fifths of them for training, and digits.
 
     Raises:
@@ -345,16 +356,16 @@ def digits(config: TrainConfig) -> TrainData:
             f"this data needs scikit-learn, which cannot be imported ({error})",
             hint="pip install scikit-learn",
         ) from error
-    held = load_digits()
+    loaded = load_digits()
     dtype = getattr(torch, config.dtype)
-    images = torch.as_tensor(held.images).unsqueeze(1).to(dtype) / 16
-    labels = torch.as_tensor(held.target).long()
-    rows = split(len(labels), config.seed)
-    learned, kept = (TensorDataset(images[one], labels[one]) for one in rows)
-    return TrainData(learned, kept, "cross_entropy", (1, 8, 8), 10, {"largest": 16.0})
+    images = torch.as_tensor(loaded.images).unsqueeze(1).to(dtype) / 16
+    labels = torch.as_tensor(loaded.target).long()
+    rows = split_rows(len(labels), config.seed)
+    training, validation = (TensorDataset(images[part], labels[part]) for part in rows)
+    return TrainData(training, validation, "cross_entropy", (1, 8, 8), 10, {"largest": 16.0})
 
 
-def csv_columns(config: TrainConfig, path: str) -> TrainData:
+def load_csv(config: TrainConfig, path: str) -> TrainData:
     """Return a table whose column `config.target`, or the last, is predicted from the others.
 
     All columns, the target too, are standardized with the mean and deviation (over n) of the
@@ -367,20 +378,20 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
         TrainingError: it is not a table of numbers, or has too few rows or columns.
     """
     columns, values = read_table(path)
-    target = _target(columns, config.target, path)
+    target = _find_target_column(columns, config.target, path)
     samples = len(values)
     if samples < 5:
         raise TrainingError(
             f"has {counted(samples, 'row')} of numbers, expected at least 5",
             file=path,
         )
-    learned, held = (values[rows] for rows in split(samples, config.seed))
-    std, mean = torch.std_mean(learned, dim=0, correction=0)
-    same = (learned == learned[0]).all(0)
-    mean, std = torch.where(same, learned[0], mean), torch.where(same, 1.0, std)
-    bad = ~(mean.isfinite() & std.isfinite() & (std > 0))
-    if bad.any():
-        name = columns[int(bad.nonzero()[0])]
+    training, validation = (values[scale_rows] for scale_rows in split_rows(samples, config.seed))
+    std, mean = torch.std_mean(training, dim=0, correction=0)
+    is_constant = (training == training[0]).all(0)
+    mean, std = torch.where(is_constant, training[0], mean), torch.where(is_constant, 1.0, std)
+    invalid = ~(mean.isfinite() & std.isfinite() & (std > 0))
+    if invalid.any():
+        name = columns[int(invalid.nonzero()[0])]
         raise TrainingError(
             f"column {printable(name)!r} cannot be standardized: its numbers are too large or too "
             "close to each other",
@@ -388,7 +399,8 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
         )
     features = [number for number in range(len(columns)) if number != target]
 
-    def rows(values: torch.Tensor) -> TensorDataset:
+    def scale_rows(values: torch.Tensor) -> TensorDataset:
+        """Return rows as a dataset of standardized features and target."""
         scaled = ((values - mean) / std).to(getattr(torch, config.dtype))
         return TensorDataset(scaled[:, features], scaled[:, [target]])
 
@@ -400,10 +412,13 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
         "target_mean": mean[target].item(),
         "target_std": std[target].item(),
     }
-    return TrainData(rows(learned), rows(held), "mse_loss", (len(features),), 1, statistics)
+    return TrainData(
+        scale_rows(training), scale_rows(validation), "mse_loss", (len(features),), 1, statistics
+    )
 
 
-def _target(columns: Sequence[str], name: str | None, path: str) -> int:
+def _find_target_column(columns: Sequence[str], name: str | None, path: str) -> int:
+    """Return the index of the target column: the named one, or the last."""
     if len(columns) == 1:
         raise TrainingError(
             f"has only one column, {printable(columns[0])!r}, so there is nothing to predict "
@@ -415,11 +430,11 @@ def _target(columns: Sequence[str], name: str | None, path: str) -> int:
         return len(columns) - 1
     if name in columns:
         return columns.index(name)
-    alike = difflib.get_close_matches(name, columns, n=1) or columns[-1:]
+    similar = difflib.get_close_matches(name, columns, n=1) or columns[-1:]
     raise TrainingError(
         f"has no column {printable(name)!r}; its columns: {listed(columns)}",
         file=path,
-        hint=f"use --target {printable(alike[0])}",
+        hint=f"use --target {printable(similar[0])}",
     )
 
 
@@ -427,7 +442,7 @@ _DELIMITERS = "\t;,"
 """Candidates for the delimiter; the comma last, as numbers and names may contain it."""
 
 
-class _Fault(Exception):
+class _TableError(Exception):
     pass
 
 
@@ -448,11 +463,14 @@ def read_table(path: str) -> tuple[tuple[str, ...], torch.Tensor]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             head = list(islice(file, 10))
             rows = csv.reader(
-                chain(head, file), delimiter=_delimiter(head), strict=True, skipinitialspace=True
+                chain(head, file),
+                delimiter=_detect_delimiter(head),
+                strict=True,
+                skipinitialspace=True,
             )
             try:
-                return _table(row for row in rows if len(row) > 1 or "".join(row).strip())
-            except (csv.Error, _Fault) as error:
+                return _parse_table(row for row in rows if len(row) > 1 or "".join(row).strip())
+            except (csv.Error, _TableError) as error:
                 text = f"line {rows.line_num}: {error}"
                 hint = "write numbers such as 1.5 in every cell, and names only in the first line"
                 raise TrainingError(text, file=path, hint=hint) from error
@@ -464,23 +482,26 @@ def read_table(path: str) -> tuple[tuple[str, ...], torch.Tensor]:
         raise FileDenied(f"cannot be read: {error.strerror or error}", file=path) from error
 
 
-def _delimiter(head: Sequence[str]) -> str:
+def _detect_delimiter(head: Sequence[str]) -> str:
     """Return the first delimiter that the first two lines have, or else the most frequent one."""
     lines = [line for line in head if line.strip()][:2]
-    counts = {one: [line.count(one) for line in lines] for one in _DELIMITERS}
-    in_both = (one for one in _DELIMITERS if all(counts[one]))
-    return next(in_both, max(reversed(_DELIMITERS), key=lambda one: sum(counts[one])))
+    counts = {delimiter: [line.count(delimiter) for line in lines] for delimiter in _DELIMITERS}
+    in_both = (delimiter for delimiter in _DELIMITERS if all(counts[delimiter]))
+    return next(in_both, max(reversed(_DELIMITERS), key=lambda delimiter: sum(counts[delimiter])))
 
 
-def _table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tensor]:
+def _parse_table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tensor]:
+    """Return the column names and the numbers of a table, rows x columns."""
     first = next(rows, None)
     if first is None:
-        raise _Fault("the file has no rows")
+        raise _TableError("the file has no rows")
     columns = tuple(map(str, range(1, len(first) + 1)))
     if _is_header(first):
-        columns = tuple(cell.strip() or own for cell, own in zip(first, columns, strict=True))
+        columns = tuple(
+            cell.strip() or number_text for cell, number_text in zip(first, columns, strict=True)
+        )
         if len(set(columns)) < len(columns):
-            raise _Fault(
+            raise _TableError(
                 f"two columns have the name {printable(max(columns, key=columns.count))!r}"
             )
     else:
@@ -488,25 +509,29 @@ def _table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tensor]:
     values = array("d")
     for row in rows:
         if len(row) != len(columns):
-            raise _Fault(f"has {counted(len(row), 'cell')}, expected {len(columns)}")
+            raise _TableError(f"has {counted(len(row), 'cell')}, expected {len(columns)}")
         for column, cell in zip(columns, row, strict=True):
-            number = _number(cell)
+            number = _parse_number(cell)
             if number is None or not math.isfinite(number):
                 shown = printable(cell if len(cell) <= 40 else f"{cell[:40]}...")
-                raise _Fault(f"{shown!r} in column {printable(column)!r} is not a finite number")
+                raise _TableError(
+                    f"{shown!r} in column {printable(column)!r} is not a finite number"
+                )
             values.append(number)
     if not values:
-        raise _Fault("the file has no rows after the header")
+        raise _TableError("the file has no rows after the header")
     numbers = torch.frombuffer(values, dtype=torch.float64)
     return columns, numbers.view(-1, len(columns))
 
 
 def _is_header(first: Sequence[str]) -> bool:
+    """Return True if a row has words, and all of its words are not numbers."""
     words = [cell for cell in map(str.strip, first) if cell and not cell.isdecimal()]
-    return bool(words) and all(_number(word) is None for word in words)
+    return bool(words) and all(_parse_number(word) is None for word in words)
 
 
-def _number(cell: str) -> float | None:
+def _parse_number(cell: str) -> float | None:
+    """Return the number in a cell, or None. Python's `1_000` is not one."""
     try:
         return None if "_" in cell else float(cell)
     except ValueError:

@@ -22,7 +22,7 @@ _ORDER = "CUDA_DEVICE_ORDER"
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
-def show_only(numbers: str) -> None:
+def restrict_gpus(numbers: str) -> None:
     """Let this process and its children see only these GPUs; the first becomes `cuda:0`.
 
     GPUs have the numbers of `nvidia-smi`, unless `CUDA_DEVICE_ORDER` is set.
@@ -49,7 +49,7 @@ def show_only(numbers: str) -> None:
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
 
 
-def visible_gpus() -> dict[str, str]:
+def list_visible_gpus() -> dict[str, str]:
     """Return the machine's GPU of each device of this process: `{"cuda:0": "2"}`.
 
     The result is empty if `CUDA_VISIBLE_DEVICES` is not set. CUDA stops at the first word that is
@@ -60,8 +60,8 @@ def visible_gpus() -> dict[str, str]:
     return {f"cuda:{number}": word for number, word in enumerate(named)}
 
 
-def device_of(word: str, *, local_rank: int = 0) -> torch.device:
-    """Return the device of a word; `auto` and `cuda` are GPU number `local_rank`, if there is one.
+def resolve_device(word: str, *, local_rank: int = 0) -> torch.device:
+    """Return the device for a word; `auto` and `cuda` mean GPU number `local_rank`, if it exists.
 
     Raises:
         TrainingError: this machine has no such device, or this torch cannot use it.
@@ -76,26 +76,29 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
     except RuntimeError as error:
         raise TrainingError(f"{word!r} is not a device such as cpu, cuda, cuda:1 or mps") from error
     if device.type == "meta":
-        raise _refused("cannot train on 'meta', which has no memory")
+        raise _device_error("cannot train on 'meta', which has no memory")
     if device.type == "xla":
         raise TrainingError("--device xla needs --strategy xla")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= cuda:
-            raise _refused(f"cuda:{index} is not available: torch sees {counted(cuda, 'GPU')}")
+            raise _device_error(f"cuda:{index} is not available: torch sees {counted(cuda, 'GPU')}")
         return torch.device("cuda", index)
     try:
         torch.zeros(1, device=device)
     except Exception as error:  # of each backend's own
-        raise _refused(f"{word} is not available, or this torch was built without it") from error
+        raise _device_error(
+            f"{word} is not available, or this torch was built without it"
+        ) from error
     return device
 
 
-def _refused(why: str) -> TrainingError:
-    return TrainingError(why, hint="use --device cpu")
+def _device_error(message: str) -> TrainingError:
+    """Return an error with the hint to use the CPU."""
+    return TrainingError(message, hint="use --device cpu")
 
 
-def require_visible() -> None:
+def require_visible_gpus() -> None:
     """Check that all GPUs in `CUDA_VISIBLE_DEVICES` exist.
 
     CUDA ignores a number that the machine lacks, and all numbers after it.
@@ -105,7 +108,7 @@ def require_visible() -> None:
     """
     import torch
 
-    named = visible_gpus()
+    named = list_visible_gpus()
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cuda < len(named):
         numbers = list(named.values())
@@ -151,34 +154,39 @@ class Devices:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**asdict(self), "devices": [asdict(one) for one in self.devices]}
+        return {**asdict(self), "devices": [asdict(device) for device in self.devices]}
 
 
-def devices_here() -> Devices:
+def detect_devices() -> Devices:
     """Return all devices that this process can train on, GPUs first."""
     import torch
 
-    physical = visible_gpus()
+    physical = list_visible_gpus()
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = []
+    devices = []
     for number in range(cuda):
-        facts = torch.cuda.get_device_properties(number)
+        properties = torch.cuda.get_device_properties(number)
         name = f"cuda:{number}"
         is_current = number == torch.cuda.current_device()
-        found.append(Device(name, facts.name, facts.total_memory, is_current, physical.get(name)))
+        devices.append(
+            Device(name, properties.name, properties.total_memory, is_current, physical.get(name))
+        )
     if torch.backends.mps.is_available():
-        found.append(Device("mps", "Apple GPU", is_current=not cuda))
-    found += _xla_devices()
+        devices.append(Device("mps", "Apple GPU", is_current=not cuda))
+    devices += _detect_xla_devices()
     processor = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    found.append(Device("cpu", processor, is_current=not any(one.is_current for one in found)))
-    return Devices(cuda, torch.get_num_threads(), tuple(found))
+    devices.append(
+        Device("cpu", processor, is_current=not any(device.is_current for device in devices))
+    )
+    return Devices(cuda, torch.get_num_threads(), tuple(devices))
 
 
-def _xla_devices() -> list[Device]:
+def _detect_xla_devices() -> list[Device]:
+    """Return the devices of torch_xla, if it is installed."""
     try:
         runtime = import_module("torch_xla.runtime")
         count = runtime.addressable_runtime_device_count()
     except (ImportError, OSError, RuntimeError):
         return []
-    what = f"{runtime.device_type()} (torch_xla)"
-    return [Device(f"xla:{number}", what) for number in range(count)]
+    model = f"{runtime.device_type()} (torch_xla)"
+    return [Device(f"xla:{number}", model) for number in range(count)]

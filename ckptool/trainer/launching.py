@@ -33,85 +33,86 @@ ASKING = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
-def handled(
+def handle_signals(
     handler: Callable[[int, FrameType | None], Any] | signal.Handlers,
     signals: Sequence[int] = ASKING,
 ) -> Iterator[None]:
     """Set the handler of SIGTERM and SIGINT, and restore the handlers at the end of the block."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # no other may set a handler
-        before = {one: signal.signal(one, handler) for one in signals}
+        before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for one, other in before.items():
-            if other is not None:  # None: Python did not set it, and cannot set it again
-                signal.signal(one, other)
+        for number, handler_before in before.items():
+            if handler_before is not None:  # None: Python did not set it, and cannot set it again
+                signal.signal(number, handler_before)
 
 
 @contextmanager
-def ended_at_once() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end this process, with the exit code of a shell, unless ignored.
+def exit_on_signals() -> Iterator[None]:
+    """Exit on SIGTERM and SIGINT with the exit code of a shell, unless they are ignored.
 
-    The handler exits, as an exception that it raised inside an import may be lost. A worker gets
-    the system's handlers for good: Python calls no handler while torch waits for other processes,
-    and one that raises while the interpreter ends prints an error.
+    The handler exits, because an exception inside an import may be lost. A worker gets the
+    system's handlers permanently: Python calls no handler while torch waits for other processes,
+    and a handler that raises while the interpreter ends prints an error.
     """
 
-    def end(number: int, _: FrameType | None) -> None:
+    def exit_process(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
 
-    taken = [one for one in ASKING if signal.getsignal(one) != signal.SIG_IGN]
+    handled = [signum for signum in ASKING if signal.getsignal(signum) != signal.SIG_IGN]
     if "RANK" not in os.environ:
-        with handled(end, taken):
+        with handle_signals(exit_process, handled):
             yield
         return
-    for one in taken:
-        signal.signal(one, signal.SIG_DFL)
+    for signum in handled:
+        signal.signal(signum, signal.SIG_DFL)
     yield
 
 
 class Signals:
-    """The signals that this process got, as votes that are summed over the processes."""
+    """The signals that this process received, as votes that are summed over the processes."""
 
     def __init__(self) -> None:
-        """Begin with no signal; a worker may get Ctrl-C from both its launcher and its terminal."""
+        """Start without a signal. A worker may get Ctrl-C from launcher and terminal."""
         self._is_patient = "LOCAL_RANK" in os.environ
-        self._came: set[int] = set()
+        self._received: set[int] = set()
         is_torch = "TORCHELASTIC_RUN_ID" in os.environ
         self._launcher = os.getppid() if is_torch else None
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Take SIGTERM and SIGINT inside."""
-        return handled(self._take)
+    def watch(self) -> AbstractContextManager[None]:
+        """Return a context that records SIGTERM and SIGINT."""
+        return handle_signals(self._record)
 
-    def _take(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and number in self._came and not self._is_patient:
+    def _record(self, number: int, _: FrameType | None) -> None:
+        """Record a signal; a second Ctrl-C raises KeyboardInterrupt."""
+        if number == signal.SIGINT and number in self._received and not self._is_patient:
             raise KeyboardInterrupt
-        self._came.add(number)
+        self._received.add(number)
 
     @property
     def votes(self) -> list[float]:
-        """1 for each signal that this process got, and SIGTERM if torch's launcher was killed."""
+        """1.0 for each received signal of `ASKING`; SIGTERM also if torch's launcher was killed."""
         if self._launcher is not None and os.getppid() != self._launcher:
-            self._came.add(signal.SIGTERM)
-        return [float(one in self._came) for one in ASKING]
+            self._received.add(signal.SIGTERM)
+        return [float(number in self._received) for number in ASKING]
 
     @staticmethod
-    def asked(votes: Sequence[float]) -> int | None:
+    def find_requested(votes: Sequence[float]) -> int | None:
         """Return the signal that any process voted for, or None."""
-        return next((one for one, vote in zip(ASKING, votes, strict=False) if vote), None)
+        return next((number for number, vote in zip(ASKING, votes, strict=False) if vote), None)
 
 
 _ERROR_FILE, _COUNT = "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"
 _HERE = "127.0.0.1"
-_SENT_ON = tuple(
+_FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     if hasattr(signal, name)
 )
-_ROOM_TO_SAVE = "600"
-"""Seconds that workers have to save after a signal."""
+_SHUTDOWN_SECONDS = "600"
+"""Seconds for workers to save after a signal."""
 
 
 def launch(
@@ -121,7 +122,7 @@ def launch(
     port: int | None = None,
     program: Sequence[str] = ("-m", "ckptool"),
 ) -> int:
-    """Run `python -m ckptool ARGV` in `nproc` processes that know of each other, to their end.
+    """Run `python -m ckptool ARGV` in `nproc` connected processes until they end.
 
     SIGTERM, SIGINT and SIGHUP are sent on to the workers, which have ten minutes to save. If a
     worker fails, the others are ended, by force after 30 s. If this process is killed, the workers
@@ -131,7 +132,7 @@ def launch(
         argv: The arguments of `python -m ckptool`.
         nproc: The number of processes.
         port: The port of 127.0.0.1 at which the processes meet; None: any free port.
-        program: What Python runs instead of `-m ckptool`.
+        program: The arguments of Python instead of `-m ckptool`.
 
     Returns:
         0, or 130 or 143 if a signal ended the run.
@@ -146,20 +147,20 @@ def launch(
     from torch.distributed.launcher.api import elastic_launch
 
     words = [word.replace("$", "$$") for word in (*program, *argv)]  # it fills in ${local_rank}
-    with TemporaryDirectory(prefix="ckptool-") as folder, _surroundings(nproc):
-        run = elastic_launch(_config(nproc, port, folder), sys.executable)
+    with TemporaryDirectory(prefix="ckptool-") as folder, _set_worker_environment(nproc):
+        run = elastic_launch(_make_launch_config(nproc, port, folder), sys.executable)
         try:
             run(*words)
         except SignalException as ended:
-            return _first_failure(Path(folder), {}, sent=int(ended.sigval))
+            return _report_first_failure(Path(folder), {}, sent=int(ended.sigval))
         except ChildFailedError as failed:
-            return _first_failure(Path(folder), failed.failures)
+            return _report_first_failure(Path(folder), failed.failures)
         except RendezvousError as error:
-            raise not_met(error.__cause__ or error, port, _HERE) from error
+            raise connection_error(error.__cause__ or error, port, _HERE) from error
     return 0
 
 
-def not_met(error: BaseException, port: Any, address: str) -> TrainingError:
+def connection_error(error: BaseException, port: Any, address: str) -> TrainingError:
     """Return the error for processes that cannot connect."""
     text = str(error)
     is_taken = "EADDRINUSE" in text or "in use" in text
@@ -170,7 +171,8 @@ def not_met(error: BaseException, port: Any, address: str) -> TrainingError:
     )
 
 
-def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
+def _make_launch_config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
+    """Return the settings of torch's launcher for processes on this machine."""
     from torch.distributed.launcher.api import LaunchConfig
 
     logs: dict[str, Any] = {"log_dir": folder}
@@ -194,41 +196,49 @@ def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
 
 
 _Failure = tuple[int, float, int | WorkerFailed]
-"""How a worker ended: its place in the search for the cause, the time, and exit code or error."""
+"""The end of a worker: its rank among the causes, the time, and exit code or error."""
 _FAILED, _DIED, _INTERRUPTED, _TERMINATED, _LOST_PEER = range(5)
-"""The places: others end because a peer is lost, and SIGTERM is also what the launcher sends."""
+"""The ranks: workers also end because a peer is lost, or by the launcher's SIGTERM."""
 
 
-def _first_failure(folder: Path, failures: Mapping[int, Any], *, sent: int | None = None) -> int:
+def _report_first_failure(
+    folder: Path, failures: Mapping[int, Any], *, sent: int | None = None
+) -> int:
     """Return the exit code of a run that a signal ended, or raise the error that ended it.
 
     `failures` are torch's `ProcessFailure` by rank, `sent` is a signal to the launcher.
     """
-    found = {rank: _by_exit_code(rank, one) for rank, one in failures.items()}
-    found |= {int(path.parent.name): _by_file(path) for path in folder.glob("**/error.json")}
+    failures_by_rank = {
+        rank: _failure_from_exit_code(rank, failure) for rank, failure in failures.items()
+    }
+    failures_by_rank |= {
+        int(path.parent.name): _failure_from_file(path) for path in folder.glob("**/error.json")
+    }
     if sent is not None:
-        found[-1] = _TERMINATED, 0.0, 128 + sent
-    _, _, outcome = min(found.values(), key=lambda one: one[:2])
+        failures_by_rank[-1] = _TERMINATED, 0.0, 128 + sent
+    _, _, outcome = min(failures_by_rank.values(), key=lambda failure: failure[:2])
     if isinstance(outcome, WorkerFailed):
         raise outcome
     return outcome
 
 
-def _by_exit_code(rank: int, failure: Any) -> _Failure:
+def _failure_from_exit_code(rank: int, failure: Any) -> _Failure:
+    """Return the failure of a worker that wrote no error: its exit code or signal."""
     code, time = int(failure.exitcode), float(failure.timestamp)
     as_shell = code if code >= 0 else 128 - code
     if as_shell - 128 in ASKING:
         is_term = as_shell - 128 == signal.SIGTERM
         return _TERMINATED if is_term else _INTERRUPTED, time, as_shell
-    how = f"exited with code {code}"
+    description = f"exited with code {code}"
     if code < 0:
-        how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-    return _DIED, time, WorkerFailed(f"rank {rank} {how}")
+        description = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+    return _DIED, time, WorkerFailed(f"rank {rank} {description}")
 
 
-def _by_file(path: Path) -> _Failure:
-    told = _read(path)
-    extra, message = told["extraInfo"], told["message"]
+def _failure_from_file(path: Path) -> _Failure:
+    """Return the failure of a worker from its error file."""
+    record = _read_error_file(path)
+    extra, message = record["extraInfo"], record["message"]
     error = WorkerFailed(message, hint=extra["hint"])
     if extra["is_foreign"]:
         rank = int(path.parent.name)
@@ -236,41 +246,41 @@ def _by_file(path: Path) -> _Failure:
     return _LOST_PEER if extra["is_lost_peer"] else _FAILED, path.stat().st_mtime, error
 
 
-def _read(path: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["message"]
-    return told
+def _read_error_file(path: Path) -> dict[str, Any]:
+    """Return the record in a worker's error file."""
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["message"]
+    return record
 
 
-def is_again() -> bool:
-    """Return whether torchrun restarts the run, and the attempt before was not refused."""
+def is_restarted() -> bool:
+    """Return True if torchrun restarts the run, and ckptool did not refuse the earlier attempt."""
     number, path = int(os.environ.get(_COUNT, "0")), os.environ.get(_ERROR_FILE)
     if not (number and path):
         return False
-    before = Path(path.replace(f"attempt_{number}", f"attempt_{number - 1}"))
-    if not before.exists():  # it was killed
+    error_file = Path(path.replace(f"attempt_{number}", f"attempt_{number - 1}"))
+    if not error_file.exists():  # it was killed
         return True
-    extra = _read(before)["extraInfo"]
+    extra = _read_error_file(error_file)["extraInfo"]
     return bool(extra["is_foreign"] or extra["is_lost_peer"])
 
 
 @contextmanager
-def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Iterator[None]:
+def record_errors(describe: Callable[[BaseException], tuple[str, str | None]]) -> Iterator[None]:
     """Write an error of a worker to the file that its launcher names, and exit with code 2.
 
-    The traceback of an error that is not ckptool's is written too; `in_words` returns the message
-    and the hint of any other error. Without such a file the error is raised as it is.
-
-    SIGTERM and SIGINT end the process at once where nothing handles them to save.
+    The traceback of an error that is not ckptool's is written too; `describe` returns the message
+    and the hint of an error. Without such a file the error is raised unchanged. SIGTERM and
+    SIGINT end the process at once if nothing handles them.
     """
     path = os.environ.get(_ERROR_FILE)
     try:
-        with ended_at_once():
+        with exit_on_signals():
             yield
     except Exception as error:
         if not path:
             raise
         is_foreign = not isinstance(error, (CheckpointError, OSError, MemoryError))
-        message, hint = in_words(error)
+        message, hint = describe(error)
         shown = message if hint is None else f"{message}\nhint: {hint}"
         if is_foreign:
             message, hint = f"{type(error).__name__}: {error}", None
@@ -282,31 +292,31 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
             "is_foreign": is_foreign,
             "is_lost_peer": isinstance(error, PeerLost),
         }
-        beside = Path(f"{path}.tmp")
-        told = {"message": {"message": message, "extraInfo": extra}}  # as torch reads it
-        beside.write_text(json.dumps(told), encoding="utf-8")
-        beside.replace(path)
+        temporary = Path(f"{path}.tmp")
+        record = {"message": {"message": message, "extraInfo": extra}}  # as torch reads it
+        temporary.write_text(json.dumps(record), encoding="utf-8")
+        temporary.replace(path)
         raise SystemExit(2) from error
 
 
 @contextmanager
-def _surroundings(nproc: int) -> Iterator[None]:
+def _set_worker_environment(nproc: int) -> Iterator[None]:
     """Set the environment of the workers and silence torch's launcher inside the block."""
     environment = dict(os.environ)
     can_ask = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processors // nproc)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _ROOM_TO_SAVE)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rpc warns of every process that ends
     logger = logging.getLogger("torch.distributed")
     handlers, propagate = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [logging.NullHandler()], False
     is_main = threading.current_thread() is threading.main_thread()
-    taken = {one: signal.getsignal(one) for one in _SENT_ON} if is_main else {}
+    handlers_before = {signum: signal.getsignal(signum) for signum in _FORWARDED} if is_main else {}
     try:
         yield
     finally:
-        for number, handler in taken.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
         logger.handlers, logger.propagate = handlers, propagate
         os.environ.clear()

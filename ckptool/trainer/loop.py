@@ -25,7 +25,7 @@ from ckptool.trainer.strategies.base import StepResult, Strategy, TrainingStep
 class Loop:
     """The epochs of one run, from `progress` to the end.
 
-    All processes end at the same step: what ends a run early (a signal, `patience`) follows from
+    All processes end at the same step: the reasons to end early (a signal, `patience`) follow from
     numbers that are summed over the processes.
     """
 
@@ -53,22 +53,22 @@ class Loop:
             TrainingError: a loss, gradient or weight is not finite, or fp16 skipped every step.
         """
         strategy, progress, checkpoints = self._strategy, self._progress, self._checkpoints
-        self._begin()
+        self._prepare_metrics()
         with closing(self._scalars):
-            while self._end is None:
+            while self._end_reason is None:
                 strategy.model.train()
-                for step in self._steps():
+                for step in self._iterate_steps():
                     results = strategy.step(step)  # forward pass, backward pass, optimizer
-                    self._count(results)
+                    self._count_steps(results)
                     signal, is_due = self._read_votes(step, results)
                     if signal is not None or is_due:
-                        self._count(strategy.finished_steps())
+                        self._count_steps(strategy.collect_finished_steps())
                     if signal is not None:
                         checkpoints.write("last", progress)
                         return signal
                     if is_due:
                         checkpoints.write_numbered(progress)
-                self._count(strategy.finished_steps())
+                self._count_steps(strategy.collect_finished_steps())
                 if progress.position == self._batches.steps:
                     self._end_epoch()  # validation, figures, checkpoints
             if progress.position:
@@ -76,17 +76,17 @@ class Loop:
             self._check_result()
         return None
 
-    def _begin(self) -> None:
-        """Prepare the files of the figures, and report a run that is finished already."""
+    def _prepare_metrics(self) -> None:
+        """Prepare the metric files, and note a run that is already finished."""
         progress, is_first = self._progress, self._strategy.world.rank == 0
-        self._ranks.first(lambda: self._metrics.cut(progress.epoch))
+        self._ranks.first(lambda: self._metrics.truncate(progress.epoch))
         self._scalars = Scalars(self._config, step=progress.step, is_wanted=is_first)
-        if self._end is not None:
-            self._note(f"nothing left to train: {self._end}")
+        if self._end_reason is not None:
+            self._note(f"nothing left to train: {self._end_reason}")
 
     @property
-    def _end(self) -> str | None:
-        """Why the run is at its end, or None."""
+    def _end_reason(self) -> str | None:
+        """The reason why the run is at its end, or None."""
         config, progress = self._config, self._progress
         if progress.epoch >= config.epochs:
             return f"epoch {config.epochs} is finished"
@@ -99,21 +99,21 @@ class Loop:
             return f"no {kind} loss{than} in {progress.since_best} epochs"
         return None
 
-    def _steps(self) -> Iterator[TrainingStep]:
+    def _iterate_steps(self) -> Iterator[TrainingStep]:
         """Yield the steps left in the epoch; workers prepare their batches ahead."""
         progress, limit = self._progress, self._config.max_steps
-        steps = list(self._batches.of_epoch(progress.epoch, progress.position))
+        steps = list(self._batches.iterate_epoch(progress.epoch, progress.position))
         if limit is not None:
             steps = steps[: max(0, limit - progress.step)]
         self._clock = time.monotonic()
-        with self._strategy.feeding(steps, epoch=progress.epoch, first=progress.position):
+        with self._strategy.prefetch_batches(steps, epoch=progress.epoch, first=progress.position):
             for number, batches in enumerate(steps, progress.step + 1):
                 progress.rate = self._strategy.tuning.rate
                 yield TrainingStep(number, batches, self._votes)
 
     @property
     def _votes(self) -> list[float]:
-        """The signals that this process got, and in rank 0 whether it is time to save."""
+        """The signals that this process received, and in rank 0 a vote to save."""
         is_due = self._strategy.world.rank == 0 and self._checkpoints.is_due
         return [*self._signals.votes, float(is_due)]
 
@@ -122,48 +122,48 @@ class Loop:
         votes = results[-1].votes if results else []
         every = self._config.save_every
         is_due = every is not None and step.number % every == 0
-        return Signals.asked(votes), is_due or any(votes[2:])
+        return Signals.find_requested(votes), is_due or any(votes[2:])
 
-    def _count(self, results: Iterable[StepResult]) -> None:
+    def _count_steps(self, results: Iterable[StepResult]) -> None:
         """Add finished steps to the progress, and report them."""
         progress, before = self._progress, self._clock
         self._clock = time.monotonic()
         progress.seconds += self._clock - before
         for result in results:
-            progress.take(result)
+            progress.count_step(result)
             loss = result.loss_sum / result.samples
             epoch, step = progress.epoch + 1, progress.step
             self._observer.tell(Stepped(epoch, step, loss, result.samples, result.staleness))
 
     def _end_epoch(self) -> None:
-        """Validate, write the figures and save; after a kill in between all of it is repeated."""
-        epoch, loss = self._validated()
+        """Validate, write the metrics and save. An interrupted end is repeated as a whole."""
+        epoch, loss = self._validate()
         if self._progress.end_epoch(loss):
             self._checkpoints.write("best", self._progress)
         self._checkpoints.write("last", self._progress)
-        if self._end is not None and self._progress.epoch < self._config.epochs:
-            self._note(f"training stopped after epoch {epoch}: {self._end}")
+        if self._end_reason is not None and self._progress.epoch < self._config.epochs:
+            self._note(f"training stopped after epoch {epoch}: {self._end_reason}")
 
     def _end_within_epoch(self) -> None:
-        """Save and validate where `max_steps` ends the run inside an epoch.
+        """Save and validate after `max_steps` inside an epoch.
 
-        A resumed run goes on inside the epoch and does not know this loss: it is saved before, and
-        `best` is written only if there is none.
+        A resumed run continues inside the epoch and does not know this loss. So `last` is saved
+        before, and `best` is only written if it does not exist.
         """
         self._checkpoints.write("last", self._progress)
-        _, loss = self._validated()
+        _, loss = self._validate()
         if math.isinf(self._progress.best) and math.isfinite(loss):
             self._progress.best = loss
             self._checkpoints.write("best", self._progress)
 
-    def _validated(self) -> tuple[int, float]:
-        """Validate, write and report the figures; return the epoch and the loss to compare.
+    def _validate(self) -> tuple[int, float]:
+        """Validate, write and report the metrics; return the epoch and the loss to compare.
 
         The loss is the validation loss, or the training loss if there is no validation data.
         """
         progress = self._progress
         train_loss = progress.loss_sum / progress.samples
-        val_loss = self._strategy.validated()
+        val_loss = self._strategy.validate()
         epoch, speed = progress.epoch + 1, progress.samples / max(progress.seconds, 1e-9)
         ended = EpochEnded(epoch, progress.step, train_loss, val_loss, progress.rate, speed)
         self._ranks.first(lambda: self._metrics.add(ended))
@@ -179,6 +179,7 @@ class Loop:
         return epoch, train_loss if val_loss is None else val_loss
 
     def _check_result(self) -> None:
+        """Refuse a run with only skipped steps; note that `best.pth` is in another folder."""
         progress = self._progress
         if progress.step and progress.skipped == progress.step:
             raise TrainingError(

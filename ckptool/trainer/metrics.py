@@ -22,17 +22,17 @@ class Metrics:
         """Store the path; nothing is written."""
         self._path = Path(folder) / "metrics.jsonl"
 
-    def cut(self, epochs: int) -> None:
+    def truncate(self, epochs: int) -> None:
         """Remove the lines after the first `epochs`, which a resumed run writes again.
 
         Raises:
             WriteError: the file cannot be written.
         """
-        kept = "".join(line for line, epoch in self.lines() if epoch <= epochs).encode()
-        with atomic_output(self._path, len(kept), overwrite=True) as output:
-            output.write(kept)
+        content = "".join(line for line, epoch in self.read_lines() if epoch <= epochs).encode()
+        with atomic_output(self._path, len(content), overwrite=True) as output:
+            output.write(content)
 
-    def lines(self) -> Iterator[tuple[str, int]]:
+    def read_lines(self) -> Iterator[tuple[str, int]]:
         """Yield the complete lines with their epochs: a kill may leave half a line."""
         if not self._path.is_file():
             return
@@ -62,7 +62,7 @@ class Scalars:
     """The figures of each epoch in `out/tensorboard/<strategy>`, a curve for each strategy."""
 
     def __init__(self, config: TrainConfig, *, step: int, is_wanted: bool) -> None:
-        """Begin after `step`: later steps of an earlier run are hidden."""
+        """Start after `step`; later steps of an earlier run are hidden."""
         self._writer: Any = None
         if is_wanted and config.tensorboard and find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -84,6 +84,6 @@ class Scalars:
                 self._writer.add_scalar(tag, value, ended.step)
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining figures, and close the file."""
         if self._writer is not None:
             self._writer.close()

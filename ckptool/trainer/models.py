@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from ckptool.errors import CheckpointError, TrainingError, UsageError
-from ckptool.factories import FACTORY, HINT, at_home, named, run
-from ckptool.trainer.config import TrainConfig, hidden_widths
-from ckptool.trainer.data import TrainData, collated, moved, shape
+from ckptool.factories import FACTORY, HINT, import_object, run_user_code, use_working_directory
+from ckptool.trainer.config import TrainConfig, parse_hidden_widths
+from ckptool.trainer.data import TrainData, collate, first_shape, move_tensors
 from ckptool.words import a_class
 
 
-def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
+def make_model(config: TrainConfig, data: TrainData) -> nn.Module:
     """Return the model that `config.model` names, with weights from torch's random state.
 
     Raises:
@@ -29,12 +29,13 @@ def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
             "outputs=1, ...)",
         )
     if config.model == "cnn":
-        return _cnn(data)
-    widths = [] if config.model == "linear" else hidden_widths(config.model)
-    return _own_model(config, data) if widths is None else _mlp(data, widths)
+        return _make_cnn(data)
+    widths = [] if config.model == "linear" else parse_hidden_widths(config.model)
+    return _call_model_factory(config, data) if widths is None else _make_mlp(data, widths)
 
 
-def _mlp(data: TrainData, widths: list[int]) -> nn.Sequential:
+def _make_mlp(data: TrainData, widths: list[int]) -> nn.Sequential:
+    """Build linear layers of these widths with ReLU between them."""
     sizes = [math.prod(data.inputs), *widths]
     layers: list[nn.Module] = [nn.Flatten()]
     try:
@@ -45,7 +46,7 @@ def _mlp(data: TrainData, widths: list[int]) -> nn.Sequential:
         raise UsageError(f"layers of {', '.join(map(str, widths))} do not fit in memory") from error
 
 
-def _cnn(data: TrainData) -> nn.Sequential:
+def _make_cnn(data: TrainData) -> nn.Sequential:
     """Build two convolutions of 3 x 3, each followed by pooling, and a linear layer."""
     if len(data.inputs) != 3 or min(data.inputs[1:]) < 4:
         raise UsageError(
@@ -67,17 +68,17 @@ def _cnn(data: TrainData) -> nn.Sequential:
     )
 
 
-def _own_model(config: TrainConfig, data: TrainData) -> nn.Module:
+def _call_model_factory(config: TrainConfig, data: TrainData) -> nn.Module:
     """Return the model that `module:factory` names or returns, after a try with one sample."""
     text = config.model
-    with at_home():
-        made = named(text)
-        if callable(made) and not isinstance(made, nn.Module):
-            made = run(made, f"{text} raised", HINT)
-        if not isinstance(made, nn.Module):
-            raise UsageError(f"{text} returns {a_class(made)}, expected a model", hint=HINT)
-        _require_fit(made, config, data)
-    return made
+    with use_working_directory():
+        model = import_object(text)
+        if callable(model) and not isinstance(model, nn.Module):
+            model = run_user_code(model, f"{text} raised", HINT)
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"{text} returns {a_class(model)}, expected a model", hint=HINT)
+        _require_fit(model, config, data)
+    return model
 
 
 def _require_fit(model: nn.Module, config: TrainConfig, data: TrainData) -> None:
@@ -86,28 +87,28 @@ def _require_fit(model: nn.Module, config: TrainConfig, data: TrainData) -> None
     The random state is restored.
     """
     dtype = getattr(torch, config.dtype)
-    inputs, _ = collated(data.train, [0], dtype)
+    inputs, _ = collate(data.train, [0], dtype)
     model.to(dtype)
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     was_training = model.training
     model.train(False)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = model(moved(inputs, device))
+            outputs = model(move_tensors(inputs, device))
     except CheckpointError:
         raise
     except Exception as error:  # of the user's code
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise TrainingError(
-            f"{config.model} does not accept a batch of {shape(inputs)}: {said}"
+            f"{config.model} does not accept a batch of {first_shape(inputs)}: {message}"
         ) from error
     finally:
         model.train(was_training)
-    wanted = (1, data.outputs)
+    expected = (1, data.outputs)
     is_tensor = isinstance(outputs, torch.Tensor)
     # The shape that the loss of the user's own dataset needs is not known.
-    if data.inputs and not (is_tensor and tuple(outputs.shape) == wanted):
+    if data.inputs and not (is_tensor and tuple(outputs.shape) == expected):
         raise TrainingError(
             f"{config.model} returns {tuple(outputs.shape) if is_tensor else a_class(outputs)} for "
-            f"a batch of {shape(inputs)}, but --data {config.data} needs {wanted}"
+            f"a batch of {first_shape(inputs)}, but --data {config.data} needs {expected}"
         )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WriteError
 from ckptool.loading.ranks import Ranks, default_group
-from ckptool.trainer.launching import not_met
+from ckptool.trainer.launching import connection_error
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -35,7 +35,7 @@ thread of gloo may wait for that lock to free a tensor."""
 
 
 class World:
-    """The processes of the default group, or this one alone; all make the same calls.
+    """The processes of the default group, or only this one; all make the same calls.
 
     Attributes:
         rank: The number of this process; 0 writes the files.
@@ -44,7 +44,7 @@ class World:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Use the default group, with sums on this process's `device`; None: be alone."""
+        """Use the default group, with sums on this process's `device`; None: only this process."""
         self._device = device
         self.rank, self.size = 0, 1
         if device is not None:
@@ -56,7 +56,7 @@ class World:
             call="Trainer.fit",
         )
 
-    def sums(self, values: Sequence[float]) -> list[float]:
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over the processes, as float64."""
         if self._device is None:
             return [float(value) for value in values]
@@ -65,13 +65,13 @@ class World:
         return [float(value) for value in total.tolist()]
 
 
-def local_rank() -> int:
+def read_local_rank() -> int:
     """Return the number of this process among those on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def launched_as() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes, as a launcher has set them.
+def read_launcher_rank() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, set by a launcher.
 
     Raises:
         TrainingError: an environment variable of the launcher is missing or wrong.
@@ -91,7 +91,7 @@ def launched_as() -> tuple[int, int]:
 
 
 @contextmanager
-def connected(device: torch.device) -> Iterator[World]:
+def connect_processes(device: torch.device) -> Iterator[World]:
     """Connect the processes until the end of the block, with NCCL for GPUs and gloo otherwise.
 
     Processes that the script has connected stay connected.
@@ -103,22 +103,26 @@ def connected(device: torch.device) -> Iterator[World]:
     if dist.is_initialized():
         yield World(device)
         return
-    launched_as()
+    read_launcher_rank()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     from torch.distributed.distributed_c10d import PrefixStore
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        store, rank, size = meeting_point()
-        met = PrefixStore(f"run {next(_RUNS)}", store)
-        dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
+        store, rank, size = open_store()
+        run_store = PrefixStore(f"run {next(_RUNS)}", store)
+        dist.init_process_group(
+            backend, store=run_store, rank=rank, world_size=size, timeout=TIMEOUT
+        )
     except (RuntimeError, ValueError) as error:
-        raise not_met(error, os.environ["MASTER_PORT"], os.environ["MASTER_ADDR"]) from error
+        raise connection_error(
+            error, os.environ["MASTER_PORT"], os.environ["MASTER_ADDR"]
+        ) from error
     try:
         yield World(device)
     except (RuntimeError, CheckpointError) as error:
-        if _tells_of_loss(error):
+        if _is_lost_connection(error):
             raise PeerLost("stopped, because another process of this run has ended") from error
         raise
     finally:
@@ -141,7 +145,7 @@ def end_if_connected(code: int) -> None:
 
 
 @contextmanager
-def group(call: str, *, undone: str) -> Iterator[Ranks]:
+def connect_group(call: str, *, undone: str) -> Iterator[Ranks]:
     """Connect the processes of a launcher, which wait for each other without a limit.
 
     Args:
@@ -151,14 +155,14 @@ def group(call: str, *, undone: str) -> Iterator[Ranks]:
     Raises:
         As `connected`.
     """
-    with connected(torch.device("cpu")):
+    with connect_processes(torch.device("cpu")):
         group = dist.new_group(timeout=_HOURS)
-        store, *_ = meeting_point()
+        store, *_ = open_store()
         yield Ranks((group,), error=WriteError, undone=undone, call=call, store=store)
 
 
 @cache
-def meeting_point() -> tuple[Store, int, int]:
+def open_store() -> tuple[Store, int, int]:
     """Return the launcher's store, the rank of this process and the number of processes.
 
     Attempts of torchrun share a store, and addresses of processes from earlier attempts are wrong:
@@ -172,11 +176,11 @@ def meeting_point() -> tuple[Store, int, int]:
     return PrefixStore(f"attempt {attempt}", store), rank, size
 
 
-def _tells_of_loss(error: BaseException | None) -> bool:
-    """Return whether an error, or the torch error that caused it, is a lost connection.
+def _is_lost_connection(error: BaseException | None) -> bool:
+    """Return True if an error, or its cause in torch, is a lost connection.
 
     Errors of gloo have only its file name in common.
     """
     if isinstance(error, CheckpointError):
-        return _tells_of_loss(error.__cause__)
+        return _is_lost_connection(error.__cause__)
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

@@ -39,20 +39,20 @@ VALUES = "run.pth"
 """The file that is written last: a folder without it is incomplete."""
 
 
-def _dcp() -> Any:
+def _import_dcp() -> Any:
     """Import torch.distributed.checkpoint, which takes a second."""
     return import_module("torch.distributed.checkpoint")
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a folder of DCP, damaged or not."""
+    """Return True if a path is a DCP folder, damaged or not."""
     names = os.listdir(path) if os.path.isdir(path) else ()
     return any(name == ".metadata" or name.endswith(".distcp") for name in names)
 
 
 _GROUPS = "param_groups"
 _METADATA = "torch.distributed.checkpoint.metadata"
-_OF_AN_INDEX = {
+_INDEX_NAMES = {
     *("pathlib.PosixPath", "pathlib.WindowsPath"),
     *("pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
     *("torch.Size", "torch.serialization._get_layout"),
@@ -65,11 +65,11 @@ _OF_AN_INDEX = {
 """The names in the pickle `.metadata`, besides dtypes: torch's reader imports any name."""
 
 
-def damage(path: str) -> str | None:
-    """Return what is missing or damaged in a folder, or in any other checkpoint, or None."""
+def find_damage(path: str) -> str | None:
+    """Return a sentence on a missing or damaged part of a folder or file; None if intact."""
     try:
         if os.path.isdir(path):
-            _metadata(path)
+            _read_metadata(path)
             path = os.path.join(path, VALUES)
         problems = ckptool.verify(path).problems
     except CheckpointError as error:
@@ -77,7 +77,7 @@ def damage(path: str) -> str | None:
     return f"{path}: {problems[0].text}" if problems else None
 
 
-def write(
+def write_folder(
     path: str,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -89,47 +89,53 @@ def write(
     Raises:
         WriteError: nothing is written; `path` is unchanged, or the next run restores it.
     """
-    names = _names(model)
+    names = _name_parameters(model)
     state = {
         "state_dict": model.state_dict(),
-        "optimizer": {names[one]: dict(held) for one, held in optimizer.state.items()},
+        "optimizer": {
+            names[value]: dict(state_of_parameter)
+            for value, state_of_parameter in optimizer.state.items()
+        },
         **({"ema": values["ema"]} if "ema" in values else {}),
     }
-    rest = {name: one for name, one in values.items() if name != "ema"}
-    rest[_GROUPS] = [
-        {**group, "params": [names[one] for one in group["params"]]}
+    values_left = {name: value for name, value in values.items() if name != "ema"}
+    values_left[_GROUPS] = [
+        {**group, "params": [names[value] for value in group["params"]]}
         for group in optimizer.param_groups
     ]
-    with atomic_folder(path, _size(state), last=VALUES, first=ranks.first, own=ranks.own) as new:
+    with atomic_folder(
+        path, _count_bytes(state), last=VALUES, first=ranks.first, own=ranks.own
+    ) as new:
         with ranks.raise_on_all_ranks(), worded(path):
-            _write_parts(state if ranks.own == 0 else _parts_in(state), new)
-        ckptool.save(os.path.join(new, VALUES), **rest)
+            _write_shards(state if ranks.own == 0 else _select_shards(state), new)
+        ckptool.save(os.path.join(new, VALUES), **values_left)
 
 
-def _size(state: Mapping[str, Any]) -> int:
+def _count_bytes(state: Mapping[str, Any]) -> int:
     """Return the size of all tensors, with the shards of the other processes."""
-    tensors = (one for one in tree_leaves(state) if isinstance(one, torch.Tensor))
-    return sum(one.numel() * one.element_size() for one in tensors)
+    tensors = (tensor for tensor in tree_leaves(state) if isinstance(tensor, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _parts_in(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the sharded tensors; only rank 0 writes the whole ones."""
-    found = {
-        name: _parts_in(one) if isinstance(one, dict) else one
-        for name, one in state.items()
-        if isinstance(one, dict) or is_spread(one)
+def _select_shards(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with only its sharded tensors; rank 0 writes the other ones."""
+    shards = {
+        name: _select_shards(value) if isinstance(value, dict) else value
+        for name, value in state.items()
+        if isinstance(value, dict) or is_spread(value)
     }
-    return {name: one for name, one in found.items() if not isinstance(one, dict) or one}
+    return {name: value for name, value in shards.items() if not isinstance(value, dict) or value}
 
 
-def _write_parts(state: dict[str, Any], path: str) -> None:
+def _write_shards(state: dict[str, Any], path: str) -> None:
+    """Write the tensors of this process with DCP; an error of the system is raised itself."""
     try:
-        _dcp().save(state, storage_writer=_dcp().FileSystemWriter(path))
-    except _dcp().CheckpointException as error:
+        _import_dcp().save(state, storage_writer=_import_dcp().FileSystemWriter(path))
+    except _import_dcp().CheckpointException as error:
         for failure, _ in error.failures.values():
             if isinstance(failure, OSError):
                 raise failure from error
-        raise WriteError(f"a shard cannot be written: {_reason(error)}") from error
+        raise WriteError(f"a shard cannot be written: {_describe_failure(error)}") from error
 
 
 def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -141,14 +147,16 @@ def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any
         CorruptFile: a file of the folder is missing or damaged.
         UnreadableFile: its `run.pth` cannot be read.
     """
-    metadata = _metadata(path)
-    held: dict[str, Any] = ckptool.load(os.path.join(path, VALUES))
-    del held[_GROUPS]
-    stored = {name: tuple(one.size) for name, one in _section(metadata, "ema").items()}
-    if stored and stored == {name: tuple(one.shape) for name, one in average.items()}:
-        held["ema"] = {name: torch.empty_like(one) for name, one in average.items()}
-        _read({"ema": held["ema"]}, path)
-    return held
+    metadata = _read_metadata(path)
+    values: dict[str, Any] = ckptool.load(os.path.join(path, VALUES))
+    del values[_GROUPS]
+    stored = {
+        name: tuple(tensor.size) for name, tensor in _tensors_of_section(metadata, "ema").items()
+    }
+    if stored and stored == {name: tuple(tensor.shape) for name, tensor in average.items()}:
+        values["ema"] = {name: torch.empty_like(tensor) for name, tensor in average.items()}
+        _read_shards({"ema": values["ema"]}, path)
+    return values
 
 
 def load_model(path: str, model: nn.Module) -> None:
@@ -159,16 +167,19 @@ def load_model(path: str, model: nn.Module) -> None:
         MatchError: it is of another architecture; the model is unchanged.
     """
     stored = {
-        name: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
-        for name, one in _section(_metadata(path), "state_dict").items()
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+        for name, tensor in _tensors_of_section(_read_metadata(path), "state_dict").items()
     }
     fitting, report = ckptool.match(stored, model)
     refusal = Allowance().refusal(report)
     if refusal is not None:
         raise refusal
-    called = {id(one): name for name, one in stored.items()}
-    own = model.state_dict()
-    _read({"state_dict": {called[id(one)]: own[name] for name, one in fitting.items()}}, path)
+    name_by_id = {id(tensor): name for name, tensor in stored.items()}
+    live = model.state_dict()
+    _read_shards(
+        {"state_dict": {name_by_id[id(tensor)]: live[name] for name, tensor in fitting.items()}},
+        path,
+    )
 
 
 def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -178,81 +189,91 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
         CorruptFile: a file of the folder is missing or damaged.
         MatchError: it has other parameters; the optimizer is unchanged.
     """
-    names = _names(model)
+    names = _name_parameters(model)
     (group,) = optimizer.param_groups
-    live = [names[one] for one in group["params"]]
+    live_names = [names[entry] for entry in group["params"]]
     saved = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
-    if [one["params"] for one in saved] != [live]:
+    if [entry["params"] for entry in saved] != [live_names]:
         raise MatchError("the saved optimizer has other parameters", file=path)
-    kept: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for key, one in _section(_metadata(path), "optimizer").items():
+    entries: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for key, entry in _tensors_of_section(_read_metadata(path), "optimizer").items():
         name, _, word = key.rpartition(".")
-        kept.setdefault(name, {})[word] = one
+        entries.setdefault(name, {})[word] = entry
     state = {
-        name: {word: _room(one, parameter) for word, one in kept[name].items()}
-        for name, parameter in zip(live, group["params"], strict=True)
-        if name in kept
+        name: {word: _make_empty(entry, parameter) for word, entry in entries[name].items()}
+        for name, parameter in zip(live_names, group["params"], strict=True)
+        if name in entries
     }
-    _read({"optimizer": state}, path)
-    numbered = {number: state[name] for number, name in enumerate(live) if name in state}
-    groups = [{**saved[0], "params": list(range(len(live)))}]
+    _read_shards({"optimizer": state}, path)
+    numbered = {number: state[name] for number, name in enumerate(live_names) if name in state}
+    groups = [{**saved[0], "params": list(range(len(live_names)))}]
     optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-def _names(model: nn.Module) -> dict[torch.Tensor, str]:
-    return {one: name for name, one in model.named_parameters()}
+def _name_parameters(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Map each parameter of a model to its name."""
+    return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def _room(one: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor to read into: sharded as the parameter, or a number in every process."""
-    if one.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=one.properties.dtype)
-    return torch.empty(one.size, dtype=one.properties.dtype)
+def _make_empty(entry: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor to read into: sharded like the parameter, or one number in every process."""
+    if entry.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=entry.properties.dtype)
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadata]:
+def _tensors_of_section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors of a section in DCP's index, by name without the section."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    before = f"{section}."
+    prefix = f"{section}."
     return {
-        name.removeprefix(before): one
-        for name, one in metadata.state_dict_metadata.items()
-        if name.startswith(before) and isinstance(one, TensorStorageMetadata)
+        name.removeprefix(prefix): entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
 
 
-def _read(state: dict[str, Any], path: str) -> None:
+def _read_shards(state: dict[str, Any], path: str) -> None:
+    """Fill the tensors of a state from a DCP folder, each process its shards."""
     try:
         with warnings.catch_warnings():  # torch warns if there is only one process
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-            _dcp().load(state, storage_reader=_dcp().FileSystemReader(path))
-    except _dcp().CheckpointException as error:
-        raise CorruptFile(f"a shard cannot be read: {_reason(error)}", file=path) from error
+            _import_dcp().load(state, storage_reader=_import_dcp().FileSystemReader(path))
+    except _import_dcp().CheckpointException as error:
+        raise CorruptFile(
+            f"a shard cannot be read: {_describe_failure(error)}", file=path
+        ) from error
 
 
-def _reason(error: Any) -> str:
+def _describe_failure(error: Any) -> str:
+    """Return the first error that DCP collected, with its class."""
     failures = [failure for failure, _ in error.failures.values()]
     return f"{type(failures[0]).__name__}: {failures[0]}" if failures else str(error)
 
 
-def _require_an_index(path: str) -> None:
-    """Check that a pickle names only the classes and functions of an index of DCP."""
+def _require_dcp_index(path: str) -> None:
+    """Check that a pickle only names the classes and functions of a DCP index.
+
+    Raises:
+        CorruptFile: it names another one, which torch's reader would import.
+    """
     with closing(FileSource(path)) as source:
-        named = unpickle(ByteRange(source, 0, source.size)).globals
-    for name in named:
-        module, _, last = name.rpartition(".")
-        is_dtype = module == "torch" and isinstance(getattr(torch, last, None), torch.dtype)
-        if not is_dtype and name not in _OF_AN_INDEX:
+        names = unpickle(ByteRange(source, 0, source.size)).globals
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        is_dtype = module == "torch" and isinstance(getattr(torch, attribute, None), torch.dtype)
+        if not is_dtype and name not in _INDEX_NAMES:
             raise CorruptFile(f"its index refers to {name}, which no DCP index uses", file=path)
 
 
-def _metadata(path: str) -> Metadata:
+def _read_metadata(path: str) -> Metadata:
     """Return DCP's index of a folder, after a check that all its files are complete."""
     if not os.path.exists(os.path.join(path, VALUES)):
         raise CorruptFile(f"{VALUES}, which is written last, is missing", file=path)
     try:
-        _require_an_index(os.path.join(path, ".metadata"))
-        metadata: Metadata = _dcp().FileSystemReader(path).read_metadata()
+        _require_dcp_index(os.path.join(path, ".metadata"))
+        metadata: Metadata = _import_dcp().FileSystemReader(path).read_metadata()
     except Exception as error:  # a truncated or foreign pickle raises anything
         raise CorruptFile(f".metadata cannot be read: {error}", file=path) from error
     ends: dict[str, int] = {}

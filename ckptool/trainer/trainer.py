@@ -12,13 +12,13 @@ from torch.nn.parameter import is_lazy
 from ckptool.errors import UsageError
 from ckptool.trainer.checkpoints import Checkpoints
 from ckptool.trainer.config import TrainConfig
-from ckptool.trainer.data import Batches, Dataset, Loss, TrainData, data_of
-from ckptool.trainer.devices import visible_gpus
+from ckptool.trainer.data import Batches, Dataset, Loss, TrainData, make_data
+from ckptool.trainer.devices import list_visible_gpus
 from ckptool.trainer.events import Observer, Started
 from ckptool.trainer.launching import Signals
 from ckptool.trainer.loop import Loop
-from ckptool.trainer.models import model_of
-from ckptool.trainer.strategies import strategy_of
+from ckptool.trainer.models import make_model
+from ckptool.trainer.strategies import make_strategy
 from ckptool.trainer.strategies.base import Strategy
 from ckptool.trainer.tuning import Tuning, seed_all
 from ckptool.words import a_class
@@ -86,11 +86,11 @@ class Trainer:
             UnreadableFile: if the checkpoint to resume from is missing or damaged.
         """
         config = self._config
-        strategy = strategy_of(config, self._observer)
+        strategy = make_strategy(config, self._observer)
         signals = Signals()
-        with strategy.opened(), signals.watched():
+        with strategy.connect(), signals.watch():
             seed_all(config.seed)
-            data = self._data_given()
+            data = self._resolve_data()
             batches = Batches(len(data.train), config.batch_size, config.accumulate, config.seed)
             self._prepare(strategy, data, batches)
             if not strategy.takes_steps:
@@ -100,24 +100,25 @@ class Trainer:
             values = {
                 "config": config.to_dict(),
                 "data": dict(data.statistics),
-                "gpus": visible_gpus(),
+                "gpus": list_visible_gpus(),
             }
             checkpoints = Checkpoints(config, strategy, batches, self._observer, values)
-            with checkpoints.begun() as progress:
+            with checkpoints.begin_run() as progress:
                 devices = tuple(map(str, strategy.devices))
-                parameters = sum(one.numel() for one in strategy.module.parameters())
+                parameters = sum(parameter.numel() for parameter in strategy.module.parameters())
                 sizes = parameters, batches.samples, batches.steps, config.epochs
                 self._observer.tell(Started(config.strategy, devices, strategy.processes, *sizes))
                 parts = config, strategy, batches, progress, checkpoints, self._observer, signals
                 signal = Loop(*parts).run()
             reached = progress.epoch, progress.step, progress.skipped, progress.best
             result = TrainResult(*reached, signal, config.out)
-            strategy.end(result)
+            strategy.finish(result)
         return result
 
-    def _data_given(self) -> TrainData:
+    def _resolve_data(self) -> TrainData:
+        """Return the given data, else that of the configuration, with the loss to use."""
         loss = self._loss or self._config.loss
-        data = data_of(self._config) if self._data is None else self._data
+        data = make_data(self._config) if self._data is None else self._data
         if not isinstance(data, TrainData):
             if loss is None:
                 raise UsageError(
@@ -128,8 +129,9 @@ class Trainer:
         return data if loss is None else replace(data, loss=loss)
 
     def _prepare(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:
+        """Make the model, wrap it, and give the strategy its tuning and data."""
         config = self._config
-        model = self._model if self._model is not None else model_of(config, data)
+        model = self._model if self._model is not None else make_model(config, data)
         _require_module(model)
         if config.compile:
             model.compile()
@@ -140,18 +142,25 @@ class Trainer:
             steps=min(config.epochs * batches.steps, config.max_steps or 1 << 62),
             epoch=batches.steps,
         )
-        strategy.attend(data.train, data.validation, data.mean_loss)
+        strategy.set_data(data.train, data.validation, data.mean_loss)
 
 
 def _require_module(model: Any) -> None:
+    """Check that a model is a module whose parameters can be trained."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"model is {a_class(model)}, expected a torch.nn.Module", hint="use model=Net()"
         )
     parameters: dict[str, Any] = dict(model.named_parameters())
-    for name, one in parameters.items():
-        fault = "is complex" if one.is_complex() else "is on the meta device" if one.is_meta else ""
-        if is_lazy(one):
+    for name, parameter in parameters.items():
+        fault = (
+            "is complex"
+            if parameter.is_complex()
+            else "is on the meta device"
+            if parameter.is_meta
+            else ""
+        )
+        if is_lazy(parameter):
             fault = "is not initialized: call the model with a batch first"
         if fault:
             raise UsageError(f"parameter {name} {fault}")

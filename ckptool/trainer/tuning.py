@@ -22,14 +22,14 @@ from ckptool.trainer.config import TrainConfig
 def seed_all(seed: int) -> None:
     """Seed the random generators of torch (all devices), Python and numpy."""
     torch.manual_seed(seed)
-    if (xla := _xla()) is not None:
+    if (xla := _xla_random()) is not None:
         xla.set_rng_state(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
 
 
-def random_state() -> dict[str, Any]:
+def get_random_state() -> dict[str, Any]:
     """Return the random state of torch, Python and numpy, lists of numbers as tensors."""
     version, numbers, gauss = random.getstate()
     python = (version, torch.tensor(numbers), gauss)
@@ -38,7 +38,7 @@ def random_state() -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
-    if (xla := _xla()) is not None:
+    if (xla := _xla_random()) is not None:
         state["xla"] = xla.get_rng_state()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -47,22 +47,22 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the result of `random_state`; missing devices are skipped."""
+    """Restore the result of `get_random_state`; missing devices are skipped."""
     torch.set_rng_state(state["torch"].cpu())
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda"]])
+        torch.cuda.set_rng_state_all([state_of_gpu.cpu() for state_of_gpu in state["cuda"]])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"].cpu())
-    if "xla" in state and (xla := _xla()) is not None:
+    if "xla" in state and (xla := _xla_random()) is not None:
         xla.set_rng_state(state["xla"])
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
 
 
-def _xla() -> Any:
+def _xla_random() -> Any:
     """Return torch_xla's module of random numbers, or None if XLA is not used."""
     runtime = sys.modules.get("torch_xla.runtime")
     is_used = runtime is not None and runtime.is_spmd() and get_worker_info() is None
@@ -83,22 +83,25 @@ class Average:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin anew with the current weights."""
-        self._state = {name: one.detach().clone() for name, one in self._live().items()}
+        """Start again with the current weights."""
+        self._state = {
+            name: tensor.detach().clone() for name, tensor in self._live_tensors().items()
+        }
 
-    def _live(self) -> dict[str, torch.Tensor]:
+    def _live_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the module's state dict by name."""
         state = self._module.state_dict()
-        return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the weights of one more step."""
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        for name, now in self._live().items():
-            if name in parameters and now.is_floating_point():
-                self._state[name].lerp_(now.detach(), 1 - self._decay)
+        for name, current in self._live_tensors().items():
+            if name in parameters and current.is_floating_point():
+                self._state[name].lerp_(current.detach(), 1 - self._decay)
             else:
-                self._state[name].copy_(now)
+                self._state[name].copy_(current)
 
     def state(self) -> dict[str, Any]:
         """Return the average as a state dict of the model without wrappers."""
@@ -109,8 +112,8 @@ class Average:
         """Restore an average, or return False if it is of another model."""
         if state.keys() != self._state.keys():
             return False
-        for name, own in self._state.items():
-            own.copy_(spread_like(own, state[name]))
+        for name, average in self._state.items():
+            average.copy_(spread_like(average, state[name]))
         return True
 
 
@@ -127,13 +130,13 @@ class Tuning:
     def __init__(self, config: TrainConfig, module: nn.Module, *, steps: int, epoch: int) -> None:
         """Make them for the parameters of `module`, for `steps` with `epoch` steps an epoch."""
         self.config = config
-        self.optimizer = _optimizer(config, module)
-        self._factor: Callable[[int], float] = lambda done: rate_factor(
+        self.optimizer = _make_optimizer(config, module)
+        self._factor: Callable[[int], float] = lambda done: compute_rate_factor(
             config, done, steps=steps, epoch=epoch
         )
         self.schedule = LambdaLR(self.optimizer, self._factor)
-        device = next((one.device.type for one in module.parameters()), "cpu")
-        self.scaler = _scaler(device, is_enabled=config.amp == "fp16")
+        device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+        self.scaler = _make_scaler(device, is_enabled=config.amp == "fp16")
         self.average = None if config.ema is None else Average(module, config.ema)
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
@@ -143,22 +146,24 @@ class Tuning:
 
     @property
     def has_finite_gradients(self) -> bool:
-        """Whether all gradients in this process are finite.
+        """True if all gradients in this process are finite.
 
-        True with a scaler, which checks them itself, skips the step and reduces its scale.
+        Also True with a scaler, which checks them itself, skips the step and reduces its scale.
         """
         if self.scaler.is_enabled():
             return True
-        return _are_finite(one.grad for one in self._trained if one.grad is not None)
+        return _are_finite(
+            parameter.grad for parameter in self._trained_parameters if parameter.grad is not None
+        )
 
     @property
     def has_finite_weights(self) -> bool:
-        """Whether all trained weights in this process are finite."""
-        return _are_finite(one.detach() for one in self._trained)
+        """True if all trained weights in this process are finite."""
+        return _are_finite(parameter.detach() for parameter in self._trained_parameters)
 
     @property
-    def _trained(self) -> Iterator[torch.Tensor]:
-        return (one for group in self.optimizer.param_groups for one in group["params"])
+    def _trained_parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
     def step(self) -> bool:
         """Clip the gradients to a common norm, apply them and clear them.
@@ -168,14 +173,17 @@ class Tuning:
         Raises:
             TrainingError: a gradient is sparse, and the optimizer or an option does not take it.
         """
-        scale = self.scaler.get_scale()
+        old_scale = self.scaler.get_scale()
         try:
             if self.config.clip is not None:
                 self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(list(self._trained), self.config.clip)
+                nn.utils.clip_grad_norm_(list(self._trained_parameters), self.config.clip)
             self.scaler.step(self.optimizer)
         except RuntimeError as error:
-            if not any(one.grad is not None and one.grad.is_sparse for one in self._trained):
+            if not any(
+                parameter.grad is not None and parameter.grad.is_sparse
+                for parameter in self._trained_parameters
+            ):
                 raise
             raise TrainingError(
                 "torch does not support a sparse gradient here: "
@@ -185,8 +193,10 @@ class Tuning:
             ) from error
         self.scaler.update()
         self.optimizer.zero_grad()
-        now = self.scaler.get_scale()
-        if now < scale or not now:  # as torch's documentation tells a step that is skipped
+        new_scale = self.scaler.get_scale()
+        if (
+            new_scale < old_scale or not new_scale
+        ):  # as torch's documentation tells a step that is skipped
             return False
         self.schedule.step()
         if self.average is not None:
@@ -214,32 +224,36 @@ class Tuning:
         decay, ...) are those of the configuration. Without a schedule in `state` the rate follows
         from `step`; without an average it begins with the current weights.
         """
-        without = []
+        missing = []
         scheduler = state.get("scheduler", {})
         self._reschedule(scheduler.get("last_epoch", step))
         if not scheduler:
-            without.append("scheduler")
+            missing.append("scheduler")
         if self.scaler.is_enabled():
             if "scaler" in state:
                 self.scaler.load_state_dict(dict(state["scaler"]))
             else:
-                without.append("scaler")
+                missing.append("scaler")
         if self.average is not None and not self.average.restore(state.get("ema", {})):
             self.average.begin()
-            without.append("ema")
-        return without
+            missing.append("ema")
+        return missing
 
     def _reschedule(self, done: int) -> None:
         """Set the options of the configuration, and the rates after `done` steps."""
         (group,) = self.optimizer.param_groups
-        own = {"params": group["params"], **self.optimizer.defaults, "initial_lr": self.config.lr}
+        options = {
+            "params": group["params"],
+            **self.optimizer.defaults,
+            "initial_lr": self.config.lr,
+        }
         group.clear()  # a file may have options that a new run does not have
-        group.update(own, lr=self.config.lr * self._factor(done))
-        held = {"last_epoch": done, "_step_count": done + 1, "_last_lr": [group["lr"]]}
-        self.schedule.load_state_dict({**self.schedule.state_dict(), **held})
+        group.update(options, lr=self.config.lr * self._factor(done))
+        state = {"last_epoch": done, "_step_count": done + 1, "_last_lr": [group["lr"]]}
+        self.schedule.load_state_dict({**self.schedule.state_dict(), **state})
 
 
-def rate_factor(config: TrainConfig, done: int, *, steps: int, epoch: int) -> float:
+def compute_rate_factor(config: TrainConfig, done: int, *, steps: int, epoch: int) -> float:
     """Return the factor of the learning rate after `done` of `steps` steps."""
     if done < config.warmup:
         return (done + 1) / (config.warmup + 1)
@@ -252,20 +266,21 @@ def rate_factor(config: TrainConfig, done: int, *, steps: int, epoch: int) -> fl
 
 
 def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    largest = [_largest(one) for one in tensors]
-    return not largest or bool(
-        torch.stack([one.to(largest[0]) for one in largest]).isfinite().all()
+    """Return True if all elements of this process's tensors are finite."""
+    magnitudes = [_largest_magnitude(tensor) for tensor in tensors]
+    return not magnitudes or bool(
+        torch.stack([tensor.to(magnitudes[0]) for tensor in magnitudes]).isfinite().all()
     )
 
 
-def _largest(tensor: torch.Tensor) -> torch.Tensor:
+def _largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of this process's part; NaN if a value is NaN."""
     part = tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
     part = part.coalesce().values() if part.is_sparse else part
     return torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(())
 
 
-def _scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
+def _make_scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
     """Return the scaler of a device; torch before 2.3 has one for CUDA only."""
     if hasattr(torch.amp, "GradScaler"):
         return torch.amp.GradScaler(device, enabled=is_enabled)
@@ -277,8 +292,9 @@ def _scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
     return torch.cuda.amp.GradScaler(enabled=is_enabled)
 
 
-def _optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
-    parameters = [one for one in module.parameters() if one.requires_grad]
+def _make_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of the trainable parameters, with the options of the run."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:
         raise TrainingError(
             "the model has no trainable parameters",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool._lazy import importer
+from ckptool._lazy import make_importer
 
 if TYPE_CHECKING:
     from ckptool.transforms.averaging import average as average
@@ -53,4 +53,4 @@ _HOMES = {
     "tree_edits": ("Drop", "Move", "Set"),
 }
 
-__getattr__ = importer(__name__, globals(), _HOMES)
+__getattr__ = make_importer(__name__, globals(), _HOMES)

@@ -16,9 +16,9 @@ from ckptool.cli import train_verb
 from ckptool.cli.console import Screen
 from ckptool.cli.train_verb import EventPrinter
 from ckptool.trainer import TrainResult
-from ckptool.trainer.config import TrainConfig, check
+from ckptool.trainer.config import TrainConfig, check_options
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced, Validating
-from ckptool.trainer.launching import handled
+from ckptool.trainer.launching import handle_signals
 from tests.cli.test_group import command_of
 from tests.forks import FORKS, ended, finished, start
 
@@ -122,7 +122,7 @@ def test_the_library_spells_the_same_faults_as_arguments():
         TrainConfig(out="run", batch_size=0)
     values = {**TrainConfig(out="run").to_dict(), "save": "all"}
     with pytest.raises(library.UsageError, match="save='all' must be one of full, wrapped"):
-        check(values)
+        check_options(values)
 
 
 def test_batches_are_those_of_the_tutorial_where_the_data_are(ckptool, out):
@@ -314,7 +314,7 @@ def test_what_is_wrong_for_all_of_them_is_told_before_they_start(ckptool, out, l
 def test_workers_leave_what_is_wrong_to_their_launcher(ckptool, out, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     for words, said in ((["--epochs", "0"], "--epochs 0 must be"), (["--seed", "x"], "--seed")):
-        with pytest.raises(SystemExit) as ended, handled(signal.default_int_handler):
+        with pytest.raises(SystemExit) as ended, handle_signals(signal.default_int_handler):
             ckptool("train", "--out", out, *words)
         assert ended.value.code == 2
         assert said in json.loads((tmp_path / "error.json").read_text())["message"]["message"]

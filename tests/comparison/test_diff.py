@@ -239,7 +239,7 @@ class TestValues:
         shared, other = torch.ones(5), torch.zeros(5)
         calls = []
         real = contents.has_same_content
-        monkeypatch.setattr(contents, "same_content", lambda *of: calls.append(of) or real(*of))
+        monkeypatch.setattr(contents, "has_same_content", lambda *of: calls.append(of) or real(*of))
         found = compare({"l.a": shared, "l.b": shared}, {"l.a": other, "l.b": other})
         assert (len(calls), len(found.changed), found.read) == (1, 2, 2)
 
@@ -400,7 +400,7 @@ class TestQuick:
         def read(*arguments):
             pytest.fail("read")
 
-        monkeypatch.setattr(contents, "same_content", read)
+        monkeypatch.setattr(contents, "has_same_content", read)
         found = compare(a, b, quick=True)
         assert (found.by_checksum, found.read) == (2, 0)
         (row,) = found.changed

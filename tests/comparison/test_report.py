@@ -2,7 +2,7 @@
 
 from ckptool.comparison.aligning import align
 from ckptool.comparison.diff import diff
-from ckptool.comparison.report import bars, summarized
+from ckptool.comparison.report import make_bars, summarize_file
 from ckptool.core.model import Global, Opaque
 from tests.inspection.handmade import checkpoint, floats, tensor
 
@@ -13,7 +13,7 @@ def made(**tensors):
 
 
 def drawn(a, b):
-    found = bars(a, b, align(a, b), diff(a, b, structure=True))
+    found = make_bars(a, b, align(a, b), diff(a, b, structure=True))
     return [(bar.name, bar.status) for bar in found]
 
 
@@ -37,13 +37,13 @@ def test_wrappers_are_off_the_names():
     over = floats(1.0)
     a = checkpoint({"state_dict": {"module.fc": tensor(over, (1,))}})
     b = checkpoint({"state_dict": {"fc": tensor(over, (1,))}})
-    (bar,) = bars(a, b, align(a, b), diff(a, b, structure=True))
+    (bar,) = make_bars(a, b, align(a, b), diff(a, b, structure=True))
     assert (bar.name, bar.status) == ("state_dict/fc", "=")
 
 
 def test_the_change_of_a_tensor_is_relative_to_its_norm():
     a, b = made(one=[3, 4], same=[1]), made(one=[3, 3], same=[1])
-    assert [bar.change for bar in bars(a, b, align(a, b), diff(a, b))] == [0.2, None]
+    assert [bar.change for bar in make_bars(a, b, align(a, b), diff(a, b))] == [0.2, None]
 
 
 def trained(*groups, state=None, shapes=((2, 3), (2,))):
@@ -68,10 +68,12 @@ BY_NAME = {
 
 
 def test_optimizer_state_has_the_names_of_the_parameters_where_they_are_proved():
-    assert summarized(trained({"params": [0, 1]})).parameters == BY_NAME
+    assert summarize_file(trained({"params": [0, 1]})).parameters == BY_NAME
     names = ["module.fc.bias", "module.fc.weight"]
     named = trained({"params": [0, 1], "param_names": names}, shapes=((2,), (2, 3)))
-    assert summarized(named).parameters == dict(zip(BY_NAME, ("fc.bias", "fc.weight"), strict=True))
+    assert summarize_file(named).parameters == dict(
+        zip(BY_NAME, ("fc.bias", "fc.weight"), strict=True)
+    )
 
 
 def test_nothing_is_named_that_is_not_proved():
@@ -80,11 +82,11 @@ def test_nothing_is_named_that_is_not_proved():
         trained({"params": [0, 1]}, shapes=((2,), (2, 3))),
         trained({"params": [0, 1, 2]}),
     ):
-        assert summarized(made).parameters == {}
+        assert summarize_file(made).parameters == {}
 
 
 def test_a_path_has_the_name_in_place_of_the_number():
-    summary = summarized(trained({"params": [0, 1]}))
+    summary = summarize_file(trained({"params": [0, 1]}))
     path = "optim_dict", "state", 0, "exp_avg"
     assert summary.name_parameter(path) == ("optim_dict", "state", "fc.weight", "exp_avg")
     assert summary.name_parameter(("state_dict", "module.fc.weight")) == (
@@ -97,7 +99,7 @@ def test_values_are_those_of_no_section_and_the_attributes_of_objects():
     attributes = [("build", {"lr": 0.1, "steps": [1, 2]})]
     args = Opaque(Global("argparse", "Namespace"), steps=attributes)
     root = {**trained({"params": [0, 1]}).root, "args": args, "none": Opaque(Global("a", "B"))}
-    assert summarized(checkpoint(root)).values == {
+    assert summarize_file(checkpoint(root)).values == {
         "epoch": "3",
         "args/lr": "0.1",
         "args/steps": "[1, 2]",
@@ -106,6 +108,6 @@ def test_values_are_those_of_no_section_and_the_attributes_of_objects():
 
 
 def test_the_verdict_is_that_of_doctor():
-    found = summarized(trained({"params": [0, 1]})).diagnosis
+    found = summarize_file(trained({"params": [0, 1]})).diagnosis
     assert not found.ok
     assert any("module." in complaint.text for complaint in found.complaints)

@@ -9,7 +9,7 @@ import torch
 import ckptool
 from ckptool.diagnosis import doctor
 from ckptool.diagnosis.complaint import Subject
-from ckptool.diagnosis.contents import placement
+from ckptool.diagnosis.contents import check_devices
 from tests.diagnosis.faults import Net, healthy, leftover, run, trained, training_run
 from tests.trees import checkpoint, tensor
 
@@ -216,7 +216,7 @@ def test_the_zip_of_stable_baselines_names_the_policy(tmp_path):
 )
 def test_some_tensors_on_a_gpu_are_not_all(devices, says):
     root = {str(at): tensor(device=device) for at, device in enumerate(devices)}
-    (found,) = placement(Subject(checkpoint(root), devices=("cpu", "cuda:0")))
+    (found,) = check_devices(Subject(checkpoint(root), devices=("cpu", "cuda:0")))
     assert (found.kind, found.text) == ("one-gpu", f"{says} on cuda:0")
 
 

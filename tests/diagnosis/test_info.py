@@ -16,11 +16,11 @@ import torch
 from ckptool.cli import main
 from ckptool.core.model import Opaque, OrderedMap, StorageRef
 from ckptool.diagnosis.complaint import Subject
-from ckptool.diagnosis.diagnose import diagnosed
+from ckptool.diagnosis.diagnose import diagnose
 from ckptool.diagnosis.info import info
 from ckptool.files import FileSource
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.commands import waste_notes
+from ckptool.inspection.commands import describe_waste
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
 
 
@@ -292,7 +292,7 @@ def test_each_machine_has_the_command_of_doctor(devices, machines):
     for wrapper in ("", "module."):
         file = held(devices, wrapper=wrapper)
         expected = {
-            machine: diagnosed(Subject(file, devices=there))
+            machine: diagnose(Subject(file, devices=there))
             for machine, there in (("one_gpu", ("cpu", "cuda:0")), ("cpu", ("cpu",)))
         }
         found = info(file)
@@ -304,7 +304,7 @@ def test_each_machine_has_the_command_of_doctor(devices, machines):
 @pytest.mark.parametrize("name", ["a b;rm.pth", "-m.pth", "unzipped/"])
 def test_names_are_quoted_as_doctor_quotes_them(name):
     file = held(["cuda:3"], name, "module.")
-    command = diagnosed(Subject(file)).all_at_once
+    command = diagnose(Subject(file)).all_at_once
     assert command is not None
     assert info(file).commands["cpu"] == command
 
@@ -318,13 +318,13 @@ def test_names_are_quoted_as_doctor_quotes_them(name):
     ],
 )
 def test_waste_is_told_with_what_removes_it(unused, dead, facts):
-    assert waste_notes("a b.pth", unused, dead) == (
+    assert describe_waste("a b.pth", unused, dead) == (
         f"{facts}; ckptool compact 'a b.pth' drops them",
     )
 
 
 def test_without_waste_there_is_no_note():
-    assert waste_notes("m.pth", 0, 0) == ()
+    assert describe_waste("m.pth", 0, 0) == ()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")

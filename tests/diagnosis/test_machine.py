@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckptool.diagnosis import contents
-from ckptool.diagnosis.contents import devices_here, parsed_devices
+from ckptool.diagnosis.contents import detect_devices, parse_devices
 from ckptool.errors import UsageError
 
 CUDA = "cuda: Optional[str] = '12.4'\nhip: Optional[str] = None\n"
@@ -17,7 +17,7 @@ def system(tmp_path, monkeypatch):
     """A machine with so many GPUs, and a torch that was built for something."""
 
     def with_gpus(nvidia=0, amd=0, torch=CUDA):
-        monkeypatch.setattr(contents, "_installed_torch", lambda: torch)
+        monkeypatch.setattr(contents, "_read_torch_version", lambda: torch)
         monkeypatch.setattr(contents.sys, "platform", "linux")
         (tmp_path / "dev").mkdir()
         for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(nvidia))):
@@ -45,7 +45,7 @@ def system(tmp_path, monkeypatch):
     ],
 )
 def test_gpus_are_counted_as_far_as_torch_can_use_them(system, gpus, expected):
-    assert devices_here(system(**gpus), {}) == expected
+    assert detect_devices(system(**gpus), {}) == expected
 
 
 def test_the_environment_hides_gpus(system):
@@ -54,14 +54,14 @@ def test_the_environment_hides_gpus(system):
         *(("", 0), ("-1", 0), ("1", 1), ("1,0", 2), ("0,-1,1", 1)),
         *(("GPU-8932f937", 1), ("0,1,2,3", 3)),
     ):
-        here = devices_here(machine, {"CUDA_VISIBLE_DEVICES": stated})
+        here = detect_devices(machine, {"CUDA_VISIBLE_DEVICES": stated})
         assert here == ("cpu", *(f"cuda:{index}" for index in range(count))), stated
 
 
 def test_the_torch_that_is_installed_is_read_and_not_run():
-    text = contents._installed_torch()
+    text = contents._read_torch_version()
     assert f"'{torch.__version__}'" in text
-    assert contents._lacks("cuda") == (torch.version.cuda is None)
+    assert contents._torch_lacks("cuda") == (torch.version.cuda is None)
 
 
 def test_devices_are_given_as_a_list():
@@ -76,10 +76,10 @@ def test_devices_are_given_as_a_list():
         (torch.device("mps"), ("cpu", "mps")),
         ([], ("cpu",)),
     ):
-        assert parsed_devices(text) == tags, text
+        assert parse_devices(text) == tags, text
 
 
 def test_words_that_are_no_device_are_refused():
     for text in ("", "GPU", "banana", "cuda:x", "cuda:0;cuda:1", ["cpu", "banana"], [0], 0):
         with pytest.raises(UsageError, match="is not a device"):
-            parsed_devices(text)
+            parse_devices(text)

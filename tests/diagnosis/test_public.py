@@ -14,7 +14,7 @@ import torch
 from ckptool.diagnosis import doctor
 from ckptool.errors import CheckpointError
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.blockers import first_calls
+from ckptool.inspection.blockers import summarize_calls
 
 
 def varint(number):
@@ -165,10 +165,10 @@ def test_a_dict_with_another_key_is_no_random_state(tmp_path):
 
 def test_each_callable_is_named_once_and_five_at_most():
     runs = [f"os.system({at})" for at in range(9)]
-    assert first_calls(runs) == ["os.system(0)"]
+    assert summarize_calls(runs) == ["os.system(0)"]
     several = [f"m.f{at}({'x' * 200})" for at in range(7)]
-    shown = first_calls(several)
+    shown = summarize_calls(several)
     assert [text.partition("(")[0] for text in shown[:5]] == [f"m.f{at}" for at in range(5)]
     assert shown[5:] == ["and 2 more"]
     assert max(map(len, shown)) <= 80
-    assert first_calls(several[:5])[-1].startswith("m.f4(")
+    assert summarize_calls(several[:5])[-1].startswith("m.f4(")

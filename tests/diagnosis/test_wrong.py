@@ -27,9 +27,9 @@ from ckptool.diagnosis import doctor
 from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.diagnose import Planner
 from ckptool.diagnosis.info import info
-from ckptool.diagnosis.models import objects
+from ckptool.diagnosis.models import check_objects
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.blockers import calls
+from ckptool.inspection.blockers import find_called_names
 from tests.diagnosis.faults import CPU, MENDED, Net, Options, healthy, run
 
 WRONG = Path(__file__).parent.parent.parent / "fixtures" / "wrong"
@@ -219,7 +219,7 @@ def test_constants_without_a_value_are_counted(tmp_path):
 def test_only_the_weights_that_go_with_objects_are_counted():
     with open_checkpoint(WRONG.parent / "quantised" / "torchao_state.pth") as checkpoint:
         subject = Subject(checkpoint)
-        plan = Planner(subject, objects(subject)).plan()
+        plan = Planner(subject, check_objects(subject)).plan()
     assert plan.command is None
     assert plan.obstacle == (
         "dropping the objects would drop 2 tensors of the weights: 0.weight, 2.weight"
@@ -351,9 +351,9 @@ def test_what_is_called_and_what_is_only_named(tmp_path):
         ({"a": made, "b": Opaque(Opaque(Global("builtins", "getattr"), (fn, "x")), ())},
          ("net.fn.x", "builtins.getattr")),
     ):  # fmt: skip
-        assert calls(Checkpoint(root, "torch-zip", "made.pth")) == expected
+        assert find_called_names(Checkpoint(root, "torch-zip", "made.pth")) == expected
     dropped = Checkpoint({}, "torch-zip", "made.pth", Details(globals=("net.fn", "torch.Size")))
-    assert calls(dropped) == ("net.fn",)
+    assert find_called_names(dropped) == ("net.fn",)
 
 
 def test_a_safetensors_file_is_for_its_own_loader(capsys, tmp_path):

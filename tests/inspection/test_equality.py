@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 import ckptool
 from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from ckptool.errors import LimitExceeded
-from ckptool.inspection.equality import Fingerprints, first_difference, raw_elements, type_name
+from ckptool.inspection.equality import Fingerprints, find_first_difference, raw_elements, type_name
 from ckptool.inspection.listing import list_tensors
 from ckptool.limits import Limits
 from tests.inspection.handmade import floats, tensor
@@ -37,7 +37,7 @@ plain = st.recursive(
 
 def difference(a, b, *rest, **options):
     """The place of the first difference; None: there is none."""
-    found = first_difference(a, b, *rest, **options)
+    found = find_first_difference(a, b, *rest, **options)
     return None if found is None else found.place
 
 
@@ -198,7 +198,7 @@ def test_items_of_the_object_itself_can_be_left_out():
         return Opaque(func, ([],), steps=[("append", [1]), ("append", [item])])
 
     assert difference(made(1), made(2)) == "items/1"
-    assert difference(made(1), made(2), held=False) is None
+    assert difference(made(1), made(2), items=False) is None
     portions = Opaque(Global("collections", "deque"), ([],), steps=[("append", [1, 2])])
     assert difference(made(2), portions) is None
 
@@ -266,7 +266,7 @@ NODES = st.recursive(
 
 
 def of(node):
-    return Fingerprints(Limits()).of((), node)
+    return Fingerprints(Limits()).compute((), node)
 
 
 def digests(tmp_path, tree, **options):

@@ -1,11 +1,11 @@
 """A listing as a tree: levels, totals, folded layers."""
 
-from ckptool.inspection.listing import list_tensors, tree
+from ckptool.inspection.listing import build_tree, list_tensors
 from tests.inspection.handmade import checkpoint, floats, tensor
 
 
 def tree_of(root):
-    return tree(list_tensors(checkpoint(root)))
+    return build_tree(list_tensors(checkpoint(root)))
 
 
 def shapes(names):

@@ -36,7 +36,7 @@ UNREAD = ("dcp/zstd-2.13.0",)
 
 def test_no_fixture_runs_anything_but_the_one_that_does():
     found = {}
-    for path in ckptool.inspection.scan.files_below([FIXTURES]):
+    for path in ckptool.inspection.scan.find_files([FIXTURES]):
         one = scan(path)
         if not one.ok():
             found[path.removeprefix(f"{FIXTURES}/")] = one.verdict

@@ -14,9 +14,9 @@ from ckptool.inspection.show import (
     ShownObject,
     ShownTensor,
     ShownValue,
+    compute_statistics,
     decode,
     show,
-    statistics,
 )
 from ckptool.limits import Limits
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
@@ -204,7 +204,7 @@ def raw(tensor):
 
 
 def measured(tensor, **more):
-    return statistics(over(raw(tensor), name(tensor.dtype), list(tensor.shape), **more))
+    return compute_statistics(over(raw(tensor), name(tensor.dtype), list(tensor.shape), **more))
 
 
 def same(ours, theirs):

@@ -26,7 +26,7 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.verify import Verifier, should_be_one, verify
+from ckptool.inspection.verify import Verifier, should_be_checkpoint, verify
 from ckptool.limits import Limits
 from tests.formats.legacy_streams import Called, Pid, dumps, floats, stream, tensor
 from tests.formats.safetensors_files import entry, raw_file
@@ -583,7 +583,7 @@ class TestManifest:
         shutil.copy(model, tmp_path / "below" / "other.pth")
         sums = tmp_path / "sums.json"
         writer = Verifier(manifest=sums)
-        assert [one.ok for one in writer.each([model, tmp_path / "below"])] == [True, True]
+        assert [one.ok for one in writer.verify_all([model, tmp_path / "below"])] == [True, True]
         assert writer.finish().to_dict() == {
             "file": str(sums), "action": "written", "files": 2, "tensors": 4, "problems": [],
             "unhashed": 0, "reason": None,
@@ -592,7 +592,7 @@ class TestManifest:
         assert names == ["model.pth", "below/other.pth"]
         (tmp_path / "below" / "other.pth").rename(tmp_path / "below" / "moved.pth")
         reader = Verifier(manifest=sums)
-        first, second = reader.each([model, tmp_path / "below"])
+        first, second = reader.verify_all([model, tmp_path / "below"])
         assert first.ok
         assert [one.kind for one in second.problems] == ["manifest"]
         (gone,) = reader.finish().problems
@@ -612,7 +612,7 @@ class TestFolders:
         (tmp_path / "deep" / "again.pth").symlink_to(model)
         (tmp_path / "page.ckpt").write_text("<html>")
         (tmp_path / "gone.pt").symlink_to(tmp_path / "nowhere")
-        found = list(Verifier().each([tmp_path]))
+        found = list(Verifier().verify_all([tmp_path]))
         told = {os.path.relpath(one.file, tmp_path): getattr(one, "ok", None) for one in found}
         assert told.pop("model.pth", told.pop("deep/again.pth", None)) is True
         assert told == {
@@ -636,7 +636,7 @@ class TestFolders:
         (tmp_path / "z" / "model.pth").symlink_to(blob)
         for folder in ("a", "z"):
             (tmp_path / folder / "folder").symlink_to(real)
-        found = [os.path.relpath(one.file, tmp_path) for one in Verifier().each([tmp_path])]
+        found = [os.path.relpath(one.file, tmp_path) for one in Verifier().verify_all([tmp_path])]
         assert found == ["m/real/one.pth", "model.pth", "z/model.pth"]
 
     def test_remains_of_a_download_are_told_whatever_their_name(self, model, tmp_path):
@@ -647,7 +647,7 @@ class TestFolders:
         (folder / "vectors.bin").write_bytes(b"<!DOCTYPE html><html>")
         (folder / "best-model.pkl").write_bytes(bytes(100))
         (folder / "tokenizer_model.bin").write_bytes(bytes(100))
-        told = {os.path.basename(one.file): one.ok for one in Verifier().each([folder])}
+        told = {os.path.basename(one.file): one.ok for one in Verifier().verify_all([folder])}
         assert told == {
             "model.pth": True, "pytorch_model.bin": False, "vectors.bin": False,
             "best-model.pkl": False,
@@ -655,7 +655,7 @@ class TestFolders:
 
     def test_a_broken_index_and_its_shards_are_told_each(self, index):
         index.write_text("{")
-        names = [os.path.basename(one.file) for one in Verifier().each([index.parent])]
+        names = [os.path.basename(one.file) for one in Verifier().verify_all([index.parent])]
         assert names == [
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
@@ -663,18 +663,18 @@ class TestFolders:
         ]
 
     def test_a_folder_without_any_is_a_problem_or_a_kind_that_is_not_read(self, tmp_path):
-        (verdict,) = Verifier().each([tmp_path])
+        (verdict,) = Verifier().verify_all([tmp_path])
         assert [one.kind for one in verdict.problems] == ["not-a-checkpoint"]
         (tmp_path / "__0_0.distcp").write_bytes(b"")
         (tmp_path / ".metadata").write_bytes(b"")
-        (verdict,) = Verifier().each([tmp_path])
+        (verdict,) = Verifier().verify_all([tmp_path])
         assert [one.kind for one in verdict.problems] == ["truncated"]
 
     def test_what_is_not_read_is_not_called_fine(self, tmp_path):
         torch.save({}, tmp_path / "ranks.pth")
         for name in ("__0_0.distcp", "__1_0.distcp"):
             (tmp_path / name).write_bytes(b"")
-        *empty, fine = Verifier().each([tmp_path])
+        *empty, fine = Verifier().verify_all([tmp_path])
         assert fine.ok
         assert [os.path.basename(one.file) for one in empty] == ["__0_0.distcp", "__1_0.distcp"]
         assert [problem.kind for one in empty for problem in one.problems] == ["truncated"] * 2
@@ -713,7 +713,7 @@ CTRANSLATE2 = b"\x06\0\0\0\x10\0TransformerSpec\0" + RANDOM
 
 def should_be(path, data):
     path.write_bytes(data)
-    return should_be_one(str(path))
+    return should_be_checkpoint(str(path))
 
 
 def test_names_that_only_checkpoints_have(tmp_path):
@@ -723,13 +723,13 @@ def test_names_that_only_checkpoints_have(tmp_path):
         "diffusion_pytorch_model.bin", "adapter_model.bin", "training_args.bin", "optimizer.bin",
         "optimizer_1.bin", "scheduler.bin", "random_states_0.pkl",
     ):  # fmt: skip
-        assert should_be_one(str(tmp_path / name)), name
+        assert should_be_checkpoint(str(tmp_path / name)), name
 
 
 def test_other_names(tmp_path):
     for name in ("pytorch_model", "model.h5", "notes.txt", ".bin", "a" + "_a" * 100):
         assert not should_be(tmp_path / name, b""), name
-    assert not should_be_one(str(tmp_path / "gone.bin"))
+    assert not should_be_checkpoint(str(tmp_path / "gone.bin"))
 
 
 def test_what_no_program_writes_under_any_name(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 import ckptool
 from ckptool.errors import MatchError
 from ckptool.matching import Allowance, Slot, matched
-from ckptool.render.text import as_options, option_words
+from ckptool.render.text import to_option_words, to_options_text
 from ckptool.transforms import regex_rule
 from tests.loading.test_temptations import WRONG, built, layers, state_of
 from tests.matching.test_renamed_trees import cases
@@ -139,14 +139,14 @@ def check_texts(remedy):
     ways = [way for way in (remedy, *remedy.instead) if way.arguments and not way.to_fill_in]
     if not ways:
         return
-    calls, options = pasted(str(remedy)), pasted(as_options(remedy))
+    calls, options = pasted(str(remedy)), pasted(to_options_text(remedy))
     assert len(ways) == len(calls) == len(options), str(remedy)
     for way, call, line in zip(ways, calls, options, strict=True):
         given = {
             name: [*value] if isinstance(value, tuple) else value for name, value in way.arguments
         }
         assert eval(f"dict({call})") == given
-        assert shlex.split(line) == option_words(way)
+        assert shlex.split(line) == to_option_words(way)
 
 
 def check_advice(have, want):

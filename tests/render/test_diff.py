@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ckptool.comparison.diff import Changed, Diff, Renamed, Side
 from ckptool.render.diff import diff_lines, stat_lines, status_lines
-from ckptool.render.text import PLAIN, Look, share
+from ckptool.render.text import PLAIN, Look, format_share
 from ckptool.tensors.comparing import Difference
 
 EVIL = "a\x1b]0;owned\x07|\u202e"
@@ -427,4 +427,4 @@ def test_a_share_is_neither_all_nor_nothing_where_it_is_not():
         (1, 10**6, "<0.1%"),
         (10**6 - 1, 10**6, ">99.9%"),
     ]:
-        assert share(part, whole) == said, part
+        assert format_share(part, whole) == said, part

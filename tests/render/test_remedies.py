@@ -4,7 +4,7 @@ import shlex
 from itertools import product
 
 from ckptool.remedies import Remedy
-from ckptool.render.text import as_options, option_words
+from ckptool.render.text import to_option_words, to_options_text
 from tests.test_remedies import ODD
 
 
@@ -18,11 +18,11 @@ def test_each_text_has_an_option():
             ("min_coverage", 0),
         )
     )
-    assert as_options(remedy) == (
+    assert to_options_text(remedy) == (
         r"--rename '^q\.=>k.' --rename 'a=>b' --allow-unexpected=unused --allow-missing=a "
         "--allow-missing='it'\"'\"'s' --allow-lossy-cast --min-coverage=0"
     )
-    assert option_words(remedy)[:4] == [
+    assert to_option_words(remedy)[:4] == [
         "--rename", r"^q\.=>k.", "--rename", "a=>b",
     ]  # fmt: skip
 
@@ -32,20 +32,20 @@ def test_a_shell_gives_back_the_words():
         [text for text in ODD if text.isprintable()], ["rename", "allow_missing", "key"]
     ):
         remedy = Remedy(((name, (text, "--json", "a=b")),))
-        assert shlex.split(as_options(remedy)) == option_words(remedy), (text, name)
+        assert shlex.split(to_options_text(remedy)) == to_option_words(remedy), (text, name)
 
 
 def test_what_does_not_print_is_as_a_shell_takes_it():
     remedy = Remedy((("allow_missing", ("a\x1b[0m",)),))
-    assert as_options(remedy) == r"--allow-missing=$'a\033[0m'"
-    assert option_words(remedy) == ["--allow-missing=a\x1b[0m"]
+    assert to_options_text(remedy) == r"--allow-missing=$'a\033[0m'"
+    assert to_option_words(remedy) == ["--allow-missing=a\x1b[0m"]
 
 
 def test_what_looks_like_an_option_is_given_to_one():
-    assert option_words(Remedy((("key", "--json"),))) == ["--key=--json"]
+    assert to_option_words(Remedy((("key", "--json"),))) == ["--key=--json"]
 
 
 def test_words_are_words_whatever_they_look_like():
     said = "allow_missing=True, rename=['a=>b']; min_coverage is"
     remedy = Remedy((("key", "a"),), f" {said}", f"{said}: ", (Remedy(note=said),))
-    assert as_options(remedy) == f"{said}: `--key a` {said}; or {said}"
+    assert to_options_text(remedy) == f"{said}: `--key a` {said}; or {said}"

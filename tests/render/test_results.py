@@ -11,7 +11,7 @@ import ckptool
 from ckptool._lazy import Result
 from ckptool.cli import main
 from ckptool.core.model import Global, Opaque
-from ckptool.render import _TEXTS, line_of, page_of
+from ckptool.render import _TEXTS, format_line, format_page
 from tests.inspection.handmade import checkpoint, floats, tensor
 
 EVIL = "\x1b]0;owned\x07\u202e\n" + "x" * 5000
@@ -146,8 +146,8 @@ def test_a_subclass_is_told_as_what_it_is_made_of(files):
         __slots__ = ()
 
     found = Own("own", "torch-zip", (), (), ())
-    assert line_of(found) == "<Listing own: 0 tensors, 0 elements, 0 B>"
-    assert page_of(found) == "0 tensors, 0 elements, 0 B"
+    assert format_line(found) == "<Listing own: 0 tensors, 0 elements, 0 B>"
+    assert format_page(found) == "0 tensors, 0 elements, 0 B"
 
 
 def test_a_notebook_gets_the_page_with_hostile_names_escaped(tmp_path):

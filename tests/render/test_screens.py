@@ -7,7 +7,7 @@ import pytest
 from ckptool.core.checkpoint import Change
 from ckptool.core.model import Global, Opaque, OrderedMap
 from ckptool.diagnosis.info import info
-from ckptool.inspection.listing import list_tensors, tree
+from ckptool.inspection.listing import build_tree, list_tensors
 from ckptool.inspection.show import show
 from ckptool.render.figures import shown_lines
 from ckptool.render.info import info_lines
@@ -80,7 +80,7 @@ def test_an_empty_checkpoint_has_only_totals():
     "draw",
     [
         lambda root: listing_lines(listing(root), PLAIN),
-        lambda root: tree_lines(tree(listing(root)), PLAIN),
+        lambda root: tree_lines(build_tree(listing(root)), PLAIN),
         lambda root: info_lines(info(checkpoint(root)), PLAIN),
         lambda root: shown_lines(show(checkpoint(root), EVIL), PLAIN),
         lambda root: shown_lines(show(checkpoint({"all": root}), "all"), PLAIN),
@@ -116,7 +116,7 @@ def test_a_list_fits_a_terminal():
 def test_a_tree_shows_folds_and_totals():
     names = {f"layers.{n}.w": tensor(floats(*range(6)), [2, 3]) for n in range(4)}
     found = listing({**names, "norm": tensor(floats(1.0), [1])})
-    assert [line.rstrip() for line in tree_lines(tree(found), PLAIN)] == [
+    assert [line.rstrip() for line in tree_lines(build_tree(found), PLAIN)] == [
         "made.pth      5 tensors, 25 elements, 100 B",
         "|- layers     4 tensors, 24 elements, 96 B",
         "|  `- {0..3}  4 tensors, 24 elements, 96 B",
@@ -127,7 +127,7 @@ def test_a_tree_shows_folds_and_totals():
 
 def test_a_tree_fits_a_terminal():
     found = listing({"a" * 300: tensor(floats(1.0), [1])})
-    assert max(map(len, tree_lines(tree(found), Look(width=60)))) <= 60
+    assert max(map(len, tree_lines(build_tree(found), Look(width=60)))) <= 60
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
@@ -135,8 +135,8 @@ def test_a_narrow_tree_keeps_its_drawing_and_tells_the_matrices_of_a_layer_apart
     below = "model.decoder.transformer.blocks.layers.0.attention.projections"
     ends = [f"{one}_projection_of_every_head_{kind}" for one in "qkvo" for kind in ("w_a", "w_b")]
     found = listing({f"{below}.{end}": tensor(floats(1.0), [1]) for end in ends})
-    whole = list(tree_lines(tree(found), PLAIN))
-    narrow = list(tree_lines(tree(found), Look(width=width)))
+    whole = list(tree_lines(build_tree(found), PLAIN))
+    narrow = list(tree_lines(build_tree(found), Look(width=width)))
     drawn = [re.match(r"[|` -]*", line)[0] for line in whole]
     assert all(line.startswith(lead) for line, lead in zip(narrow, drawn, strict=True))
     assert len({line.split()[-5] for line in narrow[-8:]}) == 8

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 import ckptool
 from ckptool.inspection.stats import stats
-from ckptool.render.figures import ASCII, BLOCKS, bars, ramp_for, stats_lines
+from ckptool.render.figures import ASCII, BLOCKS, choose_ramp, draw_histogram, stats_lines
 from ckptool.render.text import PLAIN, Look
 
 
@@ -26,15 +26,15 @@ def drawn(tmp_path):
 
 
 def test_bars():
-    assert bars([0, 1, 4, 8]) == " ▁▄█"
-    assert bars([0, 1, 4, 8], ASCII) == " :+@"
-    assert bars([]) == ""
-    assert bars([0, 0]) == "  "
+    assert draw_histogram([0, 1, 4, 8]) == " ▁▄█"
+    assert draw_histogram([0, 1, 4, 8], ASCII) == " :+@"
+    assert draw_histogram([]) == ""
+    assert draw_histogram([0, 0]) == "  "
 
 
 @given(st.lists(st.integers(0, 1 << 70), max_size=30), st.sampled_from([BLOCKS, ASCII]))
 def test_bars_are_as_long_as_the_bins_and_in_their_order(counts, ramp):
-    heights = [ramp.index(mark) for mark in bars(counts, ramp)]
+    heights = [ramp.index(mark) for mark in draw_histogram(counts, ramp)]
     assert len(heights) == len(counts)
     for one, height in zip(counts, heights, strict=True):
         assert (height == 0) == (one == 0)
@@ -46,9 +46,9 @@ def test_bars_are_as_long_as_the_bins_and_in_their_order(counts, ramp):
 
 
 def test_blocks_where_the_encoding_has_them():
-    assert ramp_for("utf-8") == BLOCKS
+    assert choose_ramp("utf-8") == BLOCKS
     for encoding in ("ascii", "latin-1", None, "cp437", "no-such"):
-        assert ramp_for(encoding) == ASCII, encoding
+        assert choose_ramp(encoding) == ASCII, encoding
 
 
 def test_a_row_a_tensor_and_totals(drawn):

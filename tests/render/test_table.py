@@ -2,14 +2,14 @@
 
 import pytest
 
-from ckptool.render.table import table
+from ckptool.render.table import table_lines
 from ckptool.render.text import PLAIN, Look
 
 HEADERS = ["name", "size"]
 
 
 def lines(rows, look=PLAIN, **options):
-    return list(table(HEADERS, rows, look, **options))
+    return list(table_lines(HEADERS, rows, look, **options))
 
 
 def test_columns_are_aligned():
@@ -66,13 +66,13 @@ def test_the_widest_of_several_flexible_columns_is_shortened_first():
 def test_columns_that_can_be_spared_go_first_and_are_named():
     headers = ["name", "a", "b", "c"]
     rows = [["name" * 10, "1" * 10, "2" * 10, "3" * 10]]
-    wide = list(table(headers, rows, Look(width=76), spare=(2, 1)))
+    wide = list(table_lines(headers, rows, Look(width=76), spare=(2, 1)))
     assert [len(wide), len(wide[1])] == [2, 76]
-    found = list(table(headers, rows, Look(width=50), right={3}, spare=(2, 1)))
+    found = list(table_lines(headers, rows, Look(width=50), right={3}, spare=(2, 1)))
     assert found[0].split() == ["name", "a", "c"]
     assert max(map(len, found)) <= 50
     assert found[2] == "(a wider terminal shows names in full, b)"
-    least = list(table(headers, rows, Look(width=30), spare=(2, 1)))
+    least = list(table_lines(headers, rows, Look(width=30), spare=(2, 1)))
     assert least[0].split() == ["name", "c"]
     assert least[2:] == ["(a wider terminal shows names", "  in full, b, a)"]
 

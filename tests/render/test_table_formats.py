@@ -8,7 +8,7 @@ import pytest
 import tabulate
 
 from ckptool.errors import UsageError
-from ckptool.render.table import apart, known_format, table
+from ckptool.render.table import resolve_format, separate_blocks, table_lines
 from ckptool.render.text import Look
 
 HEADERS = ["name", "size"]
@@ -16,7 +16,7 @@ EVIL = "a|b\\|<b>&*x* `y` __z__ [l](u)"
 
 
 def lines(rows, fmt, headers=HEADERS, **options):
-    return list(table(headers, rows, Look(fmt=known_format(fmt)), **options))
+    return list(table_lines(headers, rows, Look(fmt=resolve_format(fmt)), **options))
 
 
 def test_every_format_holds_every_cell_whole():
@@ -117,7 +117,7 @@ def test_mediawiki_and_rst_syntax_is_escaped():
 
 def test_an_unknown_format_is_told_all_there_are():
     with pytest.raises(UsageError, match="markdown") as caught:
-        known_format("word")
+        resolve_format("word")
     for name in (*tabulate.tabulate_formats, "csv"):
         assert f" {name}" in str(caught.value)
 
@@ -131,5 +131,5 @@ def test_one_endless_name_is_refused_where_it_would_pad_every_row():
 
 
 def test_blocks_stand_apart_and_empty_ones_leave_no_trace():
-    assert list(apart([[], ["a", "b"], iter(()), ["c"], []])) == ["a", "b", "", "c"]
-    assert list(apart([])) == []
+    assert list(separate_blocks([[], ["a", "b"], iter(()), ["c"], []])) == ["a", "b", "", "c"]
+    assert list(separate_blocks([])) == []

@@ -10,7 +10,15 @@ import subprocess
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ckptool.render.text import PLAIN, json_lines, look_of, number, runnable, shorten, size
+from ckptool.render.text import (
+    PLAIN,
+    detect_look,
+    format_number,
+    format_size,
+    json_lines,
+    make_pasteable,
+    shorten,
+)
 
 
 def test_sizes():
@@ -23,7 +31,7 @@ def test_sizes():
         (5 * 1024**3, "5.0 GiB"),
         (1 << 70, "1,048,576.0 PiB"),
     ]:
-        assert size(nbytes) == shown, nbytes
+        assert format_size(nbytes) == shown, nbytes
 
 
 def test_a_long_text_loses_its_middle():
@@ -44,32 +52,32 @@ def test_numbers():
         (True, "True"),
         (1 - 2j, "1-2j"),
     ]:
-        assert number(value) == shown, value
+        assert format_number(value) == shown, value
 
 
 def test_a_command_of_printable_words_stays_as_it_is():
     command = "ckptool list 'a b;$(x).pth' ./ä.pth"
-    assert runnable(command) == command
+    assert make_pasteable(command) == command
 
 
 def test_words_that_no_terminal_shows_are_quoted_for_the_shell():
     name = os.fsdecode(b"a\nb\x1b[2J\\'\xff.pth")
     command = shlex.join(["ckptool", "list", name, "plain"])
-    assert runnable(command) == "ckptool list $'a\\nb\\033[2J\\\\'\"'\"$'\\377.pth' plain"
+    assert make_pasteable(command) == "ckptool list $'a\\nb\\033[2J\\\\'\"'\"$'\\377.pth' plain"
 
 
 def test_words_that_the_encoding_of_stdout_lacks_are_quoted_for_the_shell(monkeypatch):
     command = "ckptool list 'modèle.pth' '名.pth' --key 'a b'"
     for encoding, first in (("ascii", r"$'mod\303\250le.pth'"), ("latin-1", "'modèle.pth'")):
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding))
-        assert runnable(command) == rf"ckptool list {first} $'\345\220\215.pth' --key 'a b'"
+        assert make_pasteable(command) == rf"ckptool list {first} $'\345\220\215.pth' --key 'a b'"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash reads it")
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.binary(min_size=1).filter(lambda raw: 0 not in raw), min_size=1, max_size=4))
 def test_a_shell_takes_the_words_from_the_screen(words):
-    command = runnable(shlex.join(["printf", r"%s\0", *map(os.fsdecode, words)]))
+    command = make_pasteable(shlex.join(["printf", r"%s\0", *map(os.fsdecode, words)]))
     assert command.isprintable()
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
     assert done.stdout.split(b"\0")[:-1] == words
@@ -87,28 +95,28 @@ def bare_environment(monkeypatch):
 
 
 def test_a_pipe_is_plain_and_endless():
-    assert look_of(io.StringIO()) == PLAIN
+    assert detect_look(io.StringIO()) == PLAIN
 
 
 def test_a_terminal_has_color():
-    assert look_of(Terminal()).color
+    assert detect_look(Terminal()).color
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_color_can_be_refused(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    assert not look_of(Terminal()).color
-    assert look_of(Terminal()).alarm("x") == "x"
+    assert not detect_look(Terminal()).color
+    assert detect_look(Terminal()).alarm("x") == "x"
 
 
 def test_the_width_is_that_of_the_environment_or_of_the_terminal(monkeypatch):
-    assert look_of(Terminal()).width is None
+    assert detect_look(Terminal()).width is None
     monkeypatch.setenv("COLUMNS", "72")
-    assert look_of(Terminal()).width == 72
+    assert detect_look(Terminal()).width == 72
     monkeypatch.setenv("COLUMNS", "wide")
     monkeypatch.setattr(Terminal, "fileno", lambda _: 1)
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((99, 9)))
-    assert look_of(Terminal()).width == 99
+    assert detect_look(Terminal()).width == 99
 
 
 DOCUMENT = {

@@ -3,7 +3,7 @@
 import pickle
 import pickletools
 
-from ckptool.inspection.scan_calls import as_python
+from ckptool.inspection.scan_calls import to_python
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.symbolic.machine import Machine
 from ckptool.symbolic.opcodes import HANDLERS
@@ -55,7 +55,7 @@ def test_what_is_not_in_the_file_is_a_symbol():
 
 def test_changes_of_what_is_not_plain_data_are_reported():
     _, events = watched(b"\x80\x02cos\nenviron\nU\x01aU\x01bs0]K\x01a0csys\npath\nK\x01a.")
-    changes = [(kind, as_python(what), items) for _, kind, what, items in events]
+    changes = [(kind, to_python(what), items) for _, kind, what, items in events]
     assert [change for change in changes if change[0] != "import"] == [
         ("set", "os.environ", [("a", "b")]),
         ("append", "sys.path", [1]),
@@ -69,8 +69,8 @@ def test_ordinary_reads_have_the_table_without_reports():
 
 def test_a_value_is_spelled_as_python_and_cut():
     deep = [[[[[[[[[[1]]]]]]]]]]
-    assert as_python({"a": (1,), "b": [b"x", None, 1.5]}) == "{'a': (1,), 'b': [b'x', None, 1.5]}"
-    assert as_python(deep).count("[") == 9
-    assert as_python("x" * 1000) == repr("x" * 120) + "..."
-    assert as_python(list(range(1000))) == "[0, 1, 2, 3, 4, 5, ...]"
-    assert len(as_python([["x" * 100] * 100] * 100)) < 50_000
+    assert to_python({"a": (1,), "b": [b"x", None, 1.5]}) == "{'a': (1,), 'b': [b'x', None, 1.5]}"
+    assert to_python(deep).count("[") == 9
+    assert to_python("x" * 1000) == repr("x" * 120) + "..."
+    assert to_python(list(range(1000))) == "[0, 1, 2, 3, 4, 5, ...]"
+    assert len(to_python([["x" * 100] * 100] * 100)) < 50_000

@@ -6,7 +6,7 @@ import sys
 from datetime import timedelta
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.launching import recorded
+from ckptool.trainer.launching import record_errors
 
 HOW, OUT, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
 
@@ -93,5 +93,5 @@ def main():
 
 
 signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as the command line
-with recorded(lambda error: (str(error), getattr(error, "hint", None))):
+with record_errors(lambda error: (str(error), getattr(error, "hint", None))):
     sys.exit(main())

@@ -66,7 +66,7 @@ class Normed(nn.Module):
 class Watched(InFlight):
     """Lets the worker that waits go on when the updates without it are as many as may be."""
 
-    def end(self, number):
+    def finish(self, number):
         age = super().end(number)
         if self.applied == self._limit:
             released.set()

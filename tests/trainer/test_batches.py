@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given, strategies as st
 
-from ckptool.trainer.data import Batches, share
+from ckptool.trainer.data import Batches, select_share
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**40)
@@ -16,7 +16,7 @@ def rows(steps):
 
 @given(plans, st.integers(0, 2000))
 def test_every_row_comes_once_an_epoch(batches, epoch):
-    steps = list(batches.of_epoch(epoch))
+    steps = list(batches.iterate_epoch(epoch))
     assert sorted(rows(steps)) == list(range(batches.samples))
     assert len(steps) == batches.steps
     every = [batch for step in steps for batch in step]
@@ -28,28 +28,28 @@ def test_every_row_comes_once_an_epoch(batches, epoch):
 @given(plans, st.integers(0, 2000), st.data())
 def test_who_goes_on_in_the_middle_sees_the_rest(batches, epoch, data):
     first = data.draw(st.integers(0, batches.steps))
-    assert list(batches.of_epoch(epoch, first)) == list(batches.of_epoch(epoch))[first:]
+    assert list(batches.iterate_epoch(epoch, first)) == list(batches.iterate_epoch(epoch))[first:]
 
 
 @given(plans, st.integers(0, 2000))
 def test_the_order_follows_from_seed_and_epoch_alone(batches, epoch):
     other = Batches(batches.samples, batches.samples, 1, batches.seed)
     torch.manual_seed(epoch)
-    assert rows(batches.of_epoch(epoch)) == rows(other.of_epoch(epoch))
+    assert rows(batches.iterate_epoch(epoch)) == rows(other.iterate_epoch(epoch))
     assert torch.initial_seed() == epoch
 
 
 @given(seeds, st.integers(0, 2000))
 def test_another_epoch_or_seed_is_another_order(seed, epoch):
-    order = rows(Batches(50, 7, 1, seed).of_epoch(epoch))
-    assert order != rows(Batches(50, 7, 1, seed).of_epoch(epoch + 1))
-    assert order != rows(Batches(50, 7, 1, seed + 1).of_epoch(epoch))
+    order = rows(Batches(50, 7, 1, seed).iterate_epoch(epoch))
+    assert order != rows(Batches(50, 7, 1, seed).iterate_epoch(epoch + 1))
+    assert order != rows(Batches(50, 7, 1, seed + 1).iterate_epoch(epoch))
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_shares_make_the_batch_and_are_those_of_torch(length, processes):
     batch = list(range(1000, 1000 + length))
-    shares = [share(batch, rank, processes) for rank in range(processes)]
+    shares = [select_share(batch, rank, processes) for rank in range(processes)]
     assert [row for part in shares for row in part] == batch
     chunks = torch.tensor(batch).chunk(processes) if batch else ()
     assert [part for part in shares if part] == [chunk.tolist() for chunk in chunks]
@@ -67,4 +67,6 @@ def test_the_shares_of_the_tutorial():
         (2, 3, [1, 1, 0]),
     ]:
         batch = list(range(samples))
-        assert [len(share(batch, rank, processes)) for rank in range(processes)] == wanted, samples
+        assert [len(select_share(batch, rank, processes)) for rank in range(processes)] == wanted, (
+            samples
+        )

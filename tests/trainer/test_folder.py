@@ -29,7 +29,9 @@ def test_checkpoints_come_the_newest_first(tmp_path):
         torch.save({"step": step}, tmp_path / name)
     (tmp_path / "step-100000000").mkdir()
     (tmp_path / "step-7.pth").write_bytes(b"")
-    assert [(os.path.basename(path), step) for path, step in folder.kept(str(tmp_path))] == [
+    assert [
+        (os.path.basename(path), step) for path, step in folder.list_checkpoints(str(tmp_path))
+    ] == [
         ("step-100000000", 100_000_000),
         ("step-00000006.pth", 6),
         ("best.pth", 6),
@@ -41,12 +43,12 @@ def test_where_one_has_no_step_the_time_decides(tmp_path):
     for time, name in enumerate(("step-00000009.pth", "last.pth", "step-00000003.pth"), start=1):
         torch.save({"state_dict_model": {}}, tmp_path / name)
         os.utime(tmp_path / name, (time, time))
-    found = [os.path.basename(path) for path, _ in folder.kept(str(tmp_path))]
+    found = [os.path.basename(path) for path, _ in folder.list_checkpoints(str(tmp_path))]
     assert found == ["step-00000003.pth", "last.pth", "step-00000009.pth"]
 
 
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
-    assert folder.kept(str(tmp_path / "none")) == []
+    assert folder.list_checkpoints(str(tmp_path / "none")) == []
 
 
 def test_the_last_ones_by_number_stay(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from ckptool.errors import TrainingError, WorkerFailed
-from ckptool.trainer.launching import launch, recorded
+from ckptool.trainer.launching import launch, record_errors
 from tests.forks import FORKS, Worker, ended, start
 from tests.sources import PROJECT
 from tests.trainer.ranks import needs_gloo
@@ -143,5 +143,5 @@ def test_a_signal_to_the_launcher_ends_all_of_them_saved(tmp_path, alone, signal
 
 def test_nothing_is_recorded_where_no_launcher_asks_for_it(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    with pytest.raises(ZeroDivisionError), recorded(lambda error: (str(error), None)):
+    with pytest.raises(ZeroDivisionError), record_errors(lambda error: (str(error), None)):
         raise ZeroDivisionError

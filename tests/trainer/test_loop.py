@@ -170,7 +170,7 @@ def poisoned(row):
 
 
 def test_a_loss_that_is_no_number_stops_before_the_weights_change(tmp_path):
-    bad = next(Batches(22, 4, 2, 0).of_epoch(0, first=2))[0][0]  # in the third step
+    bad = next(Batches(22, 4, 2, 0).iterate_epoch(0, first=2))[0][0]  # in the third step
     after_two = net()
     run(tmp_path / "two", model=after_two, max_steps=2)
     model = net()

@@ -28,12 +28,12 @@ def ended(epoch, **values):
 
 def test_a_line_an_epoch(tmp_path):
     metrics = Metrics(tmp_path)
-    assert not list(metrics.lines())
+    assert not list(metrics.read_lines())
     for epoch in (1, 2):
         metrics.add(ended(epoch))
     told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert told == [ended(1).to_dict(), ended(2).to_dict()]
-    assert list(metrics.lines())
+    assert list(metrics.read_lines())
 
 
 def test_a_number_that_is_none_is_null(tmp_path):
@@ -46,7 +46,7 @@ def test_what_comes_again_is_cut_off(tmp_path):
     metrics = Metrics(tmp_path)
     for epoch in (1, 2, 3):
         metrics.add(ended(epoch))
-    metrics.cut(2)
+    metrics.truncate(2)
     metrics.add(ended(3, step=99))
     told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["epoch"], line["step"]) for line in told] == [(1, 3), (2, 6), (3, 99)]
@@ -57,18 +57,18 @@ def test_half_a_line_goes(tmp_path, rest):
     path = tmp_path / "metrics.jsonl"
     whole = json.dumps(ended(1).to_dict()) + "\n"
     path.write_bytes((whole + rest).encode("latin-1"))
-    Metrics(tmp_path).cut(9)
+    Metrics(tmp_path).truncate(9)
     assert path.read_text() == whole
 
 
 def test_a_run_without_figures_has_an_empty_file(tmp_path):
-    Metrics(tmp_path).cut(0)
+    Metrics(tmp_path).truncate(0)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    for act in (lambda: Metrics(tmp_path).add(ended(1)), lambda: Metrics(tmp_path).cut(0)):
+    for act in (lambda: Metrics(tmp_path).add(ended(1)), lambda: Metrics(tmp_path).truncate(0)):
         with pytest.raises(WriteError, match=r"metrics\.jsonl"):
             act()
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckptool
 from ckptool.errors import MatchError
 from ckptool.trainer import sharded
-from ckptool.trainer.checkpoints import one_run_in
+from ckptool.trainer.checkpoints import hold_run_folder
 from ckptool.trainer.sharded import is_sharded
 
 
@@ -18,7 +18,7 @@ def test_a_run_finishes_what_a_kill_has_left_before_all_else(tmp_path):
     for name in (".last.old", ".mine.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.pth").write_text("old")
-    with one_run_in(str(tmp_path)):
+    with hold_run_folder(str(tmp_path)):
         assert (tmp_path / "last" / "run.pth").read_text() == "old"
         assert (tmp_path / ".mine.old").exists()
 
@@ -34,7 +34,7 @@ def whole(tmp_path):
 
 def test_a_whole_folder_has_no_damage(whole):
     assert is_sharded(whole)
-    assert sharded.damage(str(whole)) is None
+    assert sharded.find_damage(str(whole)) is None
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_whole_folder_has_no_damage(whole):
 )
 def test_a_file_that_is_missing_is_named(whole, name, told):
     (whole / name).unlink()
-    assert told in sharded.damage(str(whole))
+    assert told in sharded.find_damage(str(whole))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_file_that_is_missing_is_named(whole, name, told):
 def test_a_file_that_was_cut_is_named(whole, name, told):
     data = (whole / name).read_bytes()
     (whole / name).write_bytes(data[:2000] if len(data) > 2000 else data[:100])
-    assert told in sharded.damage(str(whole))
+    assert told in sharded.find_damage(str(whole))
 
 
 class Stranger:
@@ -74,7 +74,7 @@ class Stranger:
 
 def test_an_index_that_names_anything_else_is_not_run(whole, tmp_path):
     (whole / ".metadata").write_bytes(pickle.dumps(Stranger(tmp_path / "made")))
-    assert f"its index refers to {os.mkdir.__module__}.mkdir" in sharded.damage(str(whole))
+    assert f"its index refers to {os.mkdir.__module__}.mkdir" in sharded.find_damage(str(whole))
     assert not (tmp_path / "made").exists()
 
 

@@ -88,15 +88,15 @@ def test_a_run_in_another_thread_takes_no_signals(tmp_path):
 def test_votes_are_summed():
     signals = Signals()
     assert signals.votes == [0.0, 0.0]
-    assert Signals.asked([0.0, 0.0, 1.0]) is None
-    assert Signals.asked([0.0, 2.0]) == signal.SIGINT
-    assert Signals.asked([1.0, 1.0]) == signal.SIGTERM
-    assert Signals.asked([]) is None
+    assert Signals.find_requested([0.0, 0.0, 1.0]) is None
+    assert Signals.find_requested([0.0, 2.0]) == signal.SIGINT
+    assert Signals.find_requested([1.0, 1.0]) == signal.SIGTERM
+    assert Signals.find_requested([]) is None
 
 
 AT_ONCE = """
 import os, signal, sys
-from ckptool.trainer.launching import ended_at_once, handled
+from ckptool.trainer.launching import exit_on_signals, handle_signals
 
 def told(number, frame):
     print("taken", flush=True)
@@ -107,7 +107,7 @@ def paused():  # signal.pause() would wait on after a signal that comes just bef
     signal.set_wakeup_fd(write)
     os.read(read, 1)
 
-with ended_at_once():
+with exit_on_signals():
     WAITING
 """
 SWALLOWING = """while True:
@@ -119,7 +119,7 @@ SWALLOWING = """while True:
 IN_C = """import torch.distributed as dist
     print("ready", flush=True)
     dist.TCPStore("127.0.0.1", 0, is_master=True, world_size=2)"""
-TAKEN = """with handled(told):
+TAKEN = """with handle_signals(told):
         print("ready", flush=True)
         sys.stdin.readline()
     print("after", flush=True)

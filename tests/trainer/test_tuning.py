@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ckptool.errors import TrainingError
 from ckptool.trainer import TrainConfig
 from ckptool.trainer.data import Batches
-from ckptool.trainer.tuning import Average, Tuning, rate_factor
+from ckptool.trainer.tuning import Average, Tuning, compute_rate_factor
 from tests.trainer.runs import data, held, net, run
 
 STEPS, EPOCH = 24, 4
@@ -65,13 +65,16 @@ def test_a_schedule_is_that_of_torch():
         ({"warmup": 7}, lambda one: torch_schedules.LinearLR(one, 1 / 8, 1.0, 7)),
     ]:
         made = config(lr=0.01, **options)
-        ours = [0.01 * rate_factor(made, done, steps=STEPS, epoch=EPOCH) for done in range(STEPS)]
+        ours = [
+            0.01 * compute_rate_factor(made, done, steps=STEPS, epoch=EPOCH)
+            for done in range(STEPS)
+        ]
         assert ours == pytest.approx(rates(make), rel=1e-9, abs=1e-15), options
 
 
 def test_a_schedule_whose_warmup_is_all_there_is_ends_at_its_rate():
     made = config(schedule="cosine", warmup=STEPS)
-    assert rate_factor(made, STEPS, steps=STEPS, epoch=EPOCH) == 1.0
+    assert compute_rate_factor(made, STEPS, steps=STEPS, epoch=EPOCH) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_a_run_is_what_a_loop_by_hand_gives(tmp_path, options, make):
     keywords = {key: value for key, value in options.items() if key != "optimizer"}
     optimizer = make(reference.parameters(), lr=0.02, **keywords)
     for epoch in range(3):
-        for batches in Batches(22, 4, 2, 0).of_epoch(epoch):
+        for batches in Batches(22, 4, 2, 0).iterate_epoch(epoch):
             rows = [row for batch in batches for row in batch]  # one large batch
             x, y = given.train.tensors[0][rows], given.train.tensors[1][rows]
             optimizer.zero_grad()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ckptool.errors import UsageError
-from ckptool.trainer.config import TrainConfig, csv_path, hidden_widths
+from ckptool.trainer.config import TrainConfig, parse_csv_path, parse_hidden_widths
 
 
 def test_data_that_there_are():
@@ -42,7 +42,7 @@ def test_options_that_mean_something_with_another_alone():
 
 
 def test_a_path_may_have_colons():
-    assert csv_path("csv:C:\\a.csv") == "C:\\a.csv"
+    assert parse_csv_path("csv:C:\\a.csv") == "C:\\a.csv"
 
 
 WIDTHS = {"mlp": [16, 32], "mlp:7": [7], "mlp:16,32,8": [16, 32, 8]}
@@ -50,13 +50,13 @@ WIDTHS = {"mlp": [16, 32], "mlp:7": [7], "mlp:16,32,8": [16, 32, 8]}
 
 def test_widths_are_read():
     for word in WIDTHS:
-        assert hidden_widths(word) == WIDTHS[word], word
+        assert parse_hidden_widths(word) == WIDTHS[word], word
 
 
 def test_other_models():
     for word in ["linear", "cnn", "net:Net", "a.b:C.d", "mlp:Net", "linear:f"]:
         assert TrainConfig(out="-", model=word).model == word, word
-        assert hidden_widths(word) is None, word
+        assert parse_hidden_widths(word) is None, word
 
 
 NO_WIDTHS = ["mlp:", "mlp:0", "mlp:-1", "mlp:1,,2", "mlp:1,", "mlp:1.5", "mlp:\u0663"]

@@ -11,8 +11,8 @@ from ckptool._lazy import Result
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.values import to_document
 from ckptool.files.atomic import atomic_output
-from ckptool.render.page.document import page
-from ckptool.render.text import size
+from ckptool.render.page.document import render_page
+from ckptool.render.text import format_size
 from ckptool.words import clean, counted
 from ckptool.writing.target import check_target
 
@@ -69,7 +69,7 @@ def write_page(
     """
     for checkpoint in checkpoints:
         check_target(checkpoint, path, overwrite=overwrite, in_place=False)
-    content = page(report)
+    content = render_page(report)
 
     def check() -> None:
         for checkpoint in checkpoints:
@@ -101,4 +101,4 @@ def page_lines(receipt: PageReceipt) -> Iterator[str]:
 def page_line(receipt: PageReceipt) -> str:
     """Return the path and the size of the page."""
     tensors = counted(receipt.tensors, "tensor")
-    return f"wrote {clean(receipt.path)} ({tensors}, {size(receipt.size)})"
+    return f"wrote {clean(receipt.path)} ({tensors}, {format_size(receipt.size)})"

@@ -20,8 +20,8 @@ _HOMES = {
 }
 
 
-def strategy_of(config: TrainConfig, observer: Observer) -> Strategy:
-    """Return the strategy that `config.strategy` names, not opened yet."""
+def make_strategy(config: TrainConfig, observer: Observer) -> Strategy:
+    """Return the strategy of `config.strategy`, not connected yet."""
     home, name = _HOMES[config.strategy]
     module = import_module(f"{__name__}.{home}")
     return cast(Strategy, getattr(module, name)(config, observer))

@@ -14,9 +14,18 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.config import TrainConfig, require_shared
-from ckptool.trainer.data import Dataset, Loss, device_in, load_batches, moved, shape, share, sum_of
-from ckptool.trainer.devices import device_of
+from ckptool.trainer.config import TrainConfig, require_enough_samples
+from ckptool.trainer.data import (
+    Dataset,
+    Loss,
+    first_device,
+    first_shape,
+    load_batches,
+    move_tensors,
+    select_share,
+    sum_outputs,
+)
+from ckptool.trainer.devices import resolve_device
 from ckptool.trainer.events import Observer, Traced, Validating
 from ckptool.trainer.processes import World
 from ckptool.words import a_class
@@ -68,10 +77,10 @@ class StepResult:
 
 
 class Strategy:
-    """One process on one device; other strategies override what they do differently.
+    """One process on one device; other strategies override some methods.
 
-    The calls come in this order: `opened`, around all others; `wrap`; `tuning` is set; `attend`;
-    `step` and `validated`.
+    The calls come in this order: `connect`, around all others; `wrap`; `tuning` is set; `set_data`;
+    `step` and `validate`.
 
     Attributes:
         model: The model in its wrapper, which is called with a batch.
@@ -95,7 +104,7 @@ class Strategy:
     # The processes and devices.
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def connect(self) -> Iterator[None]:
         """Connect the processes until the end of the block.
 
         Raises:
@@ -111,17 +120,17 @@ class Strategy:
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """All devices that this process computes on."""
-        return (device_of(self.config.device),)
+        return (resolve_device(self.config.device),)
 
     def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
-        """Work for the process that runs the loop, and return what that process gives to `end`.
+        """Work for the process that runs the loop; return the outcome that it passes to `finish`.
 
         `votes` returns the votes of this process, which a step sums over all processes.
         """
         raise NotImplementedError
 
-    def end(self, outcome: Any) -> None:
-        """Give `outcome` to the processes that `serve` this one, after the last step."""
+    def finish(self, outcome: Any) -> None:
+        """Send `outcome` to the processes that `serve` this one, after the last step."""
 
     # The model.
 
@@ -130,15 +139,15 @@ class Strategy:
         self.module = model.to(self.device)
         self.model = self.module
 
-    def whole_module(self) -> nn.Module:
-        """Return the model in its wrapper, to be pickled; all processes call it.
+    def gather_module(self) -> nn.Module:
+        """Return the model in its wrapper with all weights, to be pickled; all processes call it.
 
         Raises:
             TrainingError: the wrapper cannot be pickled.
         """
         return self.model
 
-    def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def gather_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the whole state dicts of the model in its wrapper and of the optimizer.
 
         All processes call it.
@@ -147,11 +156,11 @@ class Strategy:
 
     # A step.
 
-    def share(self, rows: Sequence[int]) -> list[int]:
+    def select_rows(self, rows: Sequence[int]) -> list[int]:
         """Return the rows of a batch that this process computes."""
-        return share(rows, self.world.rank, self.world.size)
+        return select_share(rows, self.world.rank, self.world.size)
 
-    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of one batch: only the last batch of a step exchanges gradients."""
         return nullcontext()
 
@@ -169,13 +178,13 @@ class Strategy:
         """Compute the gradients of this process's rows, and return the sum of their losses."""
         loss_sum = 0.0
         for position, rows in enumerate(step.batches):
-            mine = self.share(rows)
-            with self.accumulating(is_last=position == len(step.batches) - 1):
-                loss = self.loss(mine)
+            own_rows = self.select_rows(rows)
+            with self.accumulate(is_last=position == len(step.batches) - 1):
+                loss = self.compute_loss(own_rows)
                 # The wrapper of several processes divides the sum of gradients by their number.
-                weight = len(mine) / step.samples * self.world.size
+                weight = len(own_rows) / step.samples * self.world.size
                 self.tuning.scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.item() * len(mine)
+            loss_sum += loss.item() * len(own_rows)
         return loss_sum
 
     def update(self, step: TrainingStep, loss_sum: float) -> StepResult:
@@ -184,10 +193,10 @@ class Strategy:
         Raises:
             TrainingError: the weights would become infinite or NaN.
         """
-        broken = float(not self.tuning.has_finite_gradients)
-        loss_sum, broken, *votes = self.world.sums([loss_sum, broken, *step.votes])
+        is_broken = float(not self.tuning.has_finite_gradients)
+        loss_sum, is_broken, *votes = self.world.sum_over_ranks([loss_sum, is_broken, *step.votes])
         is_loss = not math.isfinite(loss_sum)
-        if is_loss or broken:
+        if is_loss or is_broken:
             self.tuning.optimizer.zero_grad()
             fault = (
                 f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is not finite"
@@ -196,27 +205,27 @@ class Strategy:
         is_taken = self.tuning.step()
         return StepResult(loss_sum, step.samples, votes, is_skipped=not is_taken)
 
-    def finished_steps(self) -> list[StepResult]:
-        """Wait for the steps that are handed out, and return them if `step` did not."""
+    def collect_finished_steps(self) -> list[StepResult]:
+        """Wait for the steps that workers still compute, and return them."""
         return []
 
     # Losses.
 
-    def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
+    def set_data(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
         """Store the data and the loss; called once, after `wrap`.
 
         Raises:
             TrainingError: there are more processes than samples in a batch.
         """
-        require_shared(self.config.batch_size, self.world.size)
+        require_enough_samples(self.config.batch_size, self.world.size)
         self._train, self._validation, self._loss = dataset, validation, loss
 
     @contextmanager
-    def feeding(
+    def prefetch_batches(
         self, steps: Sequence[Sequence[Sequence[int]]], *, epoch: int, first: int
     ) -> Iterator[None]:
         """Prepare the batches of an epoch from step `first` on, ahead if there are workers."""
-        rows = [self.share(one) for step in steps for one in step]
+        rows = [self.select_rows(batch) for step in steps for batch in step]
         self._feed = self._load_batches(self._train, rows, epoch, first * self.config.accumulate)
         try:
             yield
@@ -237,16 +246,16 @@ class Strategy:
             is_pinned=self.device.type == "cuda",
         )
 
-    def loss(self, rows: Sequence[int]) -> torch.Tensor:
+    def compute_loss(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the mean loss of some samples; without samples 0, with gradients of zeros."""
         batch = next(self._feed or self._load_batches(self._train, [rows]))
-        return self._loss_of(batch, rows, trace=self.config.trace_batches)
+        return self._loss_of_batch(batch, rows, trace=self.config.trace_batches)
 
-    def placed(self, batch: Any) -> Any:
+    def place_batch(self, batch: Any) -> Any:
         """Return inputs and targets on the device of this process."""
-        return moved(batch, self.device)
+        return move_tensors(batch, self.device)
 
-    def validated(self) -> float | None:
+    def validate(self) -> float | None:
         """Return the mean loss of the validation samples, or None if there are none."""
         if self._validation is None or len(self._validation) == 0:
             return None
@@ -254,43 +263,58 @@ class Strategy:
         self.model.train(False)
         loss_sum, size, samples = 0.0, self.config.batch_size, len(self._validation)
         starts = range(0, samples, size)
-        shares = [self.share(range(start, min(start + size, samples))) for start in starts]
+        shares = [self.select_rows(range(start, min(start + size, samples))) for start in starts]
         with torch.no_grad():
             batches = self._load_batches(self._validation, shares)
             for start, rows, batch in zip(starts, shares, batches, strict=True):
                 self.observer.tell(Validating(start, samples))
-                loss_sum += self._loss_of(batch, rows).item() * len(rows)
+                loss_sum += self._loss_of_batch(batch, rows).item() * len(rows)
         self.model.train(was_training)
-        return self.world.sums([loss_sum])[0] / samples
+        return self.world.sum_over_ranks([loss_sum])[0] / samples
 
-    def _loss_of(
+    def _loss_of_batch(
         self, batch: tuple[Any, Any], rows: Sequence[int], *, trace: bool = False
     ) -> torch.Tensor:
-        inputs, targets = self.placed(batch)
+        """Return the mean loss of one batch; for no rows 0, with gradients of zeros."""
+        inputs, targets = self.place_batch(batch)
         if not rows:  # an empty batch of the right types: the other processes wait for this one
-            inputs, targets = tree_map_only(torch.Tensor, lambda one: one[:0], (inputs, targets))
+            inputs, targets = tree_map_only(
+                torch.Tensor, lambda tensor: tensor[:0], (inputs, targets)
+            )
         with self.tuning.autocast(self.device.type):
-            with self.tracing() if trace else nullcontext():
+            with self.trace_shapes() if trace else nullcontext():
                 outputs = self.model(inputs)
             if trace:
-                self.observer.tell(Traced(True, str(self.device), shape(inputs), shape(outputs)))
+                self.observer.tell(
+                    Traced(True, str(self.device), first_shape(inputs), first_shape(outputs))
+                )
             if isinstance(outputs, torch.Tensor):
-                targets = moved(targets, outputs.device)
-            return _scalar(self._loss(outputs, targets)) if rows else 0 * sum_of(outputs)
+                targets = move_tensors(targets, outputs.device)
+            return (
+                _require_scalar(self._loss(outputs, targets)) if rows else 0 * sum_outputs(outputs)
+            )
 
-    def tracing(self) -> AbstractContextManager[Any]:
+    def trace_shapes(self) -> AbstractContextManager[Any]:
         """Report the inputs and outputs of the model, or of each replica, in a forward pass.
 
         Replicas have the hooks of their model, and each calls them in a thread of its own.
         """
 
-        def tell(_: nn.Module, inputs: Any, outputs: Any) -> None:
-            self.observer.tell(Traced(False, device_in(inputs), shape(inputs), shape(outputs)))
+        def report(_: nn.Module, inputs: Any, outputs: Any) -> None:
+            """Report the shapes and the device of one forward pass."""
+            self.observer.tell(
+                Traced(False, first_device(inputs), first_shape(inputs), first_shape(outputs))
+            )
 
-        return self.module.register_forward_hook(tell)
+        return self.module.register_forward_hook(report)
 
 
-def _scalar(loss: Any) -> torch.Tensor:
+def _require_scalar(loss: Any) -> torch.Tensor:
+    """Return the loss if it is a tensor of one number that depends on the weights.
+
+    Raises:
+        TrainingError: it is something else.
+    """
     if not isinstance(loss, torch.Tensor):
         fault = f"{a_class(loss)}, expected a tensor"
     elif loss.numel() != 1:
@@ -308,27 +332,32 @@ def _scalar(loss: Any) -> torch.Tensor:
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model that are called one after the other, each once, in order.
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the parts of a model that are called in sequence, each once, in order.
 
     These are the children of the model, and the layers of a child that is a list of layers. A model
     with only one child has the blocks of this child; a model without children is one block.
     """
-    children = list(_children(model))
+    children = list(_iterate_children(model))
     while len(children) == 1 and any(True for _ in children[0].children()):
-        children = list(_children(children[0]))
+        children = list(_iterate_children(children[0]))
     return children or [model]
 
 
-def _children(module: nn.Module) -> Iterator[nn.Module]:
+def _iterate_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module, with lists of layers replaced by their layers."""
     for child in module.children():
         if isinstance(child, _CONTAINERS):
-            yield from _children(child)
+            yield from _iterate_children(child)
         else:
             yield child
 
 
-def tied(blocks: list[nn.Module]) -> set[int]:
-    """Return the `id` of every parameter that two blocks or more share, as embedding and head."""
-    uses = Counter(number for block in blocks for number in {id(one) for one in block.parameters()})
-    return {number for number, times in uses.items() if times > 1}
+def find_tied_parameters(blocks: list[nn.Module]) -> set[int]:
+    """Return the `id` of every parameter that several blocks share, for example an embedding."""
+    uses = Counter(
+        identity
+        for block in blocks
+        for identity in {id(parameter) for parameter in block.parameters()}
+    )
+    return {identity for identity, count in uses.items() if count > 1}

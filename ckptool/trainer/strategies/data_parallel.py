@@ -11,11 +11,11 @@ from torch import nn
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.data import Dataset, Loss
-from ckptool.trainer.devices import device_of
+from ckptool.trainer.devices import resolve_device
 from ckptool.trainer.events import Note
-from ckptool.trainer.processes import connected, local_rank
+from ckptool.trainer.processes import connect_processes, read_local_rank
 from ckptool.trainer.strategies.base import Strategy
-from ckptool.trainer.tuning import random_state, restore_random_state
+from ckptool.trainer.tuning import get_random_state, restore_random_state
 
 _TRIAL = 2
 """The number of samples of a trial; normalization over a batch needs more than one."""
@@ -36,19 +36,21 @@ class DataParallel(Strategy):
             TrainingError: there is no such GPU.
             UsageError: `device` is not a GPU, or a GPU is named twice.
         """
-        ids, first = self.config.device_ids, device_of(self.config.device)
+        ids, first = self.config.device_ids, resolve_device(self.config.device)
         if ids and self.config.device == "auto":
-            first = device_of(f"cuda:{ids[0]}")
+            first = resolve_device(f"cuda:{ids[0]}")
         if first.type != "cuda":
             if ids or self.config.output_device is not None:
                 raise UsageError(f"device_ids and output_device need GPUs, but device is {first}")
             return (first,)
         if first.index and not ids:
             ids = (first.index,)  # --device cuda:1 without --device-ids
-        found = tuple(device_of(f"cuda:{one}") for one in ids or range(torch.cuda.device_count()))
-        if len(set(found)) < len(found):
+        devices = tuple(
+            resolve_device(f"cuda:{index}") for index in ids or range(torch.cuda.device_count())
+        )
+        if len(set(devices)) < len(devices):
             raise UsageError(f"device_ids {', '.join(map(str, ids))} has a GPU twice")
-        return found
+        return devices
 
     def wrap(self, model: nn.Module) -> None:
         """Wrap the model.
@@ -58,7 +60,7 @@ class DataParallel(Strategy):
         """
         super().wrap(model)
         if self.device.type == "cuda":
-            ids, output = [one.index for one in self.devices], self.config.output_device
+            ids, output = [device.index for device in self.devices], self.config.output_device
             if output not in (None, *ids):
                 raise TrainingError(
                     f"outputs cannot be gathered on cuda:{output}, which has no replica",
@@ -66,7 +68,7 @@ class DataParallel(Strategy):
                 )
             self.model = nn.DataParallel(self.module, ids, output)
             return
-        # With the module it would take every GPU that torch sees, though the CPU was asked for.
+        # With the module it would use every GPU that torch sees, although the CPU is requested.
         self.model = wrapper = nn.DataParallel[nn.Module](nn.Identity())
         wrapper.module, wrapper.device_ids = self.module, []
 
@@ -77,12 +79,12 @@ class Distributed(Strategy):
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The GPU with the number of this process on the machine, or the CPU."""
-        return (device_of(self.config.device, local_rank=local_rank()),)
+        return (resolve_device(self.config.device, local_rank=read_local_rank()),)
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def connect(self) -> Iterator[None]:
         """Connect the processes that the launcher started."""
-        with connected(self.device) as self.world:
+        with connect_processes(self.device) as self.world:
             self.processes = self.world.size
             yield
 
@@ -104,7 +106,7 @@ class DistributedDataParallel(Distributed):
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         super().wrap(model)
-        if self.world.size > 1 and any(map(_is_of_a_share, model.modules())):
+        if self.world.size > 1 and any(map(_is_local_batch_norm, model.modules())):
             self.observer.tell(
                 Note(
                     "batch norm uses the part of the batch in each process; for the whole batch, "
@@ -112,7 +114,7 @@ class DistributedDataParallel(Distributed):
                 )
             )
 
-    def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
+    def set_data(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
         """Wrap the model after a trial backward pass, and do one trial pass with the wrapper.
 
         DDP sums gradients in buckets, whose layout it changes after its first backward pass. A sum
@@ -120,37 +122,40 @@ class DistributedDataParallel(Distributed):
         a run, resumed or not, have the same layout. The trial before shows whether parameters have
         no gradient, which DDP must then search for in each step.
         """
-        super().attend(dataset, validation, loss)
+        super().set_data(dataset, validation, loss)
         rows = range(min(_TRIAL, len(dataset)))
-        with _unchanged(self.module):
-            self._loss_of(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
-            trained = [one for one in self.module.parameters() if one.requires_grad]
-            is_partial = any(one.grad is None for one in trained)
+        with _preserve_state(self.module):
+            self._loss_of_batch(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
+            trained = [
+                parameter for parameter in self.module.parameters() if parameter.requires_grad
+            ]
+            is_partial = any(parameter.grad is None for parameter in trained)
             self.module.zero_grad()
             self.model = nn.parallel.DistributedDataParallel(
                 self.module,
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
                 find_unused_parameters=is_partial,
             )
-            self._loss_of(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
+            self._loss_of_batch(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
             self.module.zero_grad()
 
-    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Let gradients stay in this process until the last batch of a step."""
         wrapper = cast("nn.parallel.DistributedDataParallel", self.model)
         return nullcontext() if is_last else wrapper.no_sync()
 
 
-def _is_of_a_share(module: nn.Module) -> bool:
+def _is_local_batch_norm(module: nn.Module) -> bool:
+    """Return True for batch norm that uses only the samples of its own process."""
     is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
     return is_norm and not isinstance(module, nn.SyncBatchNorm)
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers, such as running statistics, and the random state at the end."""
-    buffers = [(one, one.clone()) for one in module.buffers()]
-    state = random_state()
+def _preserve_state(module: nn.Module) -> Iterator[None]:
+    """Restore buffers, such as running statistics, and the random state at the end."""
+    buffers = [(tensor, tensor.clone()) for tensor in module.buffers()]
+    state = get_random_state()
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ckptool.errors import TrainingError
 from ckptool.loading.ranks import is_spread
-from ckptool.trainer.strategies.base import blocks_of, tied
+from ckptool.trainer.strategies.base import find_blocks, find_tied_parameters
 from ckptool.trainer.strategies.data_parallel import Distributed
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class FullyShardedDataParallel(Distributed):
     """
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def connect(self) -> Iterator[None]:
         """Connect the processes, if torch has `fully_shard`."""
         try:
             from torch.distributed.fsdp import fully_shard  # noqa: F401
@@ -38,7 +38,7 @@ class FullyShardedDataParallel(Distributed):
                 f"strategy 'fsdp' needs torch 2.6 or later, but this is {torch.__version__}",
                 hint="upgrade torch, or use --strategy ddp",
             ) from error
-        with super().opened():
+        with super().connect():
             yield
 
     def wrap(self, model: nn.Module) -> None:
@@ -53,48 +53,49 @@ class FullyShardedDataParallel(Distributed):
 
         super().wrap(model)
         mesh = init_device_mesh(self.device.type, (self.world.size,))
-        blocks = blocks_of(model)
-        shared = tied(blocks)
+        blocks = find_blocks(model)
+        shared = find_tied_parameters(blocks)
         for block in blocks:
-            own = {id(one) for one in block.parameters()}
-            if block is not model and own and not own & shared:
+            parameter_ids = {id(parameter) for parameter in block.parameters()}
+            if block is not model and parameter_ids and not parameter_ids & shared:
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        model.register_forward_pre_hook(_take_buffers)
+        model.register_forward_pre_hook(_broadcast_buffers)
 
-    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Let gradients stay in this process until the last batch of a step."""
         model = cast("FSDPModule", self.model)
         model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    def whole_module(self) -> nn.Module:
+    def gather_module(self) -> nn.Module:
         """Refuse: each process has only shards, in classes that torch made at run time."""
         raise TrainingError(
             "strategy 'fsdp' cannot pickle the model, because each process has only shards of it",
             hint="use --save full, which gathers the shards",
         )
 
-    def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def gather_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return both state dicts with gathered tensors, in every process."""
-        model, optimizer = super().wrapped_state()
-        return whole(model), whole(optimizer)
+        model, optimizer = super().gather_state()
+        return gather_tensors(model), gather_tensors(optimizer)
 
 
-def whole(tree: Any) -> Any:
+def gather_tensors(tree: Any) -> Any:
     """Return the tree with every sharded tensor gathered; all processes call it."""
 
-    def gathered(part: Any) -> Any:
+    def gather(part: Any) -> Any:
+        """Return a sharded tensor as a whole one, without padding in its storage."""
         if not is_spread(part):
             return part
         full = part.full_tensor()
         has_padding = full.untyped_storage().nbytes() > full.nbytes
         return full.clone() if has_padding else full
 
-    return tree_map(gathered, tree)
+    return tree_map(gather, tree)
 
 
-def _take_buffers(model: nn.Module, _: Any) -> None:
+def _broadcast_buffers(model: nn.Module, _: Any) -> None:
     """Broadcast the buffers of rank 0 before a forward pass, as DistributedDataParallel does."""
     for buffer in model.buffers():
         dist.broadcast(buffer.detach(), src=0)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.data import moved, shape
-from ckptool.trainer.devices import device_of
+from ckptool.trainer.data import first_shape, move_tensors
+from ckptool.trainer.devices import resolve_device
 from ckptool.trainer.events import Traced
-from ckptool.trainer.strategies.base import Strategy, blocks_of, tied
+from ckptool.trainer.strategies.base import Strategy, find_blocks, find_tied_parameters
 
 
 class ModelParallel(Strategy):
@@ -29,7 +29,7 @@ class ModelParallel(Strategy):
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of `--devices`, or all GPUs."""
         words = self.config.devices or [f"cuda:{at}" for at in range(torch.cuda.device_count())]
-        devices = tuple(map(device_of, words))
+        devices = tuple(map(resolve_device, words))
         if len(devices) < 2:
             raise TrainingError(
                 f"model-parallel needs several devices, given {devices[0] if devices else 'none'}",
@@ -38,20 +38,24 @@ class ModelParallel(Strategy):
         return devices
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def trace_shapes(self) -> Iterator[None]:
         """Report the inputs and outputs of each stage: the blocks in a row on one device."""
-        given: list[tuple[int, ...]] = []
+        input_shapes: list[tuple[int, ...]] = []
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given.append(shape((args, kwargs)))
+        def record_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Keep the input shape of a stage, until its output is known."""
+            input_shapes.append(first_shape((args, kwargs)))
 
-        def after(device: torch.device, _: nn.Module, __: Any, outputs: Any) -> None:
-            self.observer.tell(Traced(False, str(device), given.pop(), shape(outputs)))
+        def report_stage(device: torch.device, _: nn.Module, __: Any, outputs: Any) -> None:
+            """Report the input and output shapes of a stage."""
+            self.observer.tell(Traced(False, str(device), input_shapes.pop(), first_shape(outputs)))
 
         with ExitStack() as hooks:
             for device, blocks in self._stages:
-                hooks.enter_context(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
-                hooks.enter_context(blocks[-1].register_forward_hook(partial(after, device)))
+                hooks.enter_context(
+                    blocks[0].register_forward_pre_hook(record_inputs, with_kwargs=True)
+                )
+                hooks.enter_context(blocks[-1].register_forward_hook(partial(report_stage, device)))
             yield
 
     def wrap(self, model: nn.Module) -> None:
@@ -63,37 +67,44 @@ class ModelParallel(Strategy):
             TrainingError: the model has fewer blocks with parameters than there are devices.
         """
         devices = self.devices
-        blocks = blocks_of(model)
-        places = self._places(blocks)
+        blocks = find_blocks(model)
+        places = self._assign_devices(blocks)
         for block, place in zip(blocks, places, strict=True):
             block.to(devices[place])
             block.register_forward_pre_hook(_Moving(devices[place]), with_kwargs=True)
-        inside = {one for block in blocks for one in block.modules()}
+        modules_of_blocks = {tensor for block in blocks for tensor in block.modules()}
         for module in model.modules():
-            if module not in inside:
+            if module not in modules_of_blocks:
                 module._apply(  # type: ignore[no-untyped-call]
-                    lambda one: one.to(devices[0]), recurse=False
+                    lambda tensor: tensor.to(devices[0]), recurse=False
                 )
         self.module = self.model = model
-        runs = groupby(zip(places, blocks, strict=True), key=lambda one: one[0])
-        self._stages = [(devices[place], [block for _, block in run]) for place, run in runs]
+        groups = groupby(zip(places, blocks, strict=True), key=lambda tensor: tensor[0])
+        self._stages = [(devices[place], [block for _, block in group]) for place, group in groups]
 
-    def _places(self, blocks: Sequence[nn.Module]) -> list[int]:
+    def _assign_devices(self, blocks: Sequence[nn.Module]) -> list[int]:
         """Return the number of the device of each block.
 
-        A block that shares parameters with an earlier one, as a head with the weights of the
+        A block that shares parameters with an earlier one, such as a head with the weights of the
         embedding, is on the same device.
         """
         count = len(self.devices)
-        sizes = [sum(one.numel() for one in block.parameters()) for block in blocks]
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
         layers = sum(size > 0 for size in sizes)
-        places = stages(sizes, count) if layers >= count else [0] * len(blocks)
-        shared = tied(list(blocks))
-        home: dict[int, int] = {}
-        for at, block in enumerate(blocks):
-            ids = {id(one) for one in block.parameters()} & shared
-            places[at] = next((home[one] for one in ids if one in home), places[at])
-            home.update(dict.fromkeys(ids, places[at]))
+        places = partition_stages(sizes, count) if layers >= count else [0] * len(blocks)
+        shared = find_tied_parameters(list(blocks))
+        device_of_parameter: dict[int, int] = {}
+        for index, block in enumerate(blocks):
+            ids = {id(parameter) for parameter in block.parameters()} & shared
+            places[index] = next(
+                (
+                    device_of_parameter[parameter]
+                    for parameter in ids
+                    if parameter in device_of_parameter
+                ),
+                places[index],
+            )
+            device_of_parameter.update(dict.fromkeys(ids, places[index]))
         if len(set(places)) < count:
             raise TrainingError(
                 f"the model has {layers} layers with parameters, too few for {count} devices",
@@ -102,24 +113,24 @@ class ModelParallel(Strategy):
         return places
 
 
-def stages(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the stage of each block, for `count` stages whose largest is as small as possible.
+def partition_stages(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the stage number of each block; the largest of the `count` stages is minimal.
 
     Every stage has a block with parameters; a block without parameters follows the one before.
     """
-    heavy = [at for at, size in enumerate(sizes) if size]
-    sums = [0, *accumulate(sizes[at] for at in heavy)]
+    heavy = [index for index, size in enumerate(sizes) if size]
+    sums = [0, *accumulate(sizes[index] for index in heavy)]
 
     @cache
-    def best(parts: int, end: int) -> tuple[int, tuple[int, ...]]:
-        """Return the largest of the parts before `end`, and where the later parts begin."""
+    def find_best(parts: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """Return the largest of the parts before `end`, and the starts of the later parts."""
         if parts == 1:
             return sums[end], ()
-        before = ((cut, *best(parts - 1, cut)) for cut in range(parts - 1, end))
+        before = ((cut, *find_best(parts - 1, cut)) for cut in range(parts - 1, end))
         return min((max(size, sums[end] - sums[cut]), (*cuts, cut)) for cut, size, cuts in before)
 
-    firsts = {heavy[cut] for cut in best(count, len(heavy))[1]}
-    return list(accumulate(int(at in firsts) for at in range(len(sizes))))
+    firsts = {heavy[cut] for cut in find_best(count, len(heavy))[1]}
+    return list(accumulate(int(index in firsts) for index in range(len(sizes))))
 
 
 class _Moving:
@@ -131,4 +142,4 @@ class _Moving:
     def __call__(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return moved(args, self._device), moved(kwargs, self._device)
+        return move_tensors(args, self._device), move_tensors(kwargs, self._device)

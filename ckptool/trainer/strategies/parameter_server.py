@@ -20,10 +20,10 @@ from torch.futures import Future
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
 from ckptool.loading.ranks import sendable
-from ckptool.trainer.data import share
-from ckptool.trainer.devices import device_of
-from ckptool.trainer.launching import not_met
-from ckptool.trainer.processes import TIMEOUT, launched_as, local_rank, meeting_point
+from ckptool.trainer.data import select_share
+from ckptool.trainer.devices import resolve_device
+from ckptool.trainer.launching import connection_error
+from ckptool.trainer.processes import TIMEOUT, open_store, read_launcher_rank, read_local_rank
 from ckptool.trainer.strategies.base import StepResult, Strategy, TrainingStep
 from ckptool.trainer.tuning import seed_all
 
@@ -32,7 +32,7 @@ _SCHEME = "ckptool"
 _PATIENCE = 10.0
 """Seconds in which a running process answers a short message."""
 _Failure = CheckpointError | str
-"""Why a process fails, as it is sent: an error of ckptool, or the text of another error."""
+"""The cause of a failure as it is sent: an error of ckptool, or the text of another error."""
 
 
 class InFlight:
@@ -47,7 +47,7 @@ class InFlight:
     """
 
     def __init__(self, limit: int) -> None:
-        """Begin with no step; no gradient may be older than `limit` when it is applied."""
+        """Start without steps; no gradient may be older than `limit` when it is applied."""
         self._limit = limit
         self._began: dict[int, int] = {}
         self.applied = 0
@@ -58,7 +58,7 @@ class InFlight:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more step keeps the limit, in whatever order the gradients arrive.
+        """True if one more step keeps the limit for any order in which the gradients arrive.
 
         In the worst case the oldest is applied last, after all the others and the new one.
         """
@@ -70,7 +70,7 @@ class InFlight:
         """Record that step `number` is handed out with the current weights."""
         self._began[number] = self.applied
 
-    def end(self, number: int) -> int:
+    def finish(self, number: int) -> int:
         """Count the gradient of step `number` as applied, and return its age."""
         age = self.applied - self._began.pop(number)
         self.applied += 1
@@ -105,7 +105,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class _Released:
+class _RunEnd:
     """The end of the run: its outcome, or why it failed."""
 
     outcome: Any = None
@@ -114,8 +114,8 @@ class _Released:
 
 _inbox: SimpleQueue[Any] = SimpleQueue()
 """The messages to this process. The server gets `(rank, Answer | _Failure)`; a worker gets
-`(Task, answer)`, and in the end `_Released`, or a `_Failure` of the connection."""
-_over: Future[_Released] = Future()
+`(Task, answer)`, and in the end `_RunEnd`, or a `_Failure` of the connection."""
+_run_end: Future[_RunEnd] = Future()
 """The end of the run, in the server."""
 
 
@@ -123,35 +123,38 @@ _over: Future[_Released] = Future()
 
 
 @async_execution  # type: ignore[untyped-decorator]
-def _ask(task: Task) -> Future[Answer]:
-    """Pass a task to the main thread of the worker."""
+def _submit_task(task: Task) -> Future[Answer]:
+    """Pass a task to the main thread of this worker; the future gets its answer."""
     answer: Future[Answer] = Future()
     _inbox.put((task, answer.set_result))
     return answer
 
 
-def _take(message: Any) -> None:
+def _receive(message: Any) -> None:
+    """Put a message into the inbox of this process."""
     _inbox.put(message)
 
 
 @async_execution  # type: ignore[untyped-decorator]
-def _until_over() -> Future[_Released]:
+def _wait_for_end() -> Future[_RunEnd]:
     """Return the end of the run; the call fails if the server is lost."""
-    return _over
+    return _run_end
 
 
 # The beginning and the end of the connection.
 
 
-def _name(rank: int) -> str:
+def _worker_name(rank: int) -> str:
+    """Return the rpc name of a process; rank 0 is the server."""
     return f"worker-{rank}" if rank else _SERVER
 
 
 def _connect(rank: int, size: int) -> None:
-    global _inbox, _over
-    _inbox, _over = SimpleQueue(), Future()
+    """Start rpc in this process, over the launcher's store, with an empty inbox."""
+    global _inbox, _run_end
+    _inbox, _run_end = SimpleQueue(), Future()
     with suppress(RuntimeError):  # it is registered already
-        register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]
+        register_rendezvous_handler(_SCHEME, _yield_store)  # type: ignore[no-untyped-call]
     options = rpc.TensorPipeRpcBackendOptions(
         rpc_timeout=TIMEOUT.total_seconds(), init_method=f"{_SCHEME}://"
     )
@@ -159,37 +162,40 @@ def _connect(rank: int, size: int) -> None:
         with warnings.catch_warnings():  # torch warns of its own use of its own process group
             warnings.simplefilter("ignore", UserWarning)
             rpc.init_rpc(  # type: ignore[no-untyped-call]
-                _name(rank), rank=rank, world_size=size, rpc_backend_options=options
+                _worker_name(rank), rank=rank, world_size=size, rpc_backend_options=options
             )
     except (RuntimeError, ValueError) as error:
-        raise not_met(error, os.environ["MASTER_PORT"], os.environ["MASTER_ADDR"]) from error
+        raise connection_error(
+            error, os.environ["MASTER_PORT"], os.environ["MASTER_ADDR"]
+        ) from error
 
 
-def _meet(_: str, **__: Any) -> Iterator[tuple[Store, int, int]]:
-    yield meeting_point()
+def _yield_store(_: str, **__: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield the launcher's store, rank and number of processes, as torch's rendezvous asks."""
+    yield open_store()
 
 
-def _release(size: int, released: _Released) -> None:
-    """Tell the workers the end of the run, and leave."""
-    told = [
-        rpc.rpc_async(_name(rank), _take, args=(released,), timeout=_PATIENCE)
+def _release_workers(size: int, end: _RunEnd) -> None:
+    """Send the end of the run to all workers, and shut rpc down."""
+    calls = [
+        rpc.rpc_async(_worker_name(rank), _receive, args=(end,), timeout=_PATIENCE)
         for rank in range(1, size)
     ]
-    for one in told:
+    for call in calls:
         with suppress(RuntimeError):  # this worker is gone
-            one.wait()
-    _over.set_result(released)
-    _leave(released)
+            call.wait()
+    _run_end.set_result(end)
+    _shut_down_rpc(end)
 
 
-def _leave(released: _Released | None) -> None:
+def _shut_down_rpc(end: _RunEnd | None) -> None:
     """Shut rpc down; after a failure without waiting for the others, which may be gone."""
-    is_graceful = released is not None and released.failure is None
+    is_graceful = end is not None and end.failure is None
     with suppress(RuntimeError):
         rpc.shutdown(graceful=is_graceful, timeout=_PATIENCE)
 
 
-def _outcome(call: Future[Any]) -> Any:
+def _result_or_failure(call: Future[Any]) -> Any:
     """Return the result of a call in another process, or the failure of the connection."""
     try:
         return call.value()
@@ -214,13 +220,13 @@ class ParameterServer(Strategy):
     """
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def connect(self) -> Iterator[None]:
         """Connect the server and the workers; if one of them fails, all of them end.
 
         Raises:
             TrainingError: there is only one process, or torch has no rpc.
         """
-        self._rank, self.processes = launched_as()
+        self._rank, self.processes = read_launcher_rank()
         self.takes_steps = self._rank == 0  # the server
         if self.processes < 2:
             raise TrainingError(
@@ -232,13 +238,13 @@ class ParameterServer(Strategy):
                 "this torch has no torch.distributed.rpc", hint="use --strategy ddp"
             )
         self._part = 0, 1
-        self._end: _Released | None = None
+        self._end: _RunEnd | None = None
         _connect(self._rank, self.processes)
-        with self._serving() if self.takes_steps else self._working():
+        with self._lead_workers() if self.takes_steps else self._watch_server():
             yield
 
     @contextmanager
-    def _serving(self) -> Iterator[None]:
+    def _lead_workers(self) -> Iterator[None]:
         """Lead the workers, which end with the block."""
         is_split = self.config.updates == "synchronous"
         self._parts = self.processes - 1 if is_split else 1
@@ -253,23 +259,23 @@ class ParameterServer(Strategy):
             failure = sendable(error)
             raise
         finally:
-            _release(self.processes, _Released(self._result, failure))
+            _release_workers(self.processes, _RunEnd(self._result, failure))
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Watch the server, and tell it of an error in the block."""
-        over: Future[_Released] = rpc.rpc_async(_SERVER, _until_over, timeout=0)
-        over.add_done_callback(lambda call: _inbox.put(_outcome(call)))
+    def _watch_server(self) -> Iterator[None]:
+        """Watch the server, and send it any error of the block."""
+        end_call: Future[_RunEnd] = rpc.rpc_async(_SERVER, _wait_for_end, timeout=0)
+        end_call.add_done_callback(lambda call: _inbox.put(_result_or_failure(call)))
         try:
             yield
         except BaseException as error:
             if self._end is None:
                 with suppress(RuntimeError):  # the server is gone, or ends
                     failure = self._rank, sendable(error)
-                    rpc.rpc_sync(_SERVER, _take, args=(failure,), timeout=_PATIENCE)
+                    rpc.rpc_sync(_SERVER, _receive, args=(failure,), timeout=_PATIENCE)
             raise
         finally:
-            _leave(self._end)
+            _shut_down_rpc(self._end)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -277,11 +283,13 @@ class ParameterServer(Strategy):
         if self.takes_steps:
             return (torch.device("cpu"),)
         is_beside_server = os.environ.get("GROUP_RANK", "0") == "0"
-        return (device_of(self.config.device, local_rank=local_rank() - is_beside_server),)
+        return (
+            resolve_device(self.config.device, local_rank=read_local_rank() - is_beside_server),
+        )
 
-    def share(self, rows: Sequence[int]) -> list[int]:
+    def select_rows(self, rows: Sequence[int]) -> list[int]:
         """Return all rows, or in a worker the rows of its part."""
-        return share(rows, *self._part)
+        return select_share(rows, *self._part)
 
     # The server.
 
@@ -296,29 +304,34 @@ class ParameterServer(Strategy):
         scaler.scale(torch.zeros(()))  # the scaler initializes its scale with the first loss
         self._in_flight.begin(step.number)
         self._handed_out[step.number] = step, scaler.get_scale(), {}
-        state = [one.detach().clone() for one in self._state()]  # the next update is in place
+        state = [
+            tensor.detach().clone() for tensor in self._state_tensors()
+        ]  # the next update is in place
         # The votes are of this process, and stay in it.
         task = Task(replace(step, votes=()), state, scaler.state_dict())
         for part in range(self._parts):
-            self._hand_out(replace(task, part=(part, self._parts)))
-        return self._collected(lambda: bool(self._in_flight.has_room and self._free))
+            self._hand_out_task(replace(task, part=(part, self._parts)))
+        return self._collect_answers(lambda: bool(self._in_flight.has_room and self._free))
 
-    def finished_steps(self) -> list[StepResult]:
+    def collect_finished_steps(self) -> list[StepResult]:
         """Wait until no step is in flight."""
-        return self._collected(lambda: not len(self._in_flight))
+        return self._collect_answers(lambda: not len(self._in_flight))
 
-    def end(self, outcome: Any) -> None:
+    def finish(self, outcome: Any) -> None:
         """Give the outcome to the workers when they are released."""
         self._result = outcome
 
-    def _hand_out(self, task: Task) -> None:
+    def _hand_out_task(self, task: Task) -> None:
+        """Send a task to the first free worker; its answer goes to the inbox."""
         rank = min(self._free)
         self._free.remove(rank)
-        answer: Future[Answer] = rpc.rpc_async(_name(rank), _ask, args=(task,), timeout=0)
-        answer.add_done_callback(lambda call: _inbox.put((rank, _outcome(call))))
+        answer: Future[Answer] = rpc.rpc_async(
+            _worker_name(rank), _submit_task, args=(task,), timeout=0
+        )
+        answer.add_done_callback(lambda call: _inbox.put((rank, _result_or_failure(call))))
 
-    def _collected(self, is_enough: Callable[[], bool]) -> list[StepResult]:
-        """Apply the answers that have arrived, and wait for more until it `is_enough`."""
+    def _collect_answers(self, is_enough: Callable[[], bool]) -> list[StepResult]:
+        """Apply the answers that have arrived, and wait for more until `is_enough()` is True."""
         results: list[StepResult] = []
         while True:
             try:
@@ -332,16 +345,23 @@ class ParameterServer(Strategy):
             answers = self._handed_out[answer.number][2]
             answers[rank] = answer
             if len(answers) == self._parts:
-                results.append(self._applied(_added([answers[one] for one in sorted(answers)])))
+                results.append(
+                    self._apply_answer(
+                        _add_answers([answers[worker] for worker in sorted(answers)])
+                    )
+                )
 
-    def _applied(self, answer: Answer) -> StepResult:
+    def _apply_answer(self, answer: Answer) -> StepResult:
+        """Update the weights with the gradients of a whole step, and return its result."""
         step, scale, _ = self._handed_out.pop(answer.number)
         rescale = self.tuning.scaler.get_scale() / scale  # the scale may have changed meanwhile
         for parameter, gradient in zip(self.module.parameters(), answer.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.mul_(rescale)
-        _fill(list(self.module.buffers()), answer.buffers)
-        result = self.update(replace(step, votes=_sums(step.votes, answer.votes)), answer.loss_sum)
-        return replace(result, staleness=self._in_flight.end(answer.number))
+        _copy_values(list(self.module.buffers()), answer.buffers)
+        result = self.update(
+            replace(step, votes=_add_votes(step.votes, answer.votes)), answer.loss_sum
+        )
+        return replace(result, staleness=self._in_flight.finish(answer.number))
 
     # A worker.
 
@@ -355,36 +375,41 @@ class ParameterServer(Strategy):
         self.model.train()
         while isinstance(message := _inbox.get(), tuple):
             task, answer = message
-            answer(self._computed(task, votes()))
-        is_lost = not isinstance(message, _Released)
-        self._end = end = _Released(failure=message) if is_lost else message
+            answer(self._compute_answer(task, votes()))
+        is_lost = not isinstance(message, _RunEnd)
+        self._end = end = _RunEnd(failure=message) if is_lost else message
         if isinstance(end.failure, str):
             raise PeerLost(f"the server, rank 0, cannot continue: {end.failure}")
         if end.failure is not None:
             raise end.failure
         return end.outcome
 
-    def _computed(self, task: Task, votes: Sequence[float]) -> Answer:
+    def _compute_answer(self, task: Task, votes: Sequence[float]) -> Answer:
+        """Compute the gradients of a task in this worker."""
         self._part = part, _ = task.part
         seed = self.config.seed * 1_000_003 + task.step.number  # the same on every worker
         seed_all(seed + part * 7_919_000_000)
-        _fill(self._state(), task.state)
+        _copy_values(self._state_tensors(), task.state)
         self.tuning.scaler.load_state_dict(dict(task.scaler))
         self.module.zero_grad()
         loss_sum = self.backward(task.step)
         return Answer(
             task.step.number,
             loss_sum,
-            [None if one.grad is None else one.grad.cpu() for one in self.module.parameters()],
-            [one.detach().cpu() for one in self.module.buffers()],
+            [
+                None if tensor.grad is None else tensor.grad.cpu()
+                for tensor in self.module.parameters()
+            ],
+            [tensor.detach().cpu() for tensor in self.module.buffers()],
             list(votes),
         )
 
-    def _state(self) -> list[torch.Tensor]:
+    def _state_tensors(self) -> list[torch.Tensor]:
+        """Return the parameters and buffers, in the order in which they are sent."""
         return [*self.module.parameters(), *self.module.buffers()]
 
 
-def _added(answers: Sequence[Answer]) -> Answer:
+def _add_answers(answers: Sequence[Answer]) -> Answer:
     """Return the sum of all parts of a step, added in the order of the workers."""
     first, *others = answers
     for other in others:
@@ -392,19 +417,21 @@ def _added(answers: Sequence[Answer]) -> Answer:
             first,
             loss_sum=first.loss_sum + other.loss_sum,
             gradients=[
-                one if two is None else two if one is None else one + two
-                for one, two in zip(first.gradients, other.gradients, strict=True)
+                a if b is None else b if a is None else a + b
+                for a, b in zip(first.gradients, other.gradients, strict=True)
             ],
-            votes=_sums(first.votes, other.votes),
+            votes=_add_votes(first.votes, other.votes),
         )
     return first
 
 
-def _sums(one: Sequence[float], two: Sequence[float]) -> list[float]:
-    return [sum(votes) for votes in zip_longest(one, two, fillvalue=0.0)]
+def _add_votes(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Return the sum of votes by position; missing ones are 0."""
+    return [sum(votes) for votes in zip_longest(a, b, fillvalue=0.0)]
 
 
 @torch.no_grad()
-def _fill(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def _copy_values(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy values into tensors in place."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)

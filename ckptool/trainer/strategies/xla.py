@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ckptool.errors import TrainingError, UsageError
-from ckptool.trainer.data import moved
+from ckptool.trainer.data import move_tensors
 from ckptool.trainer.events import Note
 from ckptool.trainer.strategies.base import StepResult, Strategy, TrainingStep
 
@@ -32,7 +32,7 @@ class Xla(Strategy):
     """
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def connect(self) -> Iterator[None]:
         """Import torch_xla, and find its devices.
 
         Raises:
@@ -64,9 +64,9 @@ class Xla(Strategy):
             self._count: int = self._runtime.addressable_runtime_device_count()
             total = self._runtime.global_runtime_device_count()
         except (RuntimeError, OSError) as error:  # OSError: there is no libtpu
-            said = str(error).strip().partition("\n")[0]
+            message = str(error).strip().partition("\n")[0]
             raise TrainingError(
-                f"torch_xla found no device: {said}",
+                f"torch_xla found no device: {message}",
                 hint="install the TPU library with pip install 'torch_xla[tpu]', or set "
                 "PJRT_DEVICE=CPU, which "
                 "needs none",
@@ -84,7 +84,7 @@ class Xla(Strategy):
 
     @property
     def device(self) -> torch.device:
-        """The one device that torch sees."""
+        """The single device that torch sees."""
         return self._device
 
     @property
@@ -92,23 +92,23 @@ class Xla(Strategy):
         """All devices that torch_xla finds on this machine."""
         return tuple(torch.device("xla", number) for number in range(self._count))
 
-    def placed(self, batch: Any) -> Any:
+    def place_batch(self, batch: Any) -> Any:
         """Return the batch with its samples sharded over the devices.
 
         If the devices cannot share the samples evenly, groups of devices do (30 samples, 8 devices:
         2 groups of 4), and each device of a group has all samples of the group.
         """
-        batch = super().placed(batch)
-        for one in tree_leaves(batch):
-            if isinstance(one, torch.Tensor):
-                groups = math.gcd(len(one), self._count)
+        batch = super().place_batch(batch)
+        for tensor in tree_leaves(batch):
+            if isinstance(tensor, torch.Tensor):
+                groups = math.gcd(len(tensor), self._count)
                 shape = (groups, self._count // groups)
                 mesh = self._spmd.Mesh(list(range(self._count)), shape, ("group", "copy"))
-                self._spmd.mark_sharding(one, mesh, ("group", *[None] * (one.dim() - 1)))
+                self._spmd.mark_sharding(tensor, mesh, ("group", *[None] * (tensor.dim() - 1)))
         return batch
 
     @contextmanager
-    def accumulating(self, *, is_last: bool) -> Iterator[None]:
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
         """Run both passes of a batch as one program; otherwise each value read runs them again."""
         yield
         self._xla.sync()
@@ -119,11 +119,11 @@ class Xla(Strategy):
         self._xla.sync()
         return result
 
-    def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def gather_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return both state dicts on the CPU: other machines cannot load tensors of a TPU."""
-        model, optimizer = super().wrapped_state()
-        return moved(model, _CPU), moved(optimizer, _CPU)
+        model, optimizer = super().gather_state()
+        return move_tensors(model, _CPU), move_tensors(optimizer, _CPU)
 
-    def whole_module(self) -> nn.Module:
+    def gather_module(self) -> nn.Module:
         """Return a copy of the model on the CPU."""
         return copy.deepcopy(self.model).to(_CPU)

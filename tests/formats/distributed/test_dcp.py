@@ -30,7 +30,7 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.verify import checkpoints_in
+from ckptool.inspection.verify import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.writing.target import default_target
 from tests.formats.contract import FormatContract
@@ -239,7 +239,7 @@ def test_what_lightning_saves_beside_the_tensors_is_part_of_the_tree(folder, tmp
 def test_model_and_optimizer_in_folders_of_their_own_are_one_tree(fixtures, tmp_path):
     folder = Path(shutil.copytree(fixtures / "processes" / "accelerate", tmp_path / "state"))
     assert list(ckptool.load(folder)) == ["model", "optimizer"]
-    assert checkpoints_in(str(folder), DEFAULT_LIMITS) == [str(folder)]
+    assert find_checkpoints(str(folder), DEFAULT_LIMITS) == [str(folder)]
     assert ckptool.verify(folder).ok
     ckptool.convert(folder, f"{tmp_path}/hf/", ckptool.Take(model_only=True))
     assert ckptool.load(tmp_path / "hf").keys() == ckptool.load(folder)["model"].keys()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.verify import checkpoints_in
+from ckptool.inspection.verify import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.contract import FormatContract
 
@@ -81,7 +81,7 @@ def test_one_file_opens_alone_and_names_its_folder(folder):
 
 def test_the_files_are_looked_at_as_one_checkpoint(folder):
     shutil.copy(folder / NAME.format(rank=1, file=1), folder / "other.safetensors")
-    found = checkpoints_in(str(folder.parent), DEFAULT_LIMITS)
+    found = find_checkpoints(str(folder.parent), DEFAULT_LIMITS)
     assert found == [str(folder), str(folder / "other.safetensors")]
     assert ckptool.verify(folder).shards == 8
 

@@ -16,7 +16,7 @@ import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
 from ckptool.formats.distributed.placements import find_owned_rows
-from ckptool.inspection.verify import checkpoints_in
+from ckptool.inspection.verify import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.contract import FormatContract
 from tests.formats.zips import resaved
@@ -256,7 +256,7 @@ def test_an_optimizer_is_joined_by_its_own_names(both):
     loaded = ckptool.load(both / "optim_world_size_2_rank_*.pt")
     assert loaded.keys() == {"state", "param_groups"}
     assert loaded["state"][0]["exp_avg"].shape == (9, 5)
-    assert len(checkpoints_in(str(both), DEFAULT_LIMITS)) == 3
+    assert len(find_checkpoints(str(both), DEFAULT_LIMITS)) == 3
 
 
 def test_a_pattern_that_matches_nothing_is_no_file(folder):

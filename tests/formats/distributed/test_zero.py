@@ -17,7 +17,7 @@ import torch
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.inspection.listing import list_tensors
-from ckptool.inspection.verify import checkpoints_in
+from ckptool.inspection.verify import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
 from tests.conftest import FIXTURES
 from tests.formats.contract import FormatContract
@@ -449,7 +449,9 @@ def test_a_file_in_the_place_of_a_folder_is_refused(run):
 def test_a_search_finds_the_step_once(run):
     folder = run("universal-z3-fp32").parent
     run("z2-fp32")
-    found = {os.path.relpath(path, folder) for path in checkpoints_in(str(folder), DEFAULT_LIMITS)}
+    found = {
+        os.path.relpath(path, folder) for path in find_checkpoints(str(folder), DEFAULT_LIMITS)
+    }
     assert found == {"universal-z3-fp32", "z2-fp32/global_step3"}
 
 

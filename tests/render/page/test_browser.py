@@ -2,10 +2,10 @@
 
 import pytest
 
-from ckptool.comparison.report import Report, report, summarized
+from ckptool.comparison.report import Report, report, summarize_file
 from ckptool.inspection.listing import TensorRow
 from ckptool.inspection.stats import TensorStats
-from ckptool.render.page import page
+from ckptool.render.page import render_page
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.browser import looked_at, used
 from tests.render.page.test_document import HOSTILE
@@ -38,7 +38,7 @@ def hostile(tmp_path_factory):
     state = {name: tensor(over, (2,)) for name in HOSTILE}
     folder = tmp_path_factory.mktemp("hostile")
     made = checkpoint(small(**state))
-    return looked_at(page(report(made, values=False)), folder)
+    return looked_at(render_page(report(made, values=False)), folder)
 
 
 def test_the_script_draws_a_row_a_tensor_and_areas(hostile):
@@ -57,7 +57,7 @@ def test_hostile_names_are_text_and_nothing_else(hostile):
 
 
 def test_the_address_says_what_is_searched_sorted_and_looked_at(tmp_path):
-    made = page(report(checkpoint(small())))
+    made = render_page(report(checkpoint(small())))
     place = {"at": "state_dict/layer", "tensor": "state_dict/fc.weight"}
     found = looked_at(made, tmp_path, q="*.weight", sort="-size", **place)
     assert named(found) == [
@@ -80,7 +80,7 @@ def test_the_address_says_what_is_searched_sorted_and_looked_at(tmp_path):
 
 
 def test_a_search_that_finds_nothing_says_so(tmp_path):
-    found = looked_at(page(report(checkpoint(small()), values=False)), tmp_path, q="no such")
+    found = looked_at(render_page(report(checkpoint(small()), values=False)), tmp_path, q="no such")
     assert found.one("output", **{"class": "found"}).text == "0 of 5"
     assert named(found) == []
 
@@ -90,7 +90,7 @@ def test_two_files_give_a_chart_and_a_table_of_changes(tmp_path):
     state = {name: ref for name, ref in one["state_dict"].items() if name != "fc.weight"}
     state["conv1.weight"] = tensor(floats(1.0, 2.0), (2,))
     other = checkpoint({"state_dict": {**state, "<b>": tensor(floats(0.5), (1,))}, "epoch": 8})
-    made = page(report(one, other, values=False))
+    made = render_page(report(one, other, values=False))
     found = looked_at(made, tmp_path, find="conv")
     bars = shapes(found, "bar")
     assert [one.attributes["class"].removeprefix("bar status") for one in bars] == [*"TEEEAD"]
@@ -108,7 +108,7 @@ def test_two_files_give_a_chart_and_a_table_of_changes(tmp_path):
 def test_bars_of_many_layers_fill_the_chart(tmp_path):
     names = [f"layers.{n}.{own}" for n in range(1000) for own in ("weight", "bias")]
     one = checkpoint({"model": {name: tensor(floats(1.0), (1,)) for name in names}})
-    made = page(report(one, one, values=False))
+    made = render_page(report(one, one, values=False))
     found = looked_at(made, tmp_path)
     bars = shapes(found, "bar")
     assert len(bars) == 334
@@ -131,7 +131,7 @@ def test_of_a_hundred_thousand_tensors_those_in_sight_are_drawn(tmp_path):
         )
         for n, name in enumerate(names, 1)
     )  # fmt: skip
-    made = page(Report(summarized(checkpoint({})), rows, measured=False))
+    made = render_page(Report(summarize_file(checkpoint({})), rows, measured=False))
     assert len(made) < 30_000_000
     found = looked_at(made, tmp_path, sort="-size")
     assert named(found)[0] == "model/layers.999.experts.99.weight"
@@ -148,7 +148,7 @@ def test_it_follows_whoever_uses_it(tmp_path):
         "model": {name: tensor(model, (n,)) for n, name in enumerate(names, 2)},
         "ema": {name: tensor(ema, (n,)) for n, name in enumerate(names, 1)},
     }
-    made = page(report(checkpoint(root), values=False))
+    made = render_page(report(checkpoint(root), values=False))
     told = used(
         made,
         tmp_path,
@@ -210,7 +210,7 @@ def test_nothing_is_cut_and_no_layer_loses_its_number(tmp_path, width, two):
         for epoch in range(2)
     )
     told = used(
-        page(report(*((made, other) if two else (made,)))),
+        render_page(report(*((made, other) if two else (made,)))),
         tmp_path,
         """
         await soon(); await soon();

@@ -9,14 +9,21 @@ import shutil
 import pytest
 from hypothesis import given, strategies as st
 
-from ckptool.comparison.report import report, summarized
+from ckptool.comparison.report import report, summarize_file
 from ckptool.core.tree import name_of
 from ckptool.errors import TargetExists, UnreadableFile, WriteDenied
 from ckptool.formats import open_checkpoint
-from ckptool.render.figures import bars
-from ckptool.render.page import page, write_page
-from ckptool.render.page.data import DIGITS, Names, figure
-from ckptool.render.page.document import FIRST, SCRIPTS, element, script_json, table, words
+from ckptool.render.figures import draw_histogram
+from ckptool.render.page import render_page, write_page
+from ckptool.render.page.data import DIGITS, Names, to_json_number
+from ckptool.render.page.document import (
+    FIRST,
+    SCRIPTS,
+    render_element,
+    render_table,
+    script_json,
+    to_html,
+)
 from ckptool.render.verdicts import verdict_text
 from ckptool.words import clean
 from tests.inspection.handmade import checkpoint, floats, tensor
@@ -32,7 +39,7 @@ def state(*names):
 
 
 def drawn(*roots, **options):
-    return Page(page(report(*map(checkpoint, roots), values=False, **options)))
+    return Page(render_page(report(*map(checkpoint, roots), values=False, **options)))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +135,7 @@ def test_the_summary_has_the_parameters_the_verdict_and_the_values():
     facts = dict(
         zip((th.text for th in found.all("th", scope="row")), found.all("td"), strict=False)
     )
-    diagnosis = summarized(checkpoint(one)).diagnosis
+    diagnosis = summarize_file(checkpoint(one)).diagnosis
     assert [complaint.severity for complaint in diagnosis.complaints] == ["fails", "fails"]
     first, second = diagnosis.complaints
     told = (verdict_text(diagnosis), f"1. error: {first.text}", f"2. error: {second.text}")
@@ -223,14 +230,14 @@ HOSTILE = [
 
 def test_text_of_a_file_stays_text():
     for text in HOSTILE:
-        page = Page(element("p", words(text), title=words("x")).encode())
+        page = Page(render_element("p", to_html(text), title=to_html("x")).encode())
         assert [one.tag for one in page.elements] == ["p"], text
         assert page.one("p").text.isprintable(), text
 
 
 @given(st.text())
 def test_an_attribute_stays_within_its_quotes(text):
-    page = Page(element("p", "", class_=text).encode("utf-8", "replace"))
+    page = Page(render_element("p", "", class_=text).encode("utf-8", "replace"))
     assert [one.tag for one in page.elements] == ["p"]
     assert set(page.one("p").attributes) <= {"class"}
 
@@ -249,7 +256,7 @@ def test_what_json_has_no_word_for_is_refused():
 
 
 def test_a_table_has_headers_of_its_columns_and_numbers_to_the_right():
-    page = Page(table(["a", "b"], [["1", "2"]], right={1}, class_="x", caption="c").encode())
+    page = Page(render_table(["a", "b"], [["1", "2"]], right={1}, class_="x", caption="c").encode())
     assert [one.attributes.get("class") for one in page.all("th")] == [None, "right"]
     assert [one.text for one in page.all("td")] == ["1", "2"]
     assert page.one("caption").text == "c"
@@ -272,30 +279,30 @@ def test_a_figure():
         (math.nan, "nan"),
         (1 + 2j, None),
     ]:
-        assert figure(value) == shown, value
+        assert to_json_number(value) == shown, value
 
 
 @given(st.one_of(st.floats(), st.integers(-(1 << 80), 1 << 80)))
 def test_json_takes_every_figure_and_it_is_right_to_six_digits(value):
-    shown = figure(value)
+    shown = to_json_number(value)
     json.dumps(shown, allow_nan=False)
     if math.isfinite(value):
         assert float(shown) == pytest.approx(value, rel=1e-5)
 
 
 def test_bars_are_drawn_against_the_fullest_and_none_that_has_elements_is_empty():
-    drawn = bars((0, 1, 500_000, 1_000_000), DIGITS)
+    drawn = draw_histogram((0, 1, 500_000, 1_000_000), DIGITS)
     assert [DIGITS.index(digit) for digit in drawn] == [0, 1, 32, 63]
 
 
 def test_a_histogram_of_nothing_is_flat():
-    assert bars((0, 0), DIGITS) == "00"
-    assert bars((), DIGITS) == ""
+    assert draw_histogram((0, 0), DIGITS) == "00"
+    assert draw_histogram((), DIGITS) == ""
 
 
 def placed(paths):
     tree = Names()
-    rows = tree.columns(paths)
+    rows = tree.to_columns(paths)
     return {"names": tree.to_dict(), "tensors": rows}
 
 
@@ -356,7 +363,7 @@ def made(opened):
 def test_the_file_is_the_page_and_the_receipt_says_so(opened, made, tmp_path):
     target = tmp_path / "new" / "folder" / "page.html"
     receipt = write_page(made, target, [opened])
-    assert target.read_bytes() == page(made)
+    assert target.read_bytes() == render_page(made)
     assert receipt.size == target.stat().st_size
     assert receipt.tensors == len(list(opened.tensors()))
     assert receipt.measured == 0
@@ -370,7 +377,7 @@ def test_a_file_that_is_there_is_replaced_only_when_asked(opened, made, tmp_path
         write_page(made, target, [opened])
     assert target.read_text() == "old"
     write_page(made, target, [opened], overwrite=True)
-    assert target.read_bytes() == page(made)
+    assert target.read_bytes() == render_page(made)
 
 
 @pytest.mark.parametrize("make", [None, os.symlink, os.link], ids=["itself", "symlink", "link"])

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import ckptool
 from ckptool.errors import FileDenied, FileMissing, TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import collated, data_of, load_batches, read_table, split
+from ckptool.trainer.data import collate, load_batches, make_data, read_table, split_rows
 from tests.trainer.runs import BytesDone, assert_same_run, config, run
 
 Pair = collections.namedtuple("Pair", "inputs targets")
 
 
 def batch(samples, rows=(0, 1), dtype=torch.float32):
-    return collated(samples, rows, dtype)
+    return collate(samples, rows, dtype)
 
 
 def test_tensors_are_stacked_in_the_order_of_the_rows():
@@ -135,7 +135,7 @@ def test_a_loss_that_there_is_not_is_told(loss):
 
 def test_a_loss_that_is_given_takes_the_place_of_that_of_the_data(tmp_path):
     chosen = config(tmp_path, max_steps=1, overwrite=True)
-    given = data_of(chosen)
+    given = make_data(chosen)
     one, other = BytesDone(), BytesDone()
     Trainer(chosen, data=given, observer=one).fit()
     Trainer(chosen, data=given, loss="l1_loss", observer=other).fit()
@@ -144,26 +144,26 @@ def test_a_loss_that_is_given_takes_the_place_of_that_of_the_data(tmp_path):
 
 @pytest.mark.parametrize("samples", [1, 5, 22, 1797])
 def test_a_split_has_every_row_once(samples):
-    learned, held = split(samples, 3)
+    learned, held = split_rows(samples, 3)
     assert len(learned) == samples * 4 // 5
     assert sorted([*learned.tolist(), *held.tolist()]) == list(range(samples))
-    assert torch.equal(split(samples, 3)[0], learned)
+    assert torch.equal(split_rows(samples, 3)[0], learned)
 
 
 @pytest.mark.parametrize("word", ["random", "friedman"])
 def test_generated_data_follow_from_the_seed_alone(word):
     first, again, other = (
-        data_of(TrainConfig(out="-", data=word, seed=seed, dtype="float64")) for seed in (1, 1, 2)
+        make_data(TrainConfig(out="-", data=word, seed=seed, dtype="float64")) for seed in (1, 1, 2)
     )
     assert torch.equal(first.train.tensors[0], again.train.tensors[0])
     assert not torch.equal(first.train.tensors[0], other.train.tensors[0])
-    half = data_of(TrainConfig(out="-", data=word, seed=1))
+    half = make_data(TrainConfig(out="-", data=word, seed=1))
     assert torch.equal(half.train.tensors[0], first.train.tensors[0].float())
     assert isinstance(first, TrainData)
 
 
 def test_random_data_are_those_of_the_tutorial():
-    found = data_of(TrainConfig(out="-", data="random"))
+    found = make_data(TrainConfig(out="-", data="random"))
     assert found.train.tensors[0].shape == (100, 5)
     assert found.train.tensors[1].shape == (100, 2)
     assert abs(found.train.tensors[0].mean().item()) < 0.15
@@ -171,7 +171,7 @@ def test_random_data_are_those_of_the_tutorial():
 
 
 def test_friedmans_function_is_what_its_paper_says():
-    found = data_of(TrainConfig(out="-", dtype="float64"))
+    found = make_data(TrainConfig(out="-", dtype="float64"))
     x, y = found.train.tensors[0], found.train.tensors[1].squeeze(1)
     signal = 10 * (torch.pi * x[:, 0] * x[:, 1]).sin() + 20 * (x[:, 2] - 0.5) ** 2
     noise = y - signal - 10 * x[:, 3] - 5 * x[:, 4]
@@ -182,7 +182,7 @@ def test_friedmans_function_is_what_its_paper_says():
 
 def test_digits_are_images_of_8_x_8():
     pytest.importorskip("sklearn")
-    found = data_of(TrainConfig(out="-", data="digits"))
+    found = make_data(TrainConfig(out="-", data="digits"))
     assert found.train.tensors[0].shape == (1437, 1, 8, 8)
     assert found.train.tensors[0].dtype == torch.float32
     assert (found.train.tensors[0].min().item(), found.train.tensors[0].max().item()) == (0, 1)
@@ -195,7 +195,7 @@ def test_digits_are_images_of_8_x_8():
 def test_digits_need_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(TrainingError, match="scikit-learn") as caught:
-        data_of(TrainConfig(out="-", data="digits"))
+        make_data(TrainConfig(out="-", data="digits"))
     assert caught.value.hint == "pip install scikit-learn"
 
 
@@ -263,22 +263,22 @@ def none(): return 5
 def test_data_and_loss_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_data.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    whole = data_of(TrainConfig(out="-", data="own_data:whole"))
+    whole = make_data(TrainConfig(out="-", data="own_data:whole"))
     assert (whole.loss, whole.inputs) == ("l1_loss", (5,))
     for word in ("mse_loss", "own_data:loss"):
-        pair = data_of(TrainConfig(out="-", data="own_data:pair", loss=word))
+        pair = make_data(TrainConfig(out="-", data="own_data:pair", loss=word))
         assert len(pair.validation) == 5
         assert pair.mean_loss(torch.zeros(2, 1), torch.ones(2, 1)).item() == 1
-    assert len(data_of(TrainConfig(out="-", data="own_data:rows", loss="mse_loss")).train) == 5
+    assert len(make_data(TrainConfig(out="-", data="own_data:rows", loss="mse_loss")).train) == 5
     with pytest.raises(UsageError, match="returns a dataset without a loss"):
-        data_of(TrainConfig(out="-", data="own_data:pair"))
+        make_data(TrainConfig(out="-", data="own_data:pair"))
     with pytest.raises(UsageError, match="own_data:none returns an int, expected data"):
-        data_of(TrainConfig(out="-", data="own_data:none"))
+        make_data(TrainConfig(out="-", data="own_data:none"))
 
 
 def test_a_loss_by_its_word_takes_the_place_of_that_of_the_data(tmp_path):
     data = TrainData(Noisy(), None, "mse_loss", (3,))
-    assert Trainer(config(tmp_path, loss="l1_loss"), data=data)._data_given().loss == "l1_loss"
+    assert Trainer(config(tmp_path, loss="l1_loss"), data=data)._resolve_data().loss == "l1_loss"
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def columns(samples=20):
 
 
 def data(path, **options):
-    return data_of(TrainConfig(out="-", data=f"csv:{path}", **{"dtype": "float64", **options}))
+    return make_data(TrainConfig(out="-", data=f"csv:{path}", **{"dtype": "float64", **options}))
 
 
 def raw(rows, mean, std):

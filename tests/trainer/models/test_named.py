@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import data_of
-from ckptool.trainer.models import model_of
+from ckptool.trainer.data import make_data
+from ckptool.trainer.models import make_model
 from tests.trainer.runs import config
 
 
@@ -21,7 +21,7 @@ def data(*inputs, outputs=1):
 
 
 def model(word, given):
-    return model_of(TrainConfig(out="-", model=word), given)
+    return make_model(TrainConfig(out="-", model=word), given)
 
 
 def shapes(module):
@@ -135,7 +135,7 @@ def own(tmp_path, monkeypatch):
 
     def make(name, **options):
         config = TrainConfig(out="run", model=f"own_net:{name}", device="cpu", **options)
-        return model_of(config, data_of(config))
+        return make_model(config, make_data(config))
 
     return make
 
@@ -189,7 +189,7 @@ def test_a_model_that_is_none_or_does_not_take_the_data_is_told_at_once(own, nam
 
 def test_a_module_that_is_not_there_is_told(own):
     with pytest.raises(UsageError, match="importing gone_net raised ModuleNotFoundError"):
-        model_of(TrainConfig(out="-", model="gone_net:Net"), data(10))
+        make_model(TrainConfig(out="-", model="gone_net:Net"), data(10))
 
 
 def test_a_run_trains_a_model_of_the_users_code(own, tmp_path):

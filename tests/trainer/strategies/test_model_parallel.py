@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.strategies.base import blocks_of
-from ckptool.trainer.strategies.model_parallel import stages
+from ckptool.trainer.strategies.base import find_blocks
+from ckptool.trainer.strategies.model_parallel import partition_stages
 from tests.trainer.runs import BytesDone, Crash, crash_at, differences, held, losses_of, net, run
 from tests.trainer.strategies.fsdp_scenes import AGREEING, tied
 
@@ -109,7 +109,7 @@ def test_the_largest_stage_is_as_small_as_can_be():
         if len(heavy) < 2:
             continue
         count = draw.randint(2, min(4, len(heavy)))
-        found = stages(sizes, count)
+        found = partition_stages(sizes, count)
         assert found == sorted(found)
         assert {found[at] for at in heavy} == set(range(count))
         others = itertools.combinations_with_replacement(range(count), len(sizes))
@@ -128,6 +128,6 @@ def largest(sizes, places):
 def test_blocks_are_what_is_called_one_after_the_other():
     layers = [nn.Linear(2, 2) for _ in range(4)]
     body = nn.Sequential(layers[0], nn.Sequential(layers[1], nn.ReLU()), nn.ModuleList(layers[2:]))
-    assert [one for one in blocks_of(body) if isinstance(one, nn.Linear)] == layers
-    assert blocks_of(nn.ModuleDict({"model": body})) == blocks_of(body)
-    assert blocks_of(layers[0]) == [layers[0]]
+    assert [one for one in find_blocks(body) if isinstance(one, nn.Linear)] == layers
+    assert find_blocks(nn.ModuleDict({"model": body})) == find_blocks(body)
+    assert find_blocks(layers[0]) == [layers[0]]

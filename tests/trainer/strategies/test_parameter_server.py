@@ -183,10 +183,10 @@ def test_no_gradient_is_older_than_the_limit_in_any_order_of_arrival(limit, work
         while not in_flight.has_room or len(open_steps) == workers:
             arrived = data.draw(st.sampled_from(open_steps))
             open_steps.remove(arrived)
-            ages.append(in_flight.end(arrived))
+            ages.append(in_flight.finish(arrived))
         in_flight.begin(number)
         open_steps.append(number)
-    ages += [in_flight.end(number) for number in open_steps]
+    ages += [in_flight.finish(number) for number in open_steps]
     assert max(ages) <= limit
     assert len(ages) == 30 == in_flight.applied
     assert len(in_flight) == 0
@@ -207,5 +207,5 @@ def test_one_that_does_not_come_back_gets_as_old_as_it_may():
     while in_flight.has_room:
         number += 1
         in_flight.begin(number)
-        in_flight.end(number)
-    assert in_flight.end(0) == 3
+        in_flight.finish(number)
+    assert in_flight.finish(0) == 3

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError, UsageError
-from ckptool.trainer.devices import devices_here
+from ckptool.trainer.devices import detect_devices
 from tests.trainer.agreeing import KINDS, losses
 from tests.trainer.runs import BytesDone, assert_same_run, data, net, run
 
@@ -120,5 +120,5 @@ class TestWithTorchXla:
             run(tmp_path / "out", strategy="xla", device="auto")
 
     def test_its_devices_are_listed(self, count):
-        listed = {one.name: one.model for one in devices_here().devices if not one.is_current}
+        listed = {one.name: one.model for one in detect_devices().devices if not one.is_current}
         assert listed == {f"xla:{number}": "CPU (torch_xla)" for number in range(count)}
