@@ -111,8 +111,10 @@ class CheckpointError(Exception):
         hint = self.usual_hint if hint is None else hint
         self.remedy = None if isinstance(hint, str) else hint
         self.hint = None if hint is None else str(hint)
-        others = [note for note in getattr(self, "__notes__", ()) if not note.startswith(_HINT)]
-        self.__notes__ = others if self.hint is None else [*others, f"{_HINT}{self.hint}"]
+        other_notes = [
+            note for note in getattr(self, "__notes__", ()) if not note.startswith(_HINT)
+        ]
+        self.__notes__ = other_notes if self.hint is None else [*other_notes, f"{_HINT}{self.hint}"]
 
     @property
     def sentence(self) -> str:

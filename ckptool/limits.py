@@ -59,8 +59,10 @@ class Limits:
 
     def __repr__(self) -> str:
         """Return the constructor call with the limits that differ from the default."""
-        given = ((limit.name, getattr(self, limit.name), limit.default) for limit in fields(self))
-        return f"Limits({', '.join(f'{n}={value}' for n, value, usual in given if value != usual)})"
+        limits = ((limit.name, getattr(self, limit.name), limit.default) for limit in fields(self))
+        return (
+            f"Limits({', '.join(f'{n}={value}' for n, value, usual in limits if value != usual)})"
+        )
 
 
 DEFAULT_LIMITS = Limits()

@@ -36,7 +36,7 @@ class Remedy(NamedTuple):
 
     def __str__(self) -> str:
         """Return `rename=['a=>b'], allow_missing=True`; alternatives are in backticks each."""
-        return self.spell(lambda name, given: f"{name}={_format_value(given)}", ", ")
+        return self.spell(lambda name, value: f"{name}={_format_value(value)}", ", ")
 
     def spell(
         self, format_argument: Callable[[str, Given], str], separator: str, quote: str | None = None
@@ -59,7 +59,7 @@ class Remedy(NamedTuple):
     def with_names(self, names: Mapping[str, str]) -> Remedy:
         """Return the remedy for a function that has other names for some arguments."""
         return self._replace(
-            arguments=tuple((names.get(name, name), given) for name, given in self.arguments),
+            arguments=tuple((names.get(name, name), value) for name, value in self.arguments),
             instead=tuple(other.with_names(names) for other in self.instead),
         )
 
@@ -87,11 +87,11 @@ def _merge_values(first: Given, second: Given) -> Given:
     return first if isinstance(first, bool) else second
 
 
-def _format_value(given: Given) -> str:
+def _format_value(value: Given) -> str:
     """Return the value of an argument as Python code."""
-    if isinstance(given, tuple):
-        return f"[{', '.join(map(to_literal, given))}]"
-    return to_literal(given) if isinstance(given, str) else repr(given)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(to_literal, value))}]"
+    return to_literal(value) if isinstance(value, str) else repr(value)
 
 
 def to_literal(text: str) -> str:

@@ -402,11 +402,11 @@ def describe_error(error: BaseException) -> tuple[str, str | None]:
         file = f"{os.fsdecode(error.filename)}: " if named else ""
         return f"{file}{error.strerror or error}", None
     text = f"{type(error).__name__}: {error}"
-    place = _find_user_code_line(error)
-    if place is None:
+    location = _find_user_code_line(error)
+    if location is None:
         text, owner = f"unexpected error: {text}", "a bug in ckptool"
     else:
-        text, owner = f"the code at {place} raised {text}", "not caused by ckptool"
+        text, owner = f"the code at {location} raised {text}", "not caused by ckptool"
     return text, f"this is {owner}; set CKPTOOL_DEBUG=1 to see the traceback"
 
 
@@ -434,12 +434,12 @@ def _find_user_code_line(error: BaseException) -> str | None:
     """Return the last line of user code, such as a model, in the traceback of an error."""
     from traceback import walk_tb
 
-    place = None
+    location = None
     for frame, line in walk_tb(error.__traceback__):
         home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if home not in _OUR_MODULES and home not in sys.stdlib_module_names:
-            place = f"{frame.f_code.co_filename}:{line}"
-    return place
+            location = f"{frame.f_code.co_filename}:{line}"
+    return location
 
 
 def _repair_streams() -> None:

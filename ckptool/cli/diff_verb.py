@@ -103,9 +103,9 @@ def command(
     """
     shown = {"--stat": stat, "--name-status": name_status, "--json": screen.as_json}
     shown["--fmt"] = name_status and bool(screen.fmt)  # with --stat, it is a table
-    given = [option for option, is_given in shown.items() if is_given]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} cannot be combined")
+    given_options = [option for option, is_given in shown.items() if is_given]
+    if len(given_options) > 1:
+        raise UsageError(f"{' and '.join(given_options)} cannot be combined")
     with _open_side(a) as old, _open_side(b) as new, screen.progress() as progress:
         result = diff(old, new, rename=rules, progress=progress, **options)
     set_exit_code(0 if result.identical else 1)

@@ -83,9 +83,13 @@ def command(
         "--drop-objects": drop_objects,
         "--allow-unexpected": allow_unexpected,
     }
-    given = [option for option, is_given in {**allowed, "--output": output}.items() if is_given]
-    if given and not fix:
-        raise UsageError(f"{given[0]} needs --fix", hint=f"add --fix, or leave out {given[0]}")
+    given_options = [
+        option for option, is_given in {**allowed, "--output": output}.items() if is_given
+    ]
+    if given_options and not fix:
+        raise UsageError(
+            f"{given_options[0]} needs --fix", hint=f"add --fix, or leave out {given_options[0]}"
+        )
     if fix and len(files) > 1:
         raise UsageError("--fix accepts one file", hint=f"ckptool doctor {shell(files[0])} --fix")
 
@@ -99,7 +103,7 @@ def command(
             diagnosis = _write_fixed_file(
                 diagnosis,
                 output,
-                {option for option in given if option in allowed},
+                {option for option in given_options if option in allowed},
                 examine,
                 screen,
             )

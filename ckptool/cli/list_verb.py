@@ -44,7 +44,7 @@ def command(
     if screen.fmt and as_tree:
         raise UsageError("--fmt and --tree cannot be combined")
     others = {"--tree": as_tree, "--hash": hashed, "--fmt": screen.fmt, "--json": screen.as_json}
-    if names and (other := next((option for option, given in others.items() if given), None)):
+    if names and (other := next((option for option, is_given in others.items() if is_given), None)):
         raise UsageError(f"--names and {other} cannot be combined")
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         if os.path.isdir(file):

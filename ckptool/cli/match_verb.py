@@ -95,7 +95,7 @@ def command(
         applied = tuple(_find_applied_rules(rules, state))
         is_module = state.section.kind == "module"
     report = plan.report
-    globs = {name.removeprefix("allow_"): given for name, given in allowed.items()}
+    globs = {name.removeprefix("allow_"): arguments for name, arguments in allowed.items()}
     judgement = Allowance(min_coverage=min_coverage, **globs).judged(report)
     set_exit_code(0 if judgement.accepted else 1)
     if screen.as_json:
@@ -108,7 +108,7 @@ def command(
         print_lines(lines)
         return
     print_lines(lines)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "like": like,
         "key": key,
         "like_key": like_key,
@@ -122,7 +122,9 @@ def command(
     command = ""
     if all(rule.regex for rule in rules) and _can_convert(report):
         target = find_unused_path(default_target(file, "fitted"))
-        options = Remedy(tuple((name, value) for name, value in given.items() if value is not None))
+        options = Remedy(
+            tuple((name, value) for name, value in arguments.items() if value is not None)
+        )
         words = ["ckptool", "convert", as_argument(file), as_argument(target)]
         command = shlex.join([*words, *to_option_words(options)])
     print_lines(advice_lines(judgement, look, command=command))
@@ -155,7 +157,7 @@ def _to_document(judgement: Judgement) -> dict[str, Any]:
 
 def _can_convert(report: MatchReport) -> bool:
     """Return True if the keys differ from the model's and `convert` can rename them."""
-    kept = (name for name, _ in report.kept)
-    if report.missing_keys or report.mismatched or any(map(is_average_counter, kept)):
+    kept_names = (name for name, _ in report.kept)
+    if report.missing_keys or report.mismatched or any(map(is_average_counter, kept_names)):
         return False
     return any(old != new for renaming in report.renamed for old, new in renaming.names)

@@ -38,7 +38,7 @@ def _make_rules(arguments: dict[str, Any]) -> list[Rule]:
     return [_RULE_MAKERS[name](next(iter(texts[name]))) for name in order if name in _RULE_MAKERS]
 
 
-def rename_options(what: str) -> Decorator:
+def rename_options(subject: str) -> Decorator:
     """Return the renaming options, which a `RulesInOrder` verb receives as `rules`."""
     return gather_options(
         "rules",
@@ -46,7 +46,7 @@ def rename_options(what: str) -> Decorator:
         repeatable(
             "--rename",
             "REGEX=>REPL",
-            rf"Replace the matching part of {what}. Groups are \1 or \g<name>. Repeatable.",
+            rf"Replace the matching part of {subject}. Groups are \1 or \g<name>. Repeatable.",
         ),
         repeatable(
             "--rename-file",

@@ -89,13 +89,15 @@ class _SideNames:
 
     def resolve_optimizer_names(self, part: Section) -> _Names:
         """Return the compared names of an optimizer: those of its model."""
-        own = list_optimizer_names(part.node)
-        shown = followed(own, [(names, resolved.shown) for names, resolved in self._namings])
+        names_of_optimizer = list_optimizer_names(part.node)
+        shown = followed(
+            names_of_optimizer, [(names, resolved.shown) for names, resolved in self._namings]
+        )
         if shown:
             namings = [(names, resolved.compared) for names, resolved in self._namings]
-            return _Names(shown, followed(own, namings))
-        stripped = self.strip(own)
-        return _Names(stripped, self._apply_rules(own, stripped))
+            return _Names(shown, followed(names_of_optimizer, namings))
+        stripped = self.strip(names_of_optimizer)
+        return _Names(stripped, self._apply_rules(names_of_optimizer, stripped))
 
     def strip(self, names: list[str]) -> Renamed:
         """Return the names that change without wrapper prefixes: old name -> new name.
@@ -453,9 +455,9 @@ def _pair_sections(parts_a: list[Section], parts_b: list[Section]) -> list[Coupl
     ]
     taken = {id(part) for couple in couples for part in couple}
     for sort in dict.fromkeys(map(_normalize_kind, parts_a)):
-        left = [_find_unpaired(parts, sort, taken) for parts in (parts_a, parts_b)]
-        if all(len({id(part.holder) for part in parts}) == 1 for parts in left):
-            couples.append((left[0][0], left[1][0]))
+        unpaired = [_find_unpaired(parts, sort, taken) for parts in (parts_a, parts_b)]
+        if all(len({id(part.holder) for part in parts}) == 1 for parts in unpaired):
+            couples.append((unpaired[0][0], unpaired[1][0]))
     return couples
 
 

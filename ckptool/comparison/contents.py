@@ -37,14 +37,14 @@ class ValueComparison:
     @property
     def is_close(self) -> bool:
         """True if the values differ but are within the tolerance."""
-        found = self.difference
-        return self.equal and found is not None and found.mismatched > 0
+        difference = self.difference
+        return self.equal and difference is not None and difference.mismatched > 0
 
     @property
     def in_value_only(self) -> bool:
         """True if the values are equal but not their bits: -0.0 and 0.0."""
-        found = self.difference
-        return self.equal and found is not None and found.mismatched == 0
+        difference = self.difference
+        return self.equal and difference is not None and difference.mismatched == 0
 
 
 class Contents:
@@ -169,7 +169,7 @@ _MOST_PARTS = 16
 def find_renamed(
     only_a: Sequence[DiffEntry],
     only_b: Sequence[DiffEntry],
-    same: Same,
+    have_equal_elements: Same,
     meter: Meter,
     *,
     stated_only: bool,
@@ -177,8 +177,8 @@ def find_renamed(
 ) -> Iterator[tuple[DiffEntry, DiffEntry]]:
     """Yield renamed tensors, each pair with A's entry first, in the order of A.
 
-    Looks at each key and each content once. `same` confirms equal checksums. With `stated_only`,
-    only the CRC-32 in the file is used.
+    Looks at each key and each content once. `have_equal_elements` confirms equal checksums.
+    With `stated_only`, only the CRC-32 in the file is used.
 
     Raises:
         LimitExceeded: strides repeat too many bytes.
@@ -200,7 +200,7 @@ def find_renamed(
     repeated, crc32s = RepeatedBytes(limits), dict[Any, int]()
 
     def compute_crc32(entry: DiffEntry) -> int | None:
-        """Return the CRC-32 of the elements in row-major order, as `TensorRef.content` has them."""
+        """Return the CRC-32 of the elements in row-major order; None if it may not be computed."""
         tensor: TensorRef = entry.leaf
         stated = _read_stored_crc32(tensor)
         if stated is not None or stated_only:
@@ -222,7 +222,11 @@ def find_renamed(
                 if checksum is not None:
                     contents.setdefault(checksum, ([], []))[side].append(entry)
         for entries_a, entries_b in contents.values():
-            yield from (pair for pair in _pair_equal_contents(entries_a, entries_b) if same(*pair))
+            yield from (
+                pair
+                for pair in _pair_equal_contents(entries_a, entries_b)
+                if have_equal_elements(*pair)
+            )
 
 
 def _read_stored_crc32(tensor: TensorRef) -> int | None:

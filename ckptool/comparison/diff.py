@@ -123,9 +123,11 @@ class Changed:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row of `ckptool.diff/1`. Missing statistics are null."""
-        found = self.difference
+        difference = self.difference
         tensors = self.a.sort == self.b.sort == "tensor"
-        figures = {key: to_json_value(getattr(found, key, None)) for key in _FIGURES if tensors}
+        figures = {
+            key: to_json_value(getattr(difference, key, None)) for key in _FIGURES if tensors
+        }
         return {
             "name": self.name,
             "status": self.status,
@@ -559,13 +561,13 @@ class _Comparison:
                 "torch is not installed, so values are not compared: "
                 "tensors with different bytes count as different"
             )
-        others = self.tally["of_other_types"]
-        if others:
-            yield f"{counted(others, 'tensor')} compared regardless of dtype"
-        bits = self.tally["in_value_only"]
-        if bits:
-            verb = "differs" if bits == 1 else "differ"
-            yield f"{counted(bits, 'tensor')} {verb} in bits but not in value (-0.0 and 0.0)"
+        other_dtypes = self.tally["of_other_types"]
+        if other_dtypes:
+            yield f"{counted(other_dtypes, 'tensor')} compared regardless of dtype"
+        zero_signs = self.tally["in_value_only"]
+        if zero_signs:
+            verb = "differs" if zero_signs == 1 else "differ"
+            yield f"{counted(zero_signs, 'tensor')} {verb} in bits but not in value (-0.0 and 0.0)"
 
 
 def _count_compared_bytes(pairs: Iterable[Pair]) -> int:

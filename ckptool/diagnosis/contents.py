@@ -369,8 +369,10 @@ def parse_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
     Raises:
         UsageError: an item is not a device.
     """
-    given: object = devices.split(",") if isinstance(devices, str) else devices
-    items = given if isinstance(given, Iterable) else (given,)  # one torch.device
+    listed_devices: object = devices.split(",") if isinstance(devices, str) else devices
+    items = (
+        listed_devices if isinstance(listed_devices, Iterable) else (listed_devices,)
+    )  # one torch.device
     words = [str(word).strip() for word in items]
     for word in words:
         match = _WORD.fullmatch(word)

@@ -123,8 +123,10 @@ class Diagnosis(Result):
     @property
     def first_command(self) -> str | None:
         """The command to run first: of the plan, or one of the alternatives."""
-        others = (command for complaint in self.complaints for command in complaint.alternatives)
-        return next(iter((*self.commands, *others)), None)
+        alternatives = (
+            command for complaint in self.complaints for command in complaint.alternatives
+        )
+        return next(iter((*self.commands, *alternatives)), None)
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -444,8 +446,8 @@ class Planner:
         refuse_placeholders(state)
         refuse_empty(state, load_writable_format(format).plan(state))
         if any(isinstance(step, Plain) and step.drop_objects for step in plan.steps):
-            alone = any(isinstance(step, Take) and step.model_only for step in plan.steps)
-            _refuse_lost_weights(source, state, alone=alone)
+            is_model_only = any(isinstance(step, Take) and step.model_only for step in plan.steps)
+            _refuse_lost_weights(source, state, is_model_only=is_model_only)
         return state
 
     def _choose_format(self, plan: FixPlan) -> str:
@@ -523,13 +525,13 @@ def _refuse_blocked(checkpoint: Checkpoint) -> None:
         raise NotRepresentable(f"the result still has objects: {listed(names)}")
 
 
-def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) -> None:
+def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, is_model_only: bool) -> None:
     """Refuse a conversion that drops tensors of a model or optimizer together with objects.
 
     Raises:
         NotRepresentable: some of these tensors are dropped.
     """
-    kinds = MODEL_KINDS if alone else (*MODEL_KINDS, "optimizer")
+    kinds = MODEL_KINDS if is_model_only else (*MODEL_KINDS, "optimizer")
     tensors = collect_weights(before.root, kinds)
     if len(collect_weights(after.root, kinds)) < len(tensors):
         refused = [pair for pair in tensors if is_refused(pair[1])] or tensors

@@ -315,12 +315,12 @@ def check_keys(subject: Subject) -> Iterator[Complaint]:
     yield from _check_wrappers([section for section in models if section.wrappers])
     yield from _check_wrapped_submodules(models)
     for section in models:
-        wrapped, others = split_partly_wrapped(map_to_bare_keys(section).values())
+        wrapped, unwrapped_keys = split_partly_wrapped(map_to_bare_keys(section).values())
         if wrapped:
             yield Complaint(
                 "wrapped-in-part",
                 f"{counted(len(wrapped), 'key')} {'starts' if len(wrapped) == 1 else 'start'} with "
-                f'"module.", but {printable(others[0])} does not',
+                f'"module.", but {printable(unwrapped_keys[0])} does not',
                 summarize_names(wrapped),
                 hint="if it is a wrapper: ckptool rename FILE --prefix module.=",
                 severity="note",
@@ -381,9 +381,9 @@ def _check_averages(subject: Subject, section: Section) -> Iterator[Complaint]:
     if not prefix:
         return
     own = [name for name in names if name.startswith(prefix)]
-    others = [name for name in names if not name.startswith(prefix)]
+    other_keys = [name for name in names if not name.startswith(prefix)]
     steps, is_alone = (Take(ema=True),), not has_online_model(names)
-    exception = f" except {listed(others, most=3)}" if others else ""
+    exception = f" except {listed(other_keys, most=3)}" if other_keys else ""
     yield Complaint(
         "averages",
         f'every key{exception} starts with "{prefix}": averaged weights (EMA)'
@@ -430,7 +430,7 @@ def _check_adapters(section: Section) -> Iterator[Complaint]:
     """Yield complaints about the keys of PEFT: `base_model.model.`, `base_layer`, adapter names."""
     keys = [name for name in list_wrappable_keys(section.node) if is_wrappable(name)]
     names = [name for name in keys if name.startswith(PEFT)]
-    adapter_names = {name: found[2] for name in keys if (found := NAMED_ADAPTER.search(name))}
+    adapter_names = {name: match[2] for name in keys if (match := NAMED_ADAPTER.search(name))}
     adapted = [
         name
         for name in keys

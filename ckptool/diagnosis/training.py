@@ -156,26 +156,29 @@ def _find_parametrization_call(names: Collection[str]) -> str:
 
 
 def _find_joined_tensor(
-    whole: Mapping[str, Shape], parts: Mapping[str, Shape]
+    joined_shapes: Mapping[str, Shape], part_shapes: Mapping[str, Shape]
 ) -> tuple[str, list[str]] | None:
     """Return a tensor that has the rows of several others next to it, and the names of these.
 
     For example `qkv` of `q`, `k` and `v`. None if no tensor is joined.
     """
     parts_by_path: dict[str, list[str]] = {}
-    for part in parts:
+    for part in part_shapes:
         parts_by_path.setdefault(".".join(part.split(".")[:-2]), []).append(part)
-    for name, shape in whole.items():
+    for name, shape in joined_shapes.items():
         parent = name.rpartition(".")[0]
         for path in (parent, parent.rpartition(".")[0]):
             candidates = [
                 part
                 for part in parts_by_path.get(path, ())[:_MOST_JOINED]
                 if name.endswith(part.rpartition(".")[2])
-                and len(shape) == len(parts[part]) > 0
-                and shape[1:] == parts[part][1:]
+                and len(shape) == len(part_shapes[part]) > 0
+                and shape[1:] == part_shapes[part][1:]
             ]
-            if len(candidates) > 1 and sum(parts[part][0] or 0 for part in candidates) == shape[0]:
+            if (
+                len(candidates) > 1
+                and sum(part_shapes[part][0] or 0 for part in candidates) == shape[0]
+            ):
                 return name, candidates
     return None
 

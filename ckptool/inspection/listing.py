@@ -237,11 +237,11 @@ def make_tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[Tenso
 
     A storage has the name of its key, made unique if several files use the same key.
     """
-    places = [tensor.place for _, tensor in leaves]
-    place_counts = Counter(places)
+    identities = [tensor.place for _, tensor in leaves]
+    place_counts = Counter(identities)
     names: dict[int, str] = {}
     key_counts = Counter[str]()
-    for (path, tensor), place in zip(leaves, places, strict=True):
+    for (path, tensor), identity in zip(leaves, identities, strict=True):
         storage = tensor.storage
         if storage is not None and id(storage) not in names:
             key_counts[storage.key] += 1
@@ -259,7 +259,7 @@ def make_tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[Tenso
             names.get(id(storage)),
             tensor.requires_grad,
             numel=tensor.numel,
-            tied=place is not None and place_counts[place] > 1,
+            tied=identity is not None and place_counts[identity] > 1,
         )
 
 
@@ -302,16 +302,16 @@ class TreeNode:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the node of `ckptool.tree/1`."""
-        own = self.tensor
+        tensor = self.tensor
         return {
             "label": self.label,
             "count": self.count,
             "tensors": self.tensors,
             "elements": self.elements,
             "nbytes": self.nbytes,
-            "dtype": own.dtype if own else None,
-            "shape": own.shape if own else None,
-            "device": own.device if own else None,
+            "dtype": tensor.dtype if tensor else None,
+            "shape": tensor.shape if tensor else None,
+            "device": tensor.device if tensor else None,
             "children": [child.to_dict() for child in self.children],
         }
 
@@ -338,27 +338,27 @@ def _fold_module(
 
     `depth` is the number of path components that belong to the module.
     """
-    own = None
+    tensor = None
     rows_by_child: dict[str, list[tuple[tuple[str, ...], TensorRow]]] = {}
     for parts, row in rows:
         if len(parts) == depth:
-            own = row
+            tensor = row
         else:
             rows_by_child.setdefault(parts[depth], []).append((parts, row))
     folded = [
         (name, *_fold_module(name, depth + 1, child_rows, known))
         for name, child_rows in rows_by_child.items()
     ]
-    shape = (own.dtype, own.shape, own.device) if own else None
+    shape = (tensor.dtype, tensor.shape, tensor.device) if tensor else None
     signature = (shape, tuple((name, number) for name, _, number in folded))
     number = known.setdefault(signature, len(known))
     children = tuple(_merge_siblings(folded))
     node = TreeNode(
         label,
-        tensors=(own is not None) + sum(child.tensors for child in children),
-        elements=(own.numel if own else 0) + sum(child.elements for child in children),
-        nbytes=(own.nbytes if own else 0) + sum(child.nbytes for child in children),
-        tensor=own,
+        tensors=(tensor is not None) + sum(child.tensors for child in children),
+        elements=(tensor.numel if tensor else 0) + sum(child.elements for child in children),
+        nbytes=(tensor.nbytes if tensor else 0) + sum(child.nbytes for child in children),
+        tensor=tensor,
         children=children,
     )
     return node, number

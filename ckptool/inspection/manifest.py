@@ -154,19 +154,23 @@ _Group = dict[str | int, HashedTensor]
 _MOST_COMPARED = 16
 
 
-def compare_tensors(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> Findings:
+def compare_tensors(
+    expected_tensors: Sequence[HashedTensor], actual_tensors: Sequence[HashedTensor]
+) -> Findings:
     """Return how the tensors differ: missing, extra, or a different dtype, shape or content.
 
     Paths are compared unchanged, else without section and wrapper prefixes
     (`state_dict/module.fc.weight` is `fc.weight`). If the layout of the file differs from the
     manifest's, missing containers are a note and not a problem.
     """
-    by_path = {tensor.path: tensor for tensor in found}
-    pairs = [(tensor, by_path[tensor.path]) for tensor in wanted if tensor.path in by_path]
+    by_path = {tensor.path: tensor for tensor in actual_tensors}
+    pairs = [
+        (tensor, by_path[tensor.path]) for tensor in expected_tensors if tensor.path in by_path
+    ]
     paired_paths = {tensor.path for tensor, _ in pairs}
     ours, theirs = (
-        _group_by_container(wanted, paired_paths),
-        _group_by_container(found, paired_paths),
+        _group_by_container(expected_tensors, paired_paths),
+        _group_by_container(actual_tensors, paired_paths),
     )
     is_moved = False
     for container, partner in _pair_containers(ours, theirs):
@@ -240,13 +244,21 @@ def _group_by_container(
 
 
 def _pair_containers(
-    wanted: dict[_Place, _Group], found: dict[_Place, _Group]
+    expected_groups: dict[_Place, _Group], actual_groups: dict[_Place, _Group]
 ) -> Iterator[tuple[_Place, _Place]]:
     """Yield containers with equal paths, then those with most common content, then most keys."""
-    yield from ((container, container) for container in found if container in wanted)
-    unpaired = {container: group for container, group in wanted.items() if container not in found}
+    yield from (
+        (container, container) for container in actual_groups if container in expected_groups
+    )
+    unpaired = {
+        container: group
+        for container, group in expected_groups.items()
+        if container not in actual_groups
+    }
     unpaired_found = {
-        container: group for container, group in found.items() if container not in wanted
+        container: group
+        for container, group in actual_groups.items()
+        if container not in expected_groups
     }
     for content in (True, False):
         candidates: dict[Any, list[_Place]] = {}

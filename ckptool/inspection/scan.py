@@ -523,8 +523,8 @@ class _Scanner:
         """Yield the position and the bytes of everything that looks like a zip header."""
         for start in range(0, data.length, _WINDOW):
             block = data.read(start, min(_WINDOW + 3, data.length - start))
-            for found in _HEADER.finditer(block):
-                position = start + found.start()
+            for match in _HEADER.finditer(block):
+                position = start + match.start()
                 yield position, data.read(position, min(_HEAD, data.length - position))
 
     def _inflate(

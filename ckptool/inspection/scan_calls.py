@@ -375,11 +375,11 @@ def _unwrap_partial(func: Opaque, args: Any, kwargs: Any) -> tuple[Any, Any, Any
     partial, `(function, args, kwargs, dict)`, replaces the arguments of its constructor.
     """
     partial_args = func.args if isinstance(func.args, tuple) else ()
-    given: Any = (*partial_args[:1], partial_args[1:], func.kwargs or {}, None)
+    partial_state: Any = (*partial_args[:1], partial_args[1:], func.kwargs or {}, None)
     match [step for step in func.steps if step[0] == "build"]:
         case [(_, state)]:
-            given = state
-    match given, args:
+            partial_state = state
+    match partial_state, args:
         case (Global() as inner, tuple() as first, first_named, _), tuple():
             if func.class_name == _PARTIAL and len(func.steps) < 2:
                 return inner, (*first, *args), {**(first_named or {}), **(kwargs or {})}

@@ -48,8 +48,8 @@ class Shown:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.show/1`."""
-        place = {"file": self.file, "path": self.path, "name": self.name}
-        return {"schema": "ckptool.show/1", **place, "what": self.what, **self._to_fields()}
+        identity = {"file": self.file, "path": self.path, "name": self.name}
+        return {"schema": "ckptool.show/1", **identity, "what": self.what, **self._to_fields()}
 
     def _to_fields(self) -> dict[str, Any]:
         """Return the keys of this kind of result."""
@@ -309,8 +309,8 @@ def compute_statistics(tensor: TensorRef, on_progress: BytesDone | None = None) 
         if nan or infinite:
             numbers = [number for number in numbers if math.isfinite(number)]
         if numbers:
-            least, most = min(numbers), max(numbers)
-            low, high = (min(low, least), max(high, most)) if count else (least, most)
+            minimum, maximum = min(numbers), max(numbers)
+            low, high = (min(low, minimum), max(high, maximum)) if count else (minimum, maximum)
             total += _sum_exactly(numbers)
             count += len(numbers)
         if on_progress is not None:

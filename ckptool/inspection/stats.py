@@ -237,9 +237,9 @@ def stats(
         NotRepresentable: the tensors to measure are placeholders (ZeRO-3).
         UsageError: `bins` is less than 1, or a list of globs is a string.
     """
-    for given in (include, exclude):
-        if isinstance(given, str):
-            raise UsageError(f"expected a list of globs, not {given!r}", hint=f"[{given!r}]")
+    for patterns in (include, exclude):
+        if isinstance(patterns, str):
+            raise UsageError(f"expected a list of globs, not {patterns!r}", hint=f"[{patterns!r}]")
     with open_or_reuse(source) as checkpoint:
         below: Path = () if key is None else resolve(checkpoint, key)[0]
         included, excluded = tuple(include), tuple(exclude)
@@ -480,7 +480,7 @@ def find_flags(measures: Measures) -> tuple[str, ...]:
 
     A single element is never one of the last two.
     """
-    flags = [name for name, found in (("nan", measures.nan), ("inf", measures.infinite)) if found]
+    flags = [name for name, count in (("nan", measures.nan), ("inf", measures.infinite)) if count]
     if measures.elements > 1 and measures.finite == measures.elements:
         if measures.zeros == measures.elements:
             flags.append("all-zero")

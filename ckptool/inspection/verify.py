@@ -302,9 +302,9 @@ class _FileCheck:
         sums = {name: getattr(self.verdict, name) + count for name, count in additions.items()}
         self.verdict = replace(self.verdict, **sums)
 
-    def add_findings(self, found: Findings) -> None:
+    def add_findings(self, findings: Findings) -> None:
         """Add the findings of a format check."""
-        self.add(problems=found.problems, notes=found.notes, records=found.records)
+        self.add(problems=findings.problems, notes=findings.notes, records=findings.records)
 
     def blame(self, error: CheckpointError, *, contradicted: bool = False) -> None:
         """Add an error as a problem; if `contradicted`, also an unknown format.
@@ -522,12 +522,12 @@ class Verifier:
         A folder without checkpoints is checked as if it should be one. Unsupported files next to
         others (shards of DCP) are a problem of their folder.
         """
-        given = [os.fsdecode(path) for path in paths]
-        for path in given:
+        names = [os.fsdecode(path) for path in paths]
+        for path in names:
             checkpoint_paths = (
                 find_checkpoints(path, self.limits) if os.path.isdir(path) else [path]
             )
-            is_alone = len(given) == len(checkpoint_paths) == 1
+            is_alone = len(names) == len(checkpoint_paths) == 1
             has_result, unread = False, dict[str, list[Finding]]()
             for checkpoint_path in checkpoint_paths:
                 result = self._try_verify(checkpoint_path, alone=is_alone)

@@ -63,9 +63,9 @@ def match_lines(
     shown = [*_limit_rows(rows)] if fold else rows
     notes = note_lines(report, look, judgement=judgement, options=options, rows=rows)
     if len(shown) < len(rows):
-        whole = "--no-fold shows" if options else "the fields of the report have"
+        source = "--no-fold shows" if options else "the fields of the report have"
         notes = chain(
-            notes, wrap_text(f"note: some rows are not shown; {whole} all keys", look.width)
+            notes, wrap_text(f"note: some rows are not shown; {source} all keys", look.width)
         )
     return separate_blocks(
         [heading, _match_table(shown, look) if rows else (), notes, _optimizer_lines(report, look)]
@@ -152,8 +152,8 @@ def _heading_lines(report: MatchReport, look: Look, judgement: Judgement) -> Ite
     file, model = clean(report.file) or "the state dict", clean(report.model) or "the model"
     verdict = "fits" if judgement.accepted else "does not fit"
     allowed = " with the allowed differences" if judgement.accepted and not report.fits else ""
-    whole = max(report.parameters, 1)
-    part = format_share(report.loaded if report.parameters else whole, whole)
+    total = max(report.parameters, 1)
+    part = format_share(report.loaded if report.parameters else total, total)
     tensors, verb = counted(report.names, "tensor"), "matches" if report.fitting == 1 else "match"
     several = "all " * (report.names > 1) if report.fits else f"{report.fitting:,} of "
     reason = f"{several}{tensors} {verb} ({part} of the parameters)"
@@ -262,21 +262,24 @@ def _rows_of_related(
     """Yield rows of names and related names. Names whose numbers change in step are folded."""
     nonempty = [group for group in related if group[0]]
     steps = [
-        (names[0], _step_key(names[0], (*names[1:], *others))) for names, others, _ in nonempty
+        (names[0], _step_key(names[0], (*names[1:], *related_names)))
+        for names, related_names, _ in nonempty
     ]
     for family in fold_names(steps, fold=fold):
         members = [nonempty[n] for n in family.numbers]
         key = _format_patterns(
             (name for names, _, _ in members for name in names), fold, 1 if fold else _MOST_NAMED
         )
-        others = _format_patterns((name for _, others, _ in members for name in others), fold)
-        yield _Row(key, status, f"{members[0][2]} {others}" if others else "")
+        related_names = _format_patterns(
+            (name for _, related_names, _ in members for name in related_names), fold
+        )
+        yield _Row(key, status, f"{members[0][2]} {related_names}" if related_names else "")
 
 
-def _step_key(name: str, others: Sequence[str]) -> Hashable:
-    """Return a key that is equal for names whose numbers change together with those of `others`."""
+def _step_key(name: str, related_names: Sequence[str]) -> Hashable:
+    """Return a key that is equal for names whose numbers change together with related names."""
     template = split_numbers(name)[1]
-    pairs = map(split_numbers, others)
+    pairs = map(split_numbers, related_names)
     return tuple(
         texts if other_template == template else (texts, other_template)
         for texts, other_template in pairs

@@ -65,28 +65,28 @@ def table_lines(
 
 
 def _fit_widths(
-    kept: list[int],
+    columns: list[int],
     full: Sequence[int],
     available: int,
     gap: int,
     flexible: Collection[int],
     spare: Sequence[int],
 ) -> list[int]:
-    """Remove spare columns from `kept` until the others fit, and return their widths."""
+    """Remove spare columns from `columns` until the others fit, and return their widths."""
     smallest = [min(width, _READABLE) if n in flexible else width for n, width in enumerate(full)]
     for column in spare:
-        if sum(smallest[n] + gap for n in kept) <= available + gap:
+        if sum(smallest[n] + gap for n in columns) <= available + gap:
             break
-        kept.remove(column)
-    widths = [full[n] for n in kept]
-    excess = sum(widths) + gap * (len(kept) - 1) - available
+        columns.remove(column)
+    widths = [full[n] for n in columns]
+    excess = sum(widths) + gap * (len(columns) - 1) - available
     shrinkable = sorted(
-        (n for n, flexible_column in enumerate(kept) if flexible_column in flexible),
+        (n for n, flexible_column in enumerate(columns) if flexible_column in flexible),
         key=widths.__getitem__,
     )
     room = sum(widths[n] for n in shrinkable) - excess
-    for done, n in enumerate(shrinkable):  # the widest columns lose most
-        widths[n] = min(widths[n], max(room // (len(shrinkable) - done), _NARROWEST))
+    for shrunk, n in enumerate(shrinkable):  # the widest columns lose most
+        widths[n] = min(widths[n], max(room // (len(shrinkable) - shrunk), _NARROWEST))
         room -= widths[n]
     return widths
 

@@ -115,10 +115,10 @@ def shorten(text: str, max_length: int) -> str:
 
 def limit_lines(lines: Iterable[str], max_count: int) -> Iterator[str]:
     """Yield the first `max_count` lines, then the number of the rest."""
-    every = list(lines)
-    yield from every[:max_count]
-    if len(every) > max_count:
-        yield f"and {len(every) - max_count:,} more (--json lists all)"
+    all_lines = list(lines)
+    yield from all_lines[:max_count]
+    if len(all_lines) > max_count:
+        yield f"and {len(all_lines) - max_count:,} more (--json lists all)"
 
 
 def files_line(files: int, errors: int, parts: Iterable[str]) -> str:
@@ -262,7 +262,7 @@ def to_option_words(remedy: Remedy) -> list[str]:
 def to_options_text(remedy: Remedy) -> str:
     """Return the text of a remedy, its arguments as options that can be copied to a shell."""
     return remedy.spell(
-        lambda name, given: " ".join(map(_quote_option, _to_option_words(name, given))), " "
+        lambda name, value: " ".join(map(_quote_option, _to_option_words(name, value))), " "
     )
 
 

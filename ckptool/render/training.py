@@ -85,8 +85,8 @@ def event_line(event: Started | Resumed | Note) -> str:
 
 def progress_text(step: Stepped, total: int, epochs: int, seconds_left: float | None) -> str:
     """Return the text after the bar: the epoch, the step, and the time left if known."""
-    place = f"epoch {step.epoch} of {epochs}, step {step.step:,} of {total:,}"
-    return f"{place}, loss {step.loss:.4g}" + (
+    position = f"epoch {step.epoch} of {epochs}, step {step.step:,} of {total:,}"
+    return f"{position}, loss {step.loss:.4g}" + (
         "" if seconds_left is None else f", {format_duration(seconds_left)} left"
     )
 

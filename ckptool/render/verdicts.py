@@ -84,9 +84,9 @@ def _complaint_lines(
     """Yield a complaint; `quoted` has the first number of each kind of quoted error."""
     word = _WORDS[complaint.severity]
     colored = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
-    what = wrap_text(complaint_text(number, complaint), look.width, indent="   ")
-    yield what[0].replace(word, colored, 1)
-    yield from what[1:]
+    lines = wrap_text(complaint_text(number, complaint), look.width, indent="   ")
+    yield lines[0].replace(word, colored, 1)
+    yield from lines[1:]
     if explain:
         yield from _fact_lines("where", ", ".join(complaint.where), look)
         why = filter(None, (_quote_error(complaint, number, quoted), complaint.effect))

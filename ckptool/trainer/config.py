@@ -149,8 +149,8 @@ def check_options(values: Mapping[str, Any], spell: Spelling = format_argument) 
     options = dict(values)
     if parse_csv_path(options["data"]):
         options["data"] = "csv:PATH"
-    for name, others in _ONLY_WITH.items():
-        for other, wanted in others.items():
+    for name, conditions in _ONLY_WITH.items():
+        for other, wanted in conditions.items():
             if options[name] != defaults[name].default and options[other] != wanted:
                 raise UsageError(
                     f"{spell(name, options[name])} needs {spell(other, wanted)}, not "
@@ -163,8 +163,8 @@ def check_options(values: Mapping[str, Any], spell: Spelling = format_argument) 
     if options["keep"] != defaults["keep"].default and not (
         options["save_every"] or options["save_seconds"]
     ):
-        every = spell("save_every", 100)
-        raise UsageError(f"{spell('keep', options['keep'])} needs an interval such as {every}")
+        example = spell("save_every", 100)
+        raise UsageError(f"{spell('keep', options['keep'])} needs an interval such as {example}")
 
 
 def _has_type(value: Any, kind: str) -> bool:

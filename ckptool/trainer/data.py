@@ -159,8 +159,8 @@ class TrainData:
         loss: Any = self.loss
         if isinstance(loss, str):
             with use_working_directory():
-                own = FACTORY.fullmatch(loss)
-                loss = import_object(loss) if own else getattr(functional, loss, None)
+                is_factory = FACTORY.fullmatch(loss)
+                loss = import_object(loss) if is_factory else getattr(functional, loss, None)
         if not callable(loss):
             raise UsageError(
                 f"loss {self.loss!r} is not a function in torch.nn.functional",

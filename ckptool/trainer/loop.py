@@ -120,8 +120,8 @@ class Loop:
     def _read_votes(self, step: TrainingStep, results: list[StepResult]) -> tuple[int | None, bool]:
         """Return the signal that a process got, and whether a checkpoint is due."""
         votes = results[-1].votes if results else []
-        every = self._config.save_every
-        is_due = every is not None and step.number % every == 0
+        interval = self._config.save_every
+        is_due = interval is not None and step.number % interval == 0
         return Signals.find_requested(votes), is_due or any(votes[2:])
 
     def _count_steps(self, results: Iterable[StepResult]) -> None:

@@ -41,8 +41,8 @@ def get_random_state() -> dict[str, Any]:
     if (xla := _xla_random()) is not None:
         state["xla"] = xla.get_rng_state()
     if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
+        kind, keys, *others = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (kind, torch.tensor(keys.tolist()), *others)
     return state
 
 
@@ -58,8 +58,8 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     if "xla" in state and (xla := _xla_random()) is not None:
         xla.set_rng_state(state["xla"])
     if "numpy" in state and "numpy" in sys.modules:
-        kind, keys, *rest = state["numpy"]
-        sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
+        kind, keys, *others = state["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys.tolist(), *others))
 
 
 def _xla_random() -> Any:

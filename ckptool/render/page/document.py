@@ -217,12 +217,12 @@ def render_first_tensors(report: Report) -> str:
 
 def render_first_changes(diff: Diff) -> str:
     """Return the first rows of the table of changes."""
-    every = list(diff_rows(diff))
+    all_rows = list(diff_rows(diff))
     rows = [
         [row.status, to_html(shorten(row.name, _LONGEST)), to_html(describe_difference(row))]
-        for row in every[:FIRST]
+        for row in all_rows[:FIRST]
     ]
-    return _render_first_rows(["", "name", "what"], rows, set(), len(every)) if rows else ""
+    return _render_first_rows(["", "name", "what"], rows, set(), len(all_rows)) if rows else ""
 
 
 def _render_first_rows(
@@ -276,8 +276,8 @@ def _page_parts(report: Report) -> Iterator[str]:
         "header", render_element("h1", headline) + render_element("p", origin, class_="by")
     )
     yield f"\n<main>\n{render_element('section', summary, id='summary')}\n"
-    if kept := render_values(files):
-        yield f"{render_element('section', render_element('h2', 'Values') + kept, id='values')}\n"
+    if table := render_values(files):
+        yield f"{render_element('section', render_element('h2', 'Values') + table, id='values')}\n"
     if report.diff is not None:
         summary_line = render_element("p", to_html(" ".join(summary_lines(report.diff, PLAIN))))
         rows = render_first_changes(report.diff)

@@ -68,10 +68,10 @@ class ModelParallel(Strategy):
         """
         devices = self.devices
         blocks = find_blocks(model)
-        places = self._assign_devices(blocks)
-        for block, place in zip(blocks, places, strict=True):
-            block.to(devices[place])
-            block.register_forward_pre_hook(_Moving(devices[place]), with_kwargs=True)
+        device_numbers = self._assign_devices(blocks)
+        for block, device_number in zip(blocks, device_numbers, strict=True):
+            block.to(devices[device_number])
+            block.register_forward_pre_hook(_Moving(devices[device_number]), with_kwargs=True)
         modules_of_blocks = {tensor for block in blocks for tensor in block.modules()}
         for module in model.modules():
             if module not in modules_of_blocks:
@@ -79,8 +79,11 @@ class ModelParallel(Strategy):
                     lambda tensor: tensor.to(devices[0]), recurse=False
                 )
         self.module = self.model = model
-        groups = groupby(zip(places, blocks, strict=True), key=lambda tensor: tensor[0])
-        self._stages = [(devices[place], [block for _, block in group]) for place, group in groups]
+        groups = groupby(zip(device_numbers, blocks, strict=True), key=lambda tensor: tensor[0])
+        self._stages = [
+            (devices[device_number], [block for _, block in group])
+            for device_number, group in groups
+        ]
 
     def _assign_devices(self, blocks: Sequence[nn.Module]) -> list[int]:
         """Return the number of the device of each block.
