@@ -218,7 +218,7 @@ def test_only_rank_0_tells(capsys):
         one = teller(rank)
         for event in EVENTS:
             one.tell(event)
-        one.end(TrainResult(1, 4, 0, 0.5, None, "run"))
+        one.finish(TrainResult(1, 4, 0, 0.5, None, "run"))
         told[rank] = capsys.readouterr()
     assert told[0].out.splitlines()[-1] == (
         "Trained to step 4, 1 epoch. The lowest loss of an epoch is 0.5."

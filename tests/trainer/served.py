@@ -67,7 +67,7 @@ class Watched(InFlight):
     """Lets the worker that waits go on when the updates without it are as many as may be."""
 
     def finish(self, number):
-        age = super().end(number)
+        age = super().finish(number)
         if self.applied == self._limit:
             released.set()
         return age
