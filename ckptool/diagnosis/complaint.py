@@ -21,7 +21,7 @@ from ckptool.core.sections import (
 )
 from ckptool.diagnosis.companions import Companion, recognize_companion
 from ckptool.quotes import Quote
-from ckptool.symbolic.encoder import blockers
+from ckptool.symbolic.encoder import find_blockers
 from ckptool.transforms import Step
 from ckptool.words import printable, shell
 
@@ -109,7 +109,7 @@ class Subject:
     @cached_property
     def blocked(self) -> tuple[str, ...]:
         """The globals for which `weights_only=True` rejects this tree (`encoder.blockers`)."""
-        return blockers(self.checkpoint.root)
+        return find_blockers(self.checkpoint.root)
 
     @cached_property
     def models(self) -> tuple[Section, ...]:

@@ -49,7 +49,7 @@ from ckptool.inspection.commands import (
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
 from ckptool.loading.target import ModelTarget
-from ckptool.symbolic.encoder import blockers
+from ckptool.symbolic.encoder import find_blockers
 from ckptool.transforms import Plain, Rename, Step, Strip, Take
 from ckptool.transforms.plain import is_refused
 from ckptool.words import as_argument, counted, listed, shell
@@ -384,7 +384,7 @@ class Planner:
                     continue
                 fix, format = complaint.resume, None
             is_plain = any(isinstance(step, Plain) for step in fix)
-            if plan is not None and is_plain and not blockers(state.root):
+            if plan is not None and is_plain and not find_blockers(state.root):
                 fixed.add(complaint.kind)  # earlier steps removed the objects
                 continue
             for steps in (fix, *self._alternatives_to_plain())[: None if is_plain else 1]:
@@ -521,7 +521,7 @@ def _refuse_blocked(checkpoint: Checkpoint) -> None:
     Raises:
         NotRepresentable: the result has objects.
     """
-    if names := blockers(checkpoint.root):
+    if names := find_blockers(checkpoint.root):
         raise NotRepresentable(f"the result still has objects: {listed(names)}")
 
 

@@ -45,7 +45,7 @@ from ckptool.inspection.commands import (
 )
 from ckptool.inspection.neighbors import describe_neighbors
 from ckptool.inspection.quantization import quantizations
-from ckptool.symbolic.encoder import blockers
+from ckptool.symbolic.encoder import find_blockers
 from ckptool.transforms.casting import Cast
 from ckptool.transforms.compacting import storage_use
 from ckptool.words import listed, printable
@@ -165,7 +165,7 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _Verdicts) -> Info:
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
     total, used = storage_use(checkpoint.root)
-    objects = blockers(checkpoint.root)
+    objects = find_blockers(checkpoint.root)
     layout = (*find_layout_blockers(checkpoint), *find_outdated_names(checkpoint, objects))
     extension_note, missing = (
         describe_wrong_extension(checkpoint),

@@ -34,7 +34,7 @@ from ckptool.inspection.scan_calls import is_data_constructor
 from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER, NAMED_ADAPTER
 from ckptool.quotes import Quote, quote
-from ckptool.symbolic.encoder import blocking
+from ckptool.symbolic.encoder import find_blocked_names
 from ckptool.transforms import Flatten, Plain, Rename, Strip, Take
 from ckptool.transforms.ema import AVERAGED, average_prefix, has_online_model
 from ckptool.transforms.plain import class_of, refusals
@@ -239,7 +239,7 @@ def check_objects(subject: Subject) -> Iterator[Complaint]:
         (name_of(path), class_of(node)) for path, node in rejected if id(node) not in module_ids
     ]
     names = subject.checkpoint.details.globals
-    blocked = next(iter(blocking(names)), None) or next(iter(subject.blocked), "")
+    blocked = next(iter(find_blocked_names(names)), None) or next(iter(subject.blocked), "")
     kind = "blocked-global" if blocked.partition(".")[0] in _BLOCKED else "global"
     load_error = quote(kind, printable(blocked))
     if modules:

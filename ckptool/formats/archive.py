@@ -1,4 +1,4 @@
-"""Read zip archives: directory, records, and what is known of a truncated one."""
+"""Read zip archives: their directory and records, and the pickle of a truncated archive."""
 
 from __future__ import annotations
 
@@ -212,11 +212,11 @@ def _widen_sizes(
     """Return size, packed size and header offset; values of 2**32 - 1 come from the zip64 field."""
     values = [size, packed, header]
     wide = next((content for kind, content in split_extra_fields(extra) if kind == ZIP64), None)
-    for place, value in enumerate(values):
+    for number, value in enumerate(values):
         if value == FAR and wide is not None:
             if len(wide) < 8:
                 raise CorruptFile(f"the zip64 field of record {name!r} is too short")
-            values[place], wide = int.from_bytes(wide[:8], "little"), wide[8:]
+            values[number], wide = int.from_bytes(wide[:8], "little"), wide[8:]
     return values[0], values[1], values[2]
 
 
@@ -234,9 +234,11 @@ def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
     """Refuse a record that is encrypted, compressed in an unknown way, or on another disk."""
     method = entry.method
     if flags & REFUSED:
-        what = "a patch" if flags & REFUSED == 1 << 5 else "encrypted"
+        message = "a patch" if flags & REFUSED == 1 << 5 else "encrypted"
     elif method not in (STORED, DEFLATED):
-        what = f"compressed with a method that torch cannot read ({_METHODS.get(method, method)})"
+        message = (
+            f"compressed with a method that torch cannot read ({_METHODS.get(method, method)})"
+        )
     elif entry.packed != entry.size and method == STORED:
         raise CorruptFile(
             f"record {entry.name!r} is stored in {entry.packed:,} bytes, expected {entry.size:,}"
@@ -244,7 +246,7 @@ def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
     else:
         raise CorruptFile(f"record {entry.name!r} is on another disk of the zip")
     raise UnsupportedFormat(
-        f"record {entry.name!r} is {what}",
+        f"record {entry.name!r} is {message}",
         hint="unzip it with the program that made it, and give the folder",
     )
 
@@ -374,6 +376,7 @@ class LocalHeaders:
         self.start = entry.header
 
     def _overlap_error(self, entry: ZipEntry) -> CorruptFile:
+        """Return the error for a record that reaches into the directory."""
         return CorruptFile(
             f"record {entry.name!r} ({entry.packed:,} bytes at offset {entry.header:,}) "
             f"overlaps the zip directory at {self.end:,}"
@@ -447,12 +450,13 @@ def _read_first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int],
     sizes: dict[str, int] = {}
 
     def record_size(pid: Any) -> Any:
+        """Note the size of the storage of a persistent id, and return a storage without data."""
         if not is_storage_pid(pid):
             return Opaque(None, (pid,), maker="persid")
         storage = parse_storage_pid(pid, data.source.name)
         sizes[storage.key] = storage.nbytes
-        stand_in = Storage(storage.key, None, storage.nbytes, storage.device)
-        return StorageRef(stand_in, storage.dtype, storage.untyped)
+        placeholder = Storage(storage.key, None, storage.nbytes, storage.device)
+        return StorageRef(placeholder, storage.dtype, storage.untyped)
 
     start = LOCAL.size + name_length + extra_length
     pickle = unpickle(data, persistent_load=record_size, limits=limits, start=start)
@@ -543,13 +547,13 @@ def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
 
 def choose_folder(entries: list[ZipEntry]) -> str:
     """Return the folder with `data.pkl`, if only one has it; else that of the first entry."""
-    holders = {
+    folders = {
         entry.name.split("/", 1)[0]
         for entry in entries
         if entry.name.endswith("/data.pkl") and entry.name.count("/") == 1
     }
-    if len(holders) == 1:
-        return holders.pop()
+    if len(folders) == 1:
+        return folders.pop()
     first = entries[0].name if entries else ""
     return first.split("/", 1)[0] if "/" in first else ""
 
@@ -639,9 +643,9 @@ def read_json(record: Record, limits: Limits) -> Mapping[str, Any]:
     from ckptool.formats.safetensors_header import parse_json  # most archives have no JSON
 
     refuse_bomb(record.data, limits.max_header_inflation)
-    what = f"record {record.name!r}"
+    subject = f"record {record.name!r}"
     with add_error_context(record.data.source.name):
-        document = parse_json(read_text(record, limits.max_json_bytes), what)
+        document = parse_json(read_text(record, limits.max_json_bytes), subject)
         if not isinstance(document, dict):
-            raise CorruptFile(f"{what} is not a JSON object")
+            raise CorruptFile(f"{subject} is not a JSON object")
     return document

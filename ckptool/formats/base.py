@@ -60,7 +60,7 @@ class Findings:
     """The number of records of an archive."""
 
     def __add__(self, other: Findings) -> Findings:
-        """Both together."""
+        """Return the findings of both together."""
         return Findings(
             self.problems + other.problems,
             self.notes + other.notes,
@@ -140,14 +140,14 @@ def combine_details(files: Sequence[Checkpoint], joined: Checkpoint, **stated: A
     )
 
 
-def check_limit(what: str, count: int, unit: str, maximum: int) -> None:
+def check_limit(subject: str, count: int, unit: str, maximum: int) -> None:
     """Refuse a `count` of more than `maximum`: "the zip has" 9 "records".
 
     Raises:
         LimitExceeded: it is more.
     """
     if count > maximum:
-        raise LimitExceeded(f"{what} {count:,} {unit}, more than the limit of {maximum:,}")
+        raise LimitExceeded(f"{subject} {count:,} {unit}, more than the limit of {maximum:,}")
 
 
 @contextmanager
@@ -177,13 +177,13 @@ def add_error_context(
 
 
 @contextmanager
-def require_package(package: str, what: str, file: str) -> Iterator[None]:
+def require_package(package: str, purpose: str, file: str) -> Iterator[None]:
     """Turn an ImportError in the block into UnsupportedFormat, with the package to install."""
     try:
         yield
     except ImportError as error:
-        what, hint = f"{what}, and {package} is not installed", f"pip install {package}"
-        raise UnsupportedFormat(what, file=file, hint=hint) from error
+        message, hint = f"{purpose}, and {package} is not installed", f"pip install {package}"
+        raise UnsupportedFormat(message, file=file, hint=hint) from error
 
 
 class Probe:
@@ -217,11 +217,11 @@ class Probe:
         self._pattern = "*"
         folder, name = os.path.split(self.path)
         self.is_folder = self.place.is_folder(self.path)
-        is_there = self.is_folder or self.place.exists(self.path)
-        if "*" in name and not is_there and self.place.is_folder(folder or "."):
+        exists = self.is_folder or self.place.exists(self.path)
+        if "*" in name and not exists and self.place.is_folder(folder or "."):
             self.path, self._pattern, self.is_folder = folder or ".", name, True
         index = f"{self.path}.index"  # users of TensorFlow give a prefix
-        if not (is_there or self.is_folder) and self.place.is_file(index):
+        if not (exists or self.is_folder) and self.place.is_file(index):
             self.path = index
         self.source = source or (None if self.is_folder else self.place.open(self.path))
         if self._pattern != "*" and not self.entries:
@@ -262,7 +262,7 @@ class Probe:
         self._closing.callback(close)
 
     def close(self) -> None:
-        """Close what was opened here."""
+        """Close the files that this probe opened."""
         self._closing.close()
 
 
@@ -271,7 +271,7 @@ class Member(NamedTuple):
 
     offset: int
     length: int
-    holds: Checkpoint
+    checkpoint: Checkpoint
 
 
 class NewFile(NamedTuple):
@@ -280,7 +280,7 @@ class NewFile(NamedTuple):
     size: int
     write: Callable[[FileOutput], None]
     """Writes exactly `size` bytes."""
-    holds: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     """The checkpoint to compare it with after writing; None for an index."""
     path: str = ""
     """Its path in a set of files; empty for a single file, with a path given by the user."""
@@ -303,7 +303,7 @@ class WritePlan:
     tensors: int = 0
     """The number of tensor keys, including tied ones."""
     left_out: tuple[str, ...] = ()
-    """What the result lacks of the source, one phrase each."""
+    """The properties of the source that are not in the result, one phrase each."""
     notes: tuple[str, ...] = ()
     """Other sentences for the user."""
     blockers: tuple[str, ...] = ()
@@ -341,9 +341,9 @@ class Refusal(NamedTuple):
     """What opens the file instead, as a clause."""
 
 
-def distributed_refusal(what: str, reader: str = "") -> Refusal:
+def distributed_refusal(description: str, reader: str = "") -> Refusal:
     """Return the refusal of a folder that several processes wrote."""
-    return Refusal("distributed", what, A_FOLDER, reader)
+    return Refusal("distributed", description, A_FOLDER, reader)
 
 
 class Format:

@@ -75,15 +75,15 @@ class NameKind(NamedTuple):
         return None if None in matches else [name for name in matches if name is not None]
 
 
-def _compressed_magic(offset: int, magic: bytes, what: str, command: str) -> Magic:
+def _compressed_magic(offset: int, magic: bytes, product: str, command: str) -> Magic:
     """Return the row of a compressed file, with the command that unpacks it."""
     hint = f"{command} {{file}} > {{unpacked}} && ckptool list {{unpacked}}"
-    return Magic(offset, magic, f"compressed with {what}", hint, NotACheckpoint)
+    return Magic(offset, magic, f"compressed with {product}", hint, NotACheckpoint)
 
 
-def _other_magic(offset: int, magic: bytes, what: str, hint: str = _ITSELF) -> Magic:
+def _other_magic(offset: int, magic: bytes, description: str, hint: str = _ITSELF) -> Magic:
     """Return the row of a file that is not a checkpoint."""
-    return Magic(offset, magic, what, hint, NotACheckpoint)
+    return Magic(offset, magic, description, hint, NotACheckpoint)
 
 
 _INFLATE = (
@@ -235,7 +235,7 @@ _TEXTS: tuple[tuple[str, Identification], ...] = (
 
 
 def unrecognized_error(probe: Probe) -> CheckpointError:
-    """Return the error for a file or folder that has no known format, with what it is instead."""
+    """Return the error for a file or folder of no known format, with its identification."""
     if probe.is_folder:
         return _identify_folder(probe).to_error(probe.path)
     identification = (
@@ -263,9 +263,9 @@ def _identify_by_name(probe: Probe) -> Identification | None:
         return Identification("the graph of a TensorFlow checkpoint", hint, UnsupportedFormat)
     if not re.search(r"\.data-\d{5}-of-\d{5}\Z", probe.path):
         return None
-    what = "the data of a TensorFlow checkpoint with a missing or truncated index"
+    description = "the data of a TensorFlow checkpoint with a missing or truncated index"
     name = f"{os.path.basename(probe.path)[:-20]}.index"
-    return Identification(what, f"copy {shell(name)} as well", UnsupportedFormat)
+    return Identification(description, f"copy {shell(name)} as well", UnsupportedFormat)
 
 
 def _read_head(probe: Probe, count: int) -> bytes:
@@ -289,8 +289,10 @@ def _identify_empty(probe: Probe) -> Identification | None:
         hint = "the save or download probably failed; repeat it"
         return Identification("empty (0 bytes)", hint, TruncatedFile)
     if any(magic != head and magic.startswith(head) for magic in _CUT):
-        what = f"truncated after {counted(len(head), 'byte')}, within the signature of its format"
-        return Identification(what, TruncatedFile.usual_hint, TruncatedFile)
+        description = (
+            f"truncated after {counted(len(head), 'byte')}, within the signature of its format"
+        )
+        return Identification(description, TruncatedFile.usual_hint, TruncatedFile)
     if head.strip(b"\0"):
         return None
     return Identification(
@@ -315,8 +317,8 @@ def _identify_zip(probe: Probe) -> Identification | None:
     weights = [name for name in names if re.fullmatch(_WEIGHTS, name)]
     inside = "policy.pth" if "policy.pth" in weights else next(iter(weights), None)
     if inside is None:  # stable-baselines3 has other torch files before its policy
-        what = f"a zip archive with other files: {few(names)}"
-        return Identification(what, _fill_braces("unzip -l {file}", probe))
+        description = f"a zip archive with other files: {few(names)}"
+        return Identification(description, _fill_braces("unzip -l {file}", probe))
     target = os.path.join(
         find_unused_path(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl")
     )
@@ -393,11 +395,11 @@ def _identify_text(probe: Probe) -> Identification | None:
     line = next(iter(text.splitlines()), "").strip()
     first = quoted(line)
     if probe.path.endswith(".symlink") and line and line.isprintable():
-        what = f"a link file of Composer, which points to the checkpoint {first}"
+        description = f"a link file of Composer, which points to the checkpoint {first}"
         return Identification(
-            what, f"open that file: ckptool list {shell(line)}", UnsupportedFormat
+            description, f"open that file: ckptool list {shell(line)}", UnsupportedFormat
         )
-    identification = next(found for pattern, found in _TEXTS if re.match(pattern, text))
+    identification = next(identified for pattern, identified in _TEXTS if re.match(pattern, text))
     hint = _fill_braces(identification.hint or "", probe)
     return identification._replace(what=identification.what.format(first=first), hint=hint)
 
@@ -435,11 +437,11 @@ def _identify_git_lfs(path: str, text: str) -> Identification:
     size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
     real = f" (the real file has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
     folder, name = os.path.split(path)
-    place = f"-C {shell(folder)} " if folder else ""
+    option = f"-C {shell(folder)} " if folder else ""
     pattern = "**/" + re.sub(r"[*\[\]\\,]", "?", name)  # --include takes a list of patterns
     return Identification(
         f"a git-lfs pointer, not the file itself{real}",
-        f"git lfs install && git {place}lfs pull --include {shell(pattern)}",
+        f"git lfs install && git {option}lfs pull --include {shell(pattern)}",
     )
 
 
@@ -498,9 +500,9 @@ def find_unused_path(path: str, taken: Collection[str] = ()) -> str:
     folder, name = os.path.split(path)
     while len(os.fsencode(name)) > _LONGEST_NAME:
         name = name[: -_KEPT_ENDING - 1] + name[-_KEPT_ENDING:]
-    wanted = os.path.join(folder, name)
-    stem, suffix = os.path.splitext(wanted)
-    number, candidate = 1, wanted
+    first_choice = os.path.join(folder, name)
+    stem, suffix = os.path.splitext(first_choice)
+    number, candidate = 1, first_choice
     while os.path.lexists(candidate) or candidate in taken:
         number += 1
         candidate = f"{stem}-{number}{suffix}"
@@ -648,9 +650,11 @@ def _identify_pipeline(path: str, names: list[str]) -> Identification:
         if os.path.isdir(os.path.join(path, name))
         and any(re.search(_MODEL_FILE, file) for file in os.listdir(os.path.join(path, name)))
     ]
-    what = f"a diffusers pipeline with weights in {few(parts, 12)}"
+    description = f"a diffusers pipeline with weights in {few(parts, 12)}"
     first = os.path.join(path, parts[0]) if parts else path
-    return Identification(what, f"give one of them: ckptool list {shell(first)}", UnsupportedFormat)
+    return Identification(
+        description, f"give one of them: ckptool list {shell(first)}", UnsupportedFormat
+    )
 
 
 def _identify_other_folder(path: str, names: list[str]) -> Identification:
@@ -658,24 +662,25 @@ def _identify_other_folder(path: str, names: list[str]) -> Identification:
     if not names:
         return Identification("an empty folder", None)
     if all(".ckptool-" in name for name in names):
-        what = "a folder that ckptool did not finish writing"
-        return Identification(what, "write it again; the next run removes these files")
+        description = "a folder that ckptool did not finish writing"
+        return Identification(description, "write it again; the next run removes these files")
     from ckptool.formats.run_folder import find_run
 
     if run := find_run(path, names):
         chosen = os.path.join(path, run.best or run.last)
         return Identification(run.text, f"give one of them: ckptool list {shell(chosen)}")
-    what = f"a folder that is not a checkpoint (it contains {few(names)})"
+    description = f"a folder that is not a checkpoint (it contains {few(names)})"
     files = [name for name in names[:_MOST_OPENED] if _may_be_checkpoint(os.path.join(path, name))]
     if not files:
-        return Identification(what, "give the checkpoint itself")
+        return Identification(description, "give the checkpoint itself")
     command = f"ckptool list {shell(os.path.join(path, files[0]))}"
     if len(files) == 1:
         return Identification(f"a folder with the checkpoint {quoted(files[0])} inside", command)
     if all(map(_BESIDE.fullmatch, files)):
-        what = f"the folder of a trainer without the model (it contains {few(files)})"
+        description = f"the folder of a trainer without the model (it contains {few(files)})"
         return Identification(
-            what, f"add the model's file to the folder, or give one of these files: {command}"
+            description,
+            f"add the model's file to the folder, or give one of these files: {command}",
         )
     return Identification(
         f"a folder with several checkpoints: {few(files)}", f"give one: {command}"

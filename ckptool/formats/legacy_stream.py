@@ -73,8 +73,8 @@ class SourceTexts:
 
     def describe(self) -> tuple[str, ...]:
         """Return a phrase for the user, if any class has source code."""
-        known = f"the source code of {listed(self.names, 5)} (not read)"
-        return (known,) if self.names else ()
+        phrase = f"the source code of {listed(self.names, 5)} (not read)"
+        return (phrase,) if self.names else ()
 
 
 class NestedStreams:
@@ -130,15 +130,15 @@ def unpickle_record(data: ByteRange, start: int, limits: Limits) -> Unpickled:
         TruncatedFile: `data` ends there.
         CorruptFile: it is not a pickle, is damaged, or is not small.
     """
-    near = data.slice(0, min(start + RECORD_BYTES, data.length))
-    return unpickle(near, limits=limits, start=start)
+    window = data.slice(0, min(start + RECORD_BYTES, data.length))
+    return unpickle(window, limits=limits, start=start)
 
 
 class _Stored:
     """A storage of the pickle, which gets its bytes later.
 
     The pickle precedes the storages that its tensors need, so they are created without bytes, and
-    `place` sets these before the tree is returned.
+    `set_data` sets these before the tree is returned.
     """
 
     def __init__(self, pid: StoragePid) -> None:
@@ -147,8 +147,8 @@ class _Stored:
         self.whole = Storage(pid.key, None, pid.nbytes, pid.device)
         self.views: dict[str, tuple[Storage, int]] = {}
 
-    def meant_by(self, pid: StoragePid) -> Storage:
-        """Return the whole storage, or the part that was saved as a view."""
+    def select_storage(self, pid: StoragePid) -> Storage:
+        """Return the whole storage, or the view of a part that a persistent id names."""
         if pid.nbytes != self.whole.nbytes:
             raise CorruptFile(
                 f"storage {pid.key!r} has {self.whole.nbytes:,} bytes when first used and "
@@ -163,14 +163,14 @@ class _Stored:
             self.views[key] = (part, offset * itemsize)
         return self.views[key][0]
 
-    def place(self, data: ByteRange | None) -> None:
+    def set_data(self, data: ByteRange | None) -> None:
         """Set the bytes of the storage and its views (None: they have none)."""
-        _give_bytes(self.whole, data)
+        _set_storage_data(self.whole, data)
         for storage, offset in self.views.values():
-            _give_bytes(storage, data.slice(offset, storage.nbytes) if data else None)
+            _set_storage_data(storage, data.slice(offset, storage.nbytes) if data else None)
 
 
-def _give_bytes(storage: Storage, data: ByteRange | None) -> None:
+def _set_storage_data(storage: Storage, data: ByteRange | None) -> None:
     object.__setattr__(storage, "data", data)  # frozen, but not returned to any caller yet
 
 
@@ -200,16 +200,17 @@ class LegacyStream:
         self.sources = SourceTexts()
         self.framed = True
         """True if the frames of all its pickles are where a pickler puts them."""
-        start = self._header()
-        self.unpickled = self._object(start)
+        start = self._read_header()
+        self.unpickled = self._unpickle_object(start)
         keys = unpickle(data, limits=limits, start=self.unpickled.end)
         self.framed &= self.unpickled.framed and keys.framed
-        self.end = self._walk(self._keys(keys.root), keys.end)
+        self.end = self._locate_storages(self._check_keys(keys.root), keys.end)
         if _NESTED_TENSOR in self.unpickled.globals:
-            self.unpickled = self._object(start)  # its shape is in its storages, known now
+            self.unpickled = self._unpickle_object(start)  # its shape is in its storages, known now
         self.root = self.unpickled.root
 
-    def _header(self) -> int:
+    def _read_header(self) -> int:
+        """Check magic number and version, skip the facts, and return the start of the object."""
         magic = MAGIC.match(self.data.read(0, min(MAGIC_BYTES, self.data.length)))
         if magic is None:
             raise CorruptFile("a legacy torch stream does not begin as expected")
@@ -223,16 +224,18 @@ class LegacyStream:
         self.framed = number.framed and version.framed and machine.framed
         return machine.end
 
-    def _object(self, start: int) -> Unpickled:
+    def _unpickle_object(self, start: int) -> Unpickled:
+        """Return the pickle of the object at `start`."""
         return unpickle(
             self.data,
-            persistent_load=self._persistent,
+            persistent_load=self._load_persistent,
             nested=self.nested,
             limits=self.limits,
             start=start,
         )
 
-    def _persistent(self, pid: Any) -> Any:
+    def _load_persistent(self, pid: Any) -> Any:
+        """Return the class or storage that a persistent id stands for."""
         match pid:
             case ("module", cls, _, text):
                 return self.sources.remember_class(cls, text)
@@ -244,21 +247,23 @@ class LegacyStream:
         stored = self.stored.get(storage.key)
         if stored is None:
             stored = self.stored[storage.key] = _Stored(storage)
-        return StorageRef(stored.meant_by(storage), storage.dtype, storage.untyped)
+        return StorageRef(stored.select_storage(storage), storage.dtype, storage.untyped)
 
-    def _keys(self, items: Any) -> list[str]:
+    def _check_keys(self, items: Any) -> list[str]:
         """Return the order of the storages in the file: each storage of the pickle, once."""
-        if not isinstance(items, list) or not all(isinstance(one, (str, int)) for one in items):
+        if not isinstance(items, list) or not all(isinstance(item, (str, int)) for item in items):
             raise CorruptFile("the list of storages after the pickle is missing")
         keys = list(map(str, items))
         counts = Counter(keys)
-        odd = [key for key in {**self.stored, **counts} if counts[key] != (key in self.stored)]
-        if odd:
-            what = "the list after the pickle must have each storage of the pickle once"
-            raise CorruptFile(f"{what}: {few(odd)}")
+        mismatched = [
+            key for key in {**self.stored, **counts} if counts[key] != (key in self.stored)
+        ]
+        if mismatched:
+            message = "the list after the pickle must have each storage of the pickle once"
+            raise CorruptFile(f"{message}: {few(mismatched)}")
         return keys
 
-    def _walk(self, keys: list[str], position: int) -> int:
+    def _locate_storages(self, keys: list[str], position: int) -> int:
         """Set the bytes of each storage; return the position after the last."""
         length = self.data.length
         for index, key in enumerate(keys):
@@ -277,14 +282,15 @@ class LegacyStream:
                     raise
                 # A wrong count: then the storage before it has a wrong length.
                 if index and not isinstance(error, TruncatedFile):
-                    self.stored[keys[index - 1]].place(None)
+                    self.stored[keys[index - 1]].set_data(None)
                 return length
             position += COUNT.size
-            stored.place(self.data.slice(position, nbytes))
+            stored.set_data(self.data.slice(position, nbytes))
             position += nbytes
         return position
 
     def _check_count(self, key: str, numel: int, position: int) -> None:
+        """Refuse a count in the file that differs from that in the pickle."""
         (count,) = COUNT.unpack(self.data.read(position, COUNT.size))
         if count != numel:
             raise CorruptFile(
@@ -295,14 +301,14 @@ class LegacyStream:
 
     def _truncated_error(self, keys: list[str], index: int, position: int) -> TruncatedFile:
         """Return the error for a stream that ends before storage number `index` does."""
-        wanted = sum(COUNT.size + self.stored[key].whole.nbytes for key in keys[index:])
-        missing = position + wanted - self.data.length
+        needed = sum(COUNT.size + self.stored[key].whole.nbytes for key in keys[index:])
+        missing = position + needed - self.data.length
         hint = "copy it again"
         if index:  # the storages before it are intact
             hint += f", or run {salvage_command(self.file, self.unpickled.root)}"
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
-            f"{missing:,} of {position + wanted:,} bytes are missing",
+            f"{missing:,} of {position + needed:,} bytes are missing",
             hint=hint,
         )
 

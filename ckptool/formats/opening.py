@@ -95,8 +95,8 @@ def open_together(
         for path in paths:
             files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
             if files[-1].format not in formats or place_of(path).is_folder(path):
-                what = f"is {files[-1].format}, expected {' or '.join(formats)}"
-                raise UnsupportedFormat(what, file=path)
+                message = f"is {files[-1].format}, expected {' or '.join(formats)}"
+                raise UnsupportedFormat(message, file=path)
         yield files
         stack.pop_all()
 

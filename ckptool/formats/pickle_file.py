@@ -42,7 +42,7 @@ class PickleFile(Format):
     unsafe_loader = "pickle.load(open(FILE, 'rb'))"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it states a pickle protocol, or can be read as protocol 0 or 1."""
+        """Return whether the file states a pickle protocol, or can be read as protocol 0 or 1."""
         if _WITH_PROTOCOL.match(probe.head):
             return True
         if not _WITHOUT.match(probe.head):
@@ -82,6 +82,7 @@ class PickleFile(Format):
 
 
 def _unpickle(probe: Probe) -> Unpickled:
+    """Return the first pickle of the file, with the streams inside it."""
     source = probe.require_source()
     return unpickle_outer(ByteRange(source, 0, source.size), probe.limits)
 
@@ -95,19 +96,19 @@ def _has_storage_references(head: bytes) -> bool:
 def _unzipped_error(probe: Probe) -> UnsupportedFormat:
     """Return the error for the pickle of an unzipped file, with its data in other files."""
     folder, name = os.path.split(probe.path)
-    what = "the pickle of an unzipped torch.save file"
+    description = "the pickle of an unzipped torch.save file"
     if os.path.isdir(os.path.join(folder, "data")):
         hint = f"give its folder: ckptool list {shell(folder or '.')}"
     else:
-        what += ", without its folder data/, which contains the numbers"
+        description += ", without its folder data/, which contains the numbers"
         hint = f"give the file itself, or copy data/ next to {printable(name)} and give the folder"
-    return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=hint)
+    return UnsupportedFormat(f"{probe.path} is {description}", file=probe.path, hint=hint)
 
 
 def _joblib_error(probe: Probe) -> UnsupportedFormat:
     """Return the error for a joblib file with arrays, which are between the opcodes."""
-    what = "a joblib file with numpy arrays between the opcodes of its pickle"
-    return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=JOBLIB_HINT)
+    description = "a joblib file with numpy arrays between the opcodes of its pickle"
+    return UnsupportedFormat(f"{probe.path} is {description}", file=probe.path, hint=JOBLIB_HINT)
 
 
 PICKLE = PickleFile()

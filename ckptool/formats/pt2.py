@@ -104,6 +104,7 @@ class _Reader:
     """Reads the descriptions in one archive; weights in one record share a storage."""
 
     def __init__(self, archive: Archive, limits: Limits) -> None:
+        """Read the byte order of `archive`; the weights are read on demand."""
         self.archive = archive
         self.limits = limits
         self.storages: dict[str, Storage] = {}

@@ -23,7 +23,7 @@ class RegisteredFormat(NamedTuple):
     """True if it is a zip (or an unzipped one), which the first bytes show."""
     folder: bool = False
     """True if it is a folder of several files; `.metadata` or a shard stands for a DCP folder."""
-    beside: str = ""
+    folder_suffix: str = ""
     """The suffix of the folder next to each of its files."""
     indexed: bool = False
     """True if it is a JSON index (or a folder with one), which the first byte shows."""
@@ -50,7 +50,7 @@ REGISTRY = (
     RegisteredFormat("megatron", "distributed.megatron", folder=True),
     RegisteredFormat("tensorflow", "foreign.tensorflow", folder=True),
     RegisteredFormat("xla-fsdp", "distributed.xla", folder=True),
-    RegisteredFormat("xla-xser", "distributed.xla", zipped=True, beside=".tensors"),
+    RegisteredFormat("xla-xser", "distributed.xla", zipped=True, folder_suffix=".tensors"),
     RegisteredFormat("torch-zip", "torch_zip", zipped=True, writable=True, endings=TORCH_ENDINGS),
     RegisteredFormat("torchscript", "torchscript", zipped=True, endings=(".ptl",)),
     RegisteredFormat("pt2", "pt2", zipped=True, endings=(".pt2",)),
@@ -96,7 +96,7 @@ def find_candidate_formats(probe: Probe) -> Iterator[Format]:
     for entry in REGISTRY:
         if entry.folder or not (indexed if entry.indexed else entry.zipped is zipped):
             continue
-        if not entry.beside or probe.place.is_folder(probe.path + entry.beside):
+        if not entry.folder_suffix or probe.place.is_folder(probe.path + entry.folder_suffix):
             yield entry.load()
 
 

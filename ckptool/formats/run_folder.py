@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 def find_run(folder: str, names: Iterable[str]) -> Run | None:
     """Return the run with its checkpoints in a folder; None if there is no known one."""
-    return _trainer(folder, names) or _lightning(folder, names)
+    return _find_trainer_run(folder, names) or _find_lightning_run(folder, names)
 
 
 def read_trainer_state(folder: str) -> Mapping[str, Any]:
@@ -50,18 +50,20 @@ def read_trainer_state(folder: str) -> Mapping[str, Any]:
     return json_object(os.path.join(folder, _STATE), _MOST_BYTES)
 
 
-def _trainer(folder: str, names: Iterable[str]) -> Run | None:
-    steps = {int(found[1]): name for name in names if (found := _STEP.fullmatch(name))}
+def _find_trainer_run(folder: str, names: Iterable[str]) -> Run | None:
+    """Return the run of the transformers Trainer in a folder of `checkpoint-STEP` folders."""
+    steps = {int(match[1]): name for name in names if (match := _STEP.fullmatch(name))}
     if not steps:
         return None
     last = max(steps)
     path = read_trainer_state(os.path.join(folder, steps[last])).get("best_model_checkpoint")
-    return Run("Trainer", steps[last], last, _named(path, [*steps.values()]))
+    return Run("Trainer", steps[last], last, _match_last_part(path, [*steps.values()]))
 
 
-def _lightning(folder: str, names: Iterable[str]) -> Run | None:
+def _find_lightning_run(folder: str, names: Iterable[str]) -> Run | None:
+    """Return the run of Lightning in a folder with `.ckpt` files of two or more steps."""
     files = sorted(name for name in names if name.endswith(".ckpt"))
-    roots = {name: _root(os.path.join(folder, name)) for name in files[:_MOST_FILES]}
+    roots = {name: _read_root(os.path.join(folder, name)) for name in files[:_MOST_FILES]}
     steps = {
         name: root["global_step"]
         for name, root in roots.items()
@@ -72,25 +74,25 @@ def _lightning(folder: str, names: Iterable[str]) -> Run | None:
     last = max(steps, key=lambda name: (steps[name], name == "last.ckpt", name))
     callbacks = roots[last].get("callbacks")
     states = callbacks.values() if isinstance(callbacks, dict) else ()
-    paths = (one.get("best_model_path") for one in states if isinstance(one, dict))
-    best = next(filter(None, (_named(path, steps) for path in paths)), None)
+    paths = (state.get("best_model_path") for state in states if isinstance(state, dict))
+    best = next(filter(None, (_match_last_part(path, steps) for path in paths)), None)
     return Run("Lightning", last, steps[last], best)
 
 
-def _named(path: object, names: Collection[str]) -> str | None:
+def _match_last_part(path: object, names: Collection[str]) -> str | None:
     """Return the last part of a path from the training machine, if it is one of `names`."""
     name = re.split(r"[/\\]", path.rstrip("/\\"))[-1] if isinstance(path, str) else None
     return name if name is not None and name in names else None
 
 
-def _root(path: str) -> Mapping[Any, Any]:
+def _read_root(path: str) -> Mapping[Any, Any]:
     """Return the tree of a file, if it is a dict."""
     with suppress(CheckpointError):
         probe = Probe(path, DEFAULT_LIMITS)
         try:
-            for known in find_candidate_formats(probe):
-                if known.recognize(probe):
-                    root = known.read(probe).root
+            for candidate in find_candidate_formats(probe):
+                if candidate.recognize(probe):
+                    root = candidate.read(probe).root
                     return root if isinstance(root, dict) else {}
         finally:
             probe.close()

@@ -59,7 +59,7 @@ _REMEDIES = {
 _GATHER = "call .full_tensor() before saving in torch"
 
 
-def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
+def _check_flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
     """Return the tensors of a state dict by key, checked for safetensors.
 
     Raises:
@@ -74,7 +74,7 @@ def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
             hint="choose a state dict with --key NAME; ckptool info lists them",
         )
     for key, tensor in tensors:
-        fact = _name_fault(key) or _tensor_fault(tensor)
+        fact = _describe_key_problem(key) or _describe_tensor_problem(tensor)
         if fact is not None:
             remedy = _GATHER if tensor.is_spread else _REMEDIES.get(tensor.kind)
             raise NotRepresentable(
@@ -87,12 +87,12 @@ def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
 
 
 def _check_containers(root: Any, file: str) -> None:
-    """Refuse entries with tensors inside: packed parameters, objects, attributes.
+    """Refuse values with tensors inside: packed parameters, objects, attributes.
 
     Raises:
-        NotRepresentable: with their keys, and the quantizer if known.
+        NotRepresentable: always with their keys, and the quantizer if known.
     """
-    holders = {
+    containers = {
         str(key): inside
         for key, value in root.items()
         for inside in [
@@ -100,18 +100,22 @@ def _check_containers(root: Any, file: str) -> None:
         ]
         if has_tensors(inside)
     }
-    if not holders:
+    if not containers:
         return
-    known = find_quantized(holders)
-    own = frozenset(list_wrappable_keys(root))
+    quantized = find_quantized(containers)
+    model_keys = frozenset(list_wrappable_keys(root))
     texts = (
-        f"{name} ({f'{known[name].scheme}: ' if name in known else ''}"
+        f"{name} ({f'{quantized[name].scheme}: ' if name in quantized else ''}"
         f"{counted(sum(1 for _ in find_tensors(value)), 'tensor')} inside)"
-        for name, value in holders.items()
+        for name, value in containers.items()
     )
     globs = dict.fromkeys(
-        f"*{name.rpartition('.')[2]}" if name in known else name if name in own else f"{name}/*"
-        for name in holders
+        f"*{name.rpartition('.')[2]}"
+        if name in quantized
+        else name
+        if name in model_keys
+        else f"{name}/*"
+        for name in containers
     )
     raise NotRepresentable(
         f"safetensors stores only tensors, not objects with tensors inside: {listed(texts)}",
@@ -121,7 +125,8 @@ def _check_containers(root: Any, file: str) -> None:
     )
 
 
-def _name_fault(key: Any) -> str | None:
+def _describe_key_problem(key: Any) -> str | None:
+    """Return a clause on a key that safetensors cannot store, else None."""
     if not isinstance(key, str):
         return f"has a key of type {type(key).__name__}"
     if key == METADATA:
@@ -129,7 +134,8 @@ def _name_fault(key: Any) -> str | None:
     return None if is_unicode(key) else "has a key that is not valid Unicode"
 
 
-def _tensor_fault(tensor: TensorRef) -> str | None:
+def _describe_tensor_problem(tensor: TensorRef) -> str | None:
+    """Return a clause on a tensor that safetensors cannot store, else None."""
     if tensor.kind == "meta" or tensor.device == "meta":
         return "is on the meta device and has no data"
     if not tensor.has_content:
@@ -137,8 +143,8 @@ def _tensor_fault(tensor: TensorRef) -> str | None:
             return "is a distributed tensor, with only a part of it in this file"
         if tensor.kind == "subclass":
             scheme = class_scheme(tensor)
-            known = f" ({scheme})" if scheme else ""
-            return f"is of the class {printable(tensor.class_name)}{known}"
+            scheme_note = f" ({scheme})" if scheme else ""
+            return f"is of the class {printable(tensor.class_name)}{scheme_note}"
         return f"is a {tensor.kind} tensor"
     if BY_NAME[tensor.dtype].safetensors is None:
         return f"has the dtype {tensor.dtype}"
@@ -147,7 +153,7 @@ def _tensor_fault(tensor: TensorRef) -> str | None:
     return None
 
 
-def _true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
+def _find_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
     """Return each key that shares its tensor with an earlier key, with that key.
 
     A key in `taken` cannot be an entry of the header, so it keeps a tensor of its own.
@@ -162,15 +168,15 @@ def _true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[s
 
 
 def describe_losses(root: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield what the file will not have, one phrase each."""
+    """Yield a phrase for each property that a safetensors file does not keep."""
     tensors = [value for value in root.values() if isinstance(value, TensorRef)]
-    rest = {key: value for key, value in root.items() if not isinstance(value, TensorRef)}
-    if rest:
+    others = {key: value for key, value in root.items() if not isinstance(value, TensorRef)}
+    if others:
         yield "values: " + listed(
             f"{key} ({value.class_name})" if isinstance(value, Opaque) else str(key)
-            for key, value in rest.items()
+            for key, value in others.items()
         )
-    classed = [
+    has_class = [
         any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
         for tensor in tensors
     ]
@@ -178,18 +184,18 @@ def describe_losses(root: Mapping[Any, Any]) -> Iterator[str]:
     if tags:
         shown = listed(f"{tag} on {counted(n, 'tensor')}" for tag, n in tags.items())
         yield f"saved devices ({shown})"
-    for what, count in (
+    for property_, count in (
         ("the Parameter type", sum(tensor.is_parameter for tensor in tensors)),
         ("requires_grad", sum(tensor.requires_grad for tensor in tensors)),
         ("backward hooks", sum(tensor.hooks is not None for tensor in tensors)),
-        ("the class or attributes", sum(classed)),
+        ("the class or attributes", sum(has_class)),
     ):
         if count:
-            yield f"{what} of {counted(count, 'tensor')}"
+            yield f"{property_} of {counted(count, 'tensor')}"
 
 
 def describe_changes(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
-    """Yield what changes without a loss."""
+    """Yield a sentence for each change that loses nothing."""
     if ties:
         pairs = listed(f"{name} = {kept}" for name, kept in ties.items())
         yield f"wrote tied tensors once; {METADATA} lists the other keys: {pairs}"
@@ -202,7 +208,7 @@ def describe_changes(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) 
 
 
 def describe_overlaps(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
-    """Yield a note on tensors with shared bytes, which get their own."""
+    """Yield a sentence on tensors with shared bytes, which get their own."""
     shared = find_overlapping_keys(tensors)
     if shared:
         yield f"gave tensors with shared memory their own bytes: {listed(shared)}"
@@ -252,8 +258,8 @@ def plan_content(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
     Raises:
         NotRepresentable: safetensors cannot store a tensor, or the root is not a state dict.
     """
-    tensors = _flat_tensors(checkpoint.root, checkpoint.path)
-    ties = _true_ties(tensors, RESERVED | given.keys())
+    tensors = _check_flat_tensors(checkpoint.root, checkpoint.path)
+    ties = _find_ties(tensors, RESERVED | given.keys())
     versions, lost = extract_json_versions(getattr(checkpoint.root, "attributes", {}))
     attributes = (f"attributes: {listed(lost)}",) if lost else ()
     return Content(
@@ -264,8 +270,8 @@ def plan_content(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
     )
 
 
-def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, HeaderEntry]:
-    """Return the entry of each tensor, in the order of the bytes.
+def _lay_out_entries(tensors: Mapping[str, TensorRef]) -> dict[str, HeaderEntry]:
+    """Return the entry of each tensor by key, in the order of the bytes.
 
     The largest elements come first, so that every tensor is aligned; the order is kept otherwise.
     """
@@ -274,17 +280,18 @@ def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, HeaderEntry]:
     sizes = {name: tensor.itemsize for name, tensor in tensors.items()}
     # By the power of two that divides the element size: F6 has 3 bytes for 4 elements.
     for name in sorted(tensors, key=lambda name: -(sizes[name] & -sizes[name])):
-        entries[name] = _entry(name, tensors[name], end)
+        entries[name] = _make_entry(name, tensors[name], end)
         end = entries[name].stop
     return entries
 
 
-def _entry(name: str, tensor: TensorRef, start: int) -> HeaderEntry:
+def _make_entry(name: str, tensor: TensorRef, start: int) -> HeaderEntry:
+    """Return the header entry of a tensor with its bytes at `start`."""
     code = BY_NAME[tensor.dtype].safetensors or ""
-    return HeaderEntry(name, code, _header_shape(tensor), start, start + tensor.nbytes)
+    return HeaderEntry(name, code, _to_header_shape(tensor), start, start + tensor.nbytes)
 
 
-def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
+def _to_header_shape(tensor: TensorRef) -> tuple[int, ...]:
     """Return the shape in the header, where each of torch's F4 pairs is two elements."""
     shape = tensor.sizes
     if tensor.dtype == "float4_e2m1fn_x2":
@@ -292,7 +299,7 @@ def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
     return shape
 
 
-def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
+def _plan_pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
     """Yield the ranges to copy and the blocks to stream, in order; join neighbors."""
     written = (tensor for tensor in tensors if tensor.nbytes)
     for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
@@ -302,13 +309,17 @@ def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
             yield from group
 
 
-def _shared(
+def _find_shared_piece(
     pieces: Sequence[ByteRange | TensorRef], nbytes: int, sources: Sequence[Source]
 ) -> Shared | None:
     """Return the first piece, if it is most of `nbytes` and is in a source; else None."""
     first = pieces[0] if pieces else None
     if isinstance(first, ByteRange) and first.length >= MANY and 2 * first.length > nbytes:
-        return Shared(first.length, first) if any(first.source is one for one in sources) else None
+        return (
+            Shared(first.length, first)
+            if any(first.source is source for source in sources)
+            else None
+        )
     return None
 
 
@@ -326,7 +337,7 @@ class Safetensors(EditableFormat):
     header_key = "format"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it has a plausible length, then the beginning of a JSON object."""
+        """Return whether the file begins with a plausible length and a JSON object."""
         head = probe.head
         if len(head) <= LENGTH.size or LENGTH.unpack_from(head)[0] >= _LIKELY_HEADER:
             return False
@@ -337,8 +348,8 @@ class Safetensors(EditableFormat):
         """Return the state dict with its tied keys and `_metadata`."""
         source = probe.require_source()
         header = read_header(source, probe.limits, salvages=probe.salvages is not None)
-        tensors = {entry.name: _tensor(entry, header) for entry in header.entries}
-        root, rest = restore_state_dict(tensors, header.metadata)
+        tensors = {entry.name: _make_tensor(entry, header) for entry in header.entries}
+        root, other_entries = restore_state_dict(tensors, header.metadata)
         return Checkpoint(
             root,
             self.name,
@@ -347,9 +358,9 @@ class Safetensors(EditableFormat):
                 size=source.size,
                 writer="safetensors",
                 storage_bytes=header.body.length,
-                notes=_notes(rest),
-                header=rest,
-                left_behind=_left_behind(header, source),
+                notes=_describe_header(other_entries),
+                header=other_entries,
+                left_behind=_describe_unused_bytes(header, source),
             ),
             sources=(source,),
         )
@@ -358,10 +369,10 @@ class Safetensors(EditableFormat):
         """Plan the file for a checkpoint with one flat state dict as its root."""
         content = plan_content(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
         written = content.written
-        entries = _entries(written)
-        pieces = list(_pieces(written[name] for name in entries))
+        entries = _lay_out_entries(written)
+        pieces = list(_plan_pieces(written[name] for name in entries))
         nbytes = sum(tensor.nbytes for tensor in written.values())
-        shared = _shared(pieces, nbytes, checkpoint.sources)
+        shared = _find_shared_piece(pieces, nbytes, checkpoint.sources)
         head = encode_header(
             (entries[name] for name in written),
             content.metadata,
@@ -370,6 +381,7 @@ class Safetensors(EditableFormat):
         )
 
         def write(output: FileOutput) -> None:
+            """Write the header, then each piece: ranges are copied, other tensors streamed."""
             output.write(head)
             for piece in pieces:
                 if isinstance(piece, ByteRange):
@@ -403,10 +415,13 @@ class Safetensors(EditableFormat):
         (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
         begin = LENGTH.size + length
         written = content.written
-        if not all(one.is_verbatim and one.data.source is source for one in written.values()):
+        if not all(
+            tensor.is_verbatim and tensor.data.source is source for tensor in written.values()
+        ):
             return None
         entries = [
-            _entry(name, tensor, tensor.data.offset - begin) for name, tensor in written.items()
+            _make_entry(name, tensor, tensor.data.offset - begin)
+            for name, tensor in written.items()
         ]
         try:
             check_tiling(entries, source.size - begin)
@@ -427,17 +442,18 @@ class Safetensors(EditableFormat):
 SAFETENSORS = Safetensors()
 
 
-def _tensor(entry: HeaderEntry, header: Header) -> TensorRef:
+def _make_tensor(entry: HeaderEntry, header: Header) -> TensorRef:
+    """Return the tensor of a header entry, without data if its bytes are truncated."""
     dtype = BY_SAFETENSORS[entry.code]
     nbytes = entry.stop - entry.start
-    whole = entry.stop <= header.body.length  # otherwise the file is being salvaged
-    data = header.body.slice(entry.start, nbytes) if whole else None
-    shape = _torch_shape(entry)
+    is_complete = entry.stop <= header.body.length  # otherwise the file is being salvaged
+    data = header.body.slice(entry.start, nbytes) if is_complete else None
+    shape = _to_torch_shape(entry)
     storage = Storage(entry.name, data, nbytes)
     return TensorRef(dtype.name, shape, row_major_strides(shape), 0, storage, "cpu")
 
 
-def _torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
+def _to_torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
     """Return the shape in torch, which counts F4 pairs."""
     if entry.code != "F4":
         return entry.shape
@@ -449,7 +465,7 @@ def _torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
     return (*entry.shape[:-1], entry.shape[-1] // 2)
 
 
-def _left_behind(header: Header, source: Source) -> tuple[str, ...]:
+def _describe_unused_bytes(header: Header, source: Source) -> tuple[str, ...]:
     """Return a phrase on the bytes of a salvaged file that belong to no tensor."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     copy = header.body.offset - LENGTH.size - length
@@ -464,6 +480,7 @@ def _left_behind(header: Header, source: Source) -> tuple[str, ...]:
     return (f"{total:,} bytes that belong to no tensor (offsets {where})",)
 
 
-def _notes(rest: dict[str, Any]) -> tuple[str, ...]:
-    facts = [f"{key}={value}" for key, value in rest.items() if key != FORMAT]
+def _describe_header(other_entries: dict[str, Any]) -> tuple[str, ...]:
+    """Return a note with the other entries of the header, if there are any."""
+    facts = [f"{key}={value}" for key, value in other_entries.items() if key != FORMAT]
     return (f"header: {listed(facts)}",) if facts else ()

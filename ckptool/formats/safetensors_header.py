@@ -85,10 +85,13 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
         if fault := text_transfer_error(source):
             raise fault
         begin += find_last_copy(source, LENGTH.pack(length) + raw)
-    return _parse(raw, ByteRange(source, begin, source.size - begin), limits, salvages=salvages)
+    return _parse_header(
+        raw, ByteRange(source, begin, source.size - begin), limits, salvages=salvages
+    )
 
 
-def _parse(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> Header:
+def _parse_header(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> Header:
+    """Return the checked header in `raw`, over the tensor data in `body`."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -100,7 +103,7 @@ def _parse(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> He
     metadata = {} if stated is None else require_string_map(stated, METADATA)
     if "\\u" in text:
         _check_text(document, metadata)
-    entries = tuple(_entry(name, fields, limits) for name, fields in document.items())
+    entries = tuple(_parse_entry(name, fields, limits) for name, fields in document.items())
     if salvages:
         return Header(entries, metadata, body, tuple(_find_unused(entries, body.length)))
     try:
@@ -132,34 +135,35 @@ def _find_unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[
         yield end, length
 
 
-def parse_json(text: str, what: str = "the header") -> Any:
+def parse_json(text: str, subject: str = "the header") -> Any:
     """Parse a JSON document, without Python's extensions and repeated keys.
 
     Raises:
-        CorruptFile: it is invalid; `what` is its name in the message.
+        CorruptFile: it is invalid; `subject` is its name in the message.
     """
     # Python rejects numbers of more than 4,300 digits with its own message.
-    whole = _bounded_integer if _LONG_NUMBER.search(text) else None
+    parse_int = _parse_integer if _LONG_NUMBER.search(text) else None
     try:
         return json.loads(
             text,
             object_pairs_hook=_reject_duplicates,
             parse_constant=_reject_constant,
-            parse_int=whole,
+            parse_int=parse_int,
         )
     except RecursionError as error:
-        raise CorruptFile(f"{what} is nested too deeply") from error
+        raise CorruptFile(f"{subject} is nested too deeply") from error
     except json.JSONDecodeError as error:
-        raise CorruptFile(f"{what} is not JSON ({error})") from error
+        raise CorruptFile(f"{subject} is not JSON ({error})") from error
     except CorruptFile as error:
-        raise CorruptFile(f"{what} {error.message}") from error
+        raise CorruptFile(f"{subject} {error.message}") from error
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; refuse a repeated key."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise CorruptFile(f"has the key '{printable(twice)}' twice")
+        repeated, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise CorruptFile(f"has the key '{printable(repeated)}' twice")
     return fields
 
 
@@ -167,7 +171,8 @@ def _reject_constant(word: str) -> NoReturn:
     raise CorruptFile(f"is not JSON (it contains {word})")
 
 
-def _bounded_integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
+    """Return an integer; refuse more digits than any size has."""
     if len(digits) > len(str(_MAX_SIZE)):
         raise CorruptFile(f"has a number of {len(digits):,} digits")
     return int(digits)
@@ -181,7 +186,7 @@ def _check_text(document: Mapping[str, Any], metadata: Mapping[str, str]) -> Non
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether it has no single surrogate, which is possible in JSON but not in UTF-8."""
+    """Return whether a text has no single surrogates, which JSON allows but UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -189,18 +194,18 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def require_string_map(fields: Any, what: str) -> dict[str, str]:
+def require_string_map(fields: Any, subject: str) -> dict[str, str]:
     """Return a JSON object, checked to have only strings.
 
     Raises:
-        CorruptFile: it is invalid; `what` is its name in the message.
+        CorruptFile: it is invalid; `subject` is its name in the message.
     """
-    if not isinstance(fields, dict) or not all(isinstance(one, str) for one in fields.values()):
-        raise CorruptFile(f"{what} is not an object of strings")
+    if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+        raise CorruptFile(f"{subject} is not an object of strings")
     return fields
 
 
-def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
+def _parse_entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
     """Return the checked entry of one tensor."""
     match fields:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
@@ -210,12 +215,12 @@ def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
     bits = _BITS.get(code)
     if bits is None:
         raise _tensor_error(name, f"has the unknown dtype '{printable(code)}'")
-    of = f"tensor '{printable(name)}' has"
-    check_limit(of, len(shape), "dimensions", limits.max_dimensions)
+    subject = f"tensor '{printable(name)}' has"
+    check_limit(subject, len(shape), "dimensions", limits.max_dimensions)
     for size in (*shape, start, stop):
         if type(size) is not int or not 0 <= size <= _MAX_SIZE:
             raise _tensor_error(name, f"has {size!r}, expected a count")
-    count = _product(name, shape)
+    count = _count_elements(name, shape)
     if (count * bits) % 8:
         raise _tensor_error(
             name, f"has {count:,} elements of {bits} bits, which is not a whole number of bytes"
@@ -229,7 +234,7 @@ def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
     return HeaderEntry(name, code, tuple(shape), start, stop)
 
 
-def _product(name: str, shape: Iterable[int]) -> int:
+def _count_elements(name: str, shape: Iterable[int]) -> int:
     """Count the elements of a shape; as in the reference reader, check sizes before a 0."""
     count = 1
     for size in shape:
@@ -316,26 +321,30 @@ RESERVED = frozenset({FORMAT, VERSIONS, PLACES})
 def restore_state_dict(
     tensors: Mapping[str, TensorRef],
     metadata: Mapping[str, str],
-    known: Mapping[str, str] = MappingProxyType({}),
+    outer_ties: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[OrderedMap, dict[str, str]]:
-    """Return the state dict with its ties and `_metadata`, and all other entries.
+    """Return the state dict with its ties and `_metadata`, and the other entries of the header.
 
-    `known` are ties (`dropped: kept`) from other places, which need not be among the entries.
+    `outer_ties` are ties (`dropped: kept`) from elsewhere, which need not be among the entries.
     """
-    places = _object(metadata.get(PLACES))
-    told = {name: kept for name, kept in metadata.items() if places is None or name in places}
-    ties = _candidates(tensors, {**known, **told})
-    order = _order(list(tensors), list(ties), places or {})
+    places = _parse_object(metadata.get(PLACES))
+    stated_ties = {
+        name: kept for name, kept in metadata.items() if places is None or name in places
+    }
+    ties = _find_ties(tensors, {**outer_ties, **stated_ties})
+    order = _order_keys(list(tensors), list(ties), places or {})
     root = OrderedMap((name, tensors[ties.get(name, name)]) for name in order)
-    rest = {key: text for key, text in metadata.items() if key not in ties and key != PLACES}
-    versions = _versions(metadata.get(VERSIONS))
+    other_entries = {
+        key: text for key, text in metadata.items() if key not in ties and key != PLACES
+    }
+    versions = _parse_versions(metadata.get(VERSIONS))
     if versions is not None:
         root.attributes["_metadata"] = versions
-        del rest[VERSIONS]
-    return root, rest
+        del other_entries[VERSIONS]
+    return root, other_entries
 
 
-def _candidates(tensors: Collection[str], entries: Mapping[str, str]) -> dict[str, str]:
+def _find_ties(tensors: Collection[str], entries: Mapping[str, str]) -> dict[str, str]:
     """Return the entries that seem to tie a name to one of the `tensors`."""
     return {
         name: kept
@@ -344,55 +353,55 @@ def _candidates(tensors: Collection[str], entries: Mapping[str, str]) -> dict[st
     }
 
 
-def _order(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list[str]:
+def _order_keys(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list[str]:
     """Return all names, tied ones at their old position, or at the end if that is unknown."""
     total = len(names) + len(tied)
-    at: dict[int, str] = {}
+    tied_at: dict[int, str] = {}
     for name in tied:
-        place = places.get(name)
-        if type(place) is int and 0 <= place < total:
-            at.setdefault(place, name)
-    placed = set(at.values())
+        position = places.get(name)
+        if type(position) is int and 0 <= position < total:
+            tied_at.setdefault(position, name)
+    placed = set(tied_at.values())
     others = iter([*names, *(name for name in tied if name not in placed)])
-    return [at[place] if place in at else next(others) for place in range(total)]
+    return [tied_at[position] if position in tied_at else next(others) for position in range(total)]
 
 
-def _versions(text: str | None) -> OrderedMap | None:
+def _parse_versions(text: str | None) -> OrderedMap | None:
     """Return the `_metadata` of a state dict (module path -> dict), or None."""
-    found = _object(text)
-    if found is None or not all(isinstance(value, dict) for value in found.values()):
+    versions = _parse_object(text)
+    if versions is None or not all(isinstance(value, dict) for value in versions.values()):
         return None
-    return OrderedMap(found)
+    return OrderedMap(versions)
 
 
-def _object(text: str | None) -> dict[str, Any] | None:
+def _parse_object(text: str | None) -> dict[str, Any] | None:
     """Return the JSON object in a text; None for other texts: anyone can write these entries."""
     try:
-        found = parse_json(text or "null")
+        document = parse_json(text or "null")
     except CorruptFile:
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def make_metadata(
     ties: Mapping[str, str],
     names: Collection[str],
     versions: Any,
-    free: Mapping[str, str] = MappingProxyType({}),
+    other_entries: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return the entries for the ties (`dropped: kept`) of a state dict, and for its `_metadata`.
 
-    `names` are all its tensors in order; `versions` comes from `extract_json_versions`; `free` are
-    other entries, none of which may be mistaken for a tie.
+    `names` are all its tensors in order; `versions` comes from `extract_json_versions`. None of
+    `other_entries` may be mistaken for a tie.
     """
-    entries = {VERSIONS: _text(versions)} if versions else {}
-    if ties or _candidates(set(names) - ties.keys(), free):
-        places = {name: place for place, name in enumerate(names) if name in ties}
-        entries |= {**ties, PLACES: _text(places)}
+    entries = {VERSIONS: _encode_json(versions)} if versions else {}
+    if ties or _find_ties(set(names) - ties.keys(), other_entries):
+        places = {name: position for position, name in enumerate(names) if name in ties}
+        entries |= {**ties, PLACES: _encode_json(places)}
     return entries
 
 
-def _text(value: Any) -> str:
+def _encode_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -415,7 +424,7 @@ def extract_json_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any]
 
 
 def _is_plain(node: Any) -> bool:
-    """Return whether it survives JSON unchanged."""
+    """Return whether a value survives JSON unchanged."""
     if isinstance(node, dict):
         return all(isinstance(key, str) and _is_plain(value) for key, value in node.items())
     if isinstance(node, list):

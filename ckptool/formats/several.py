@@ -59,14 +59,14 @@ def _find_rank_pattern(paths: Sequence[str]) -> str | None:
         FileMissing: the folder has more files of the set than are given.
     """
     sets = {
-        (os.path.dirname(path), rank_name and rank_name[0])
+        (os.path.dirname(path), parsed and parsed[0])
         for path in paths
-        for rank_name in [parse_rank_name(path)]
+        for parsed in [parse_rank_name(path)]
     }
-    folder, called = sets.pop() if len(sets) == 1 else ("", None)
-    if called is None:
+    folder, name_pattern = sets.pop() if len(sets) == 1 else ("", None)
+    if name_pattern is None:
         return None
-    pattern = called.format(rank="*")
+    pattern = name_pattern.format(rank="*")
     existing = set(fnmatch.filter(os.listdir(folder or "."), pattern))
     missing = sorted(existing - {os.path.basename(path) for path in paths})
     if missing:
@@ -89,7 +89,7 @@ def split_key(source: str) -> tuple[str, str] | None:
 
 def open_by_key(
     sources: Iterable[tuple[str, str]],
-    open_one: Callable[[str], Checkpoint] = open_checkpoint,
+    open_file: Callable[[str], Checkpoint] = open_checkpoint,
 ) -> Checkpoint:
     """Return a checkpoint with a dict as its root: the tree of each file under its key.
 
@@ -103,7 +103,7 @@ def open_by_key(
         for key, path in sources:
             if key in root:
                 raise UsageError(f"two sources have the key {printable(key)!r}")
-            files.append(stack.enter_context(open_one(path)))
+            files.append(stack.enter_context(open_file(path)))
             root[key] = files[-1].root
         first = files[0]
         checkpoint = combine_details(
@@ -128,7 +128,7 @@ def open_several(
         UnreadableFile: as `open_checkpoint`.
     """
     names = [os.fspath(path) for path in paths]
-    _check_numbers(names)
+    _refuse_incomplete_series(names)
     with open_together(names, limits, _FORMATS) as files:
         shards = dict(zip(names, files, strict=True))
         if len(shards) < len(names):
@@ -160,7 +160,7 @@ def _list_tensor_keys(path: str, file: Checkpoint) -> list[str]:
     return keys
 
 
-def _check_numbers(names: Sequence[str]) -> None:
+def _refuse_incomplete_series(names: Sequence[str]) -> None:
     """Refuse an incomplete series of files, such as `-00001-of-00003` without the second."""
     series: dict[tuple[str, ...], set[int]] = {}
     for name in names:

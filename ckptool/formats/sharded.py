@@ -73,18 +73,18 @@ class ShardIndex:
         return os.path.join(os.path.dirname(self.path), name)
 
     def find_unlisted_files(self) -> Iterator[str]:
-        """Return files of the same set next to the index that it does not list."""
+        """Yield the files of the same set next to the index that it does not list."""
         series = {
-            found.group(1, 3, 4) for name in self.shards if (found := NUMBERED.fullmatch(name))
+            match.group(1, 3, 4) for name in self.shards if (match := NUMBERED.fullmatch(name))
         }
         if not series:
             return
-        named, there = set(self.shards), []
+        listed_names, existing = set(self.shards), []
         with suppress(OSError):  # a folder that can be read but not listed
-            there = sorted(place_of(self.path).names(os.path.dirname(self.path)))
-        for name in there:
-            found = NUMBERED.fullmatch(name)
-            if found and found.group(1, 3, 4) in series and name not in named:
+            existing = sorted(place_of(self.path).names(os.path.dirname(self.path)))
+        for name in existing:
+            match = NUMBERED.fullmatch(name)
+            if match and match.group(1, 3, 4) in series and name not in listed_names:
                 yield name
 
 
@@ -101,16 +101,20 @@ def open_index(probe: Probe) -> ShardIndex | None:
     """
     if probe.source is not None:
         with add_error_context(probe.source.name):
-            return _index_of(probe.source, probe.limits)
+            return _read_index(probe.source, probe.limits)
     with ExitStack() as opened:
-        found = []
+        inner_indexes = []
         names = {journalled(name) or name for name in probe.entries}  # a write may be unfinished
         paths = (os.path.join(probe.path, name) for name in sorted(filter(_NAME.fullmatch, names)))
-        for path in (one for one in paths if probe.place.is_file(one) or has_journal(one)):
+        for path in (
+            candidate
+            for candidate in paths
+            if probe.place.is_file(candidate) or has_journal(candidate)
+        ):
             inner = Probe(path, probe.limits)
             opened.callback(inner.close)
-            found.append(inner.compute_once(open_index))
-        indexes = [index for index in found if index is not None]
+            inner_indexes.append(inner.compute_once(open_index))
+        indexes = [index for index in inner_indexes if index is not None]
         _refuse_several(probe, indexes)
         if indexes:
             probe.on_close(opened.pop_all().close)
@@ -120,7 +124,7 @@ def open_index(probe: Probe) -> ShardIndex | None:
 def read_shard_names(path: str) -> tuple[str, ...]:
     """Return the files that an index lists before it is replaced; none if it is not an index."""
     with suppress(CheckpointError), closing(FileSource(path)) as source:
-        index = _index_of(source, DEFAULT_LIMITS)
+        index = _read_index(source, DEFAULT_LIMITS)
         return index.shards if index else ()
     return ()
 
@@ -129,47 +133,49 @@ def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
     """Refuse to choose between indexes, or between shards and a single file of their name."""
     names = []
     for name in (os.path.basename(index.path) for index in indexes):
-        whole = _INDEXED.sub("", name)
-        names += [whole, name] if whole in probe.entries else [name]
-    for whole, first in _complete_sets(probe.entries):
-        if whole in probe.entries and whole not in names:
-            names += [whole, first]
+        model_name = _INDEXED.sub("", name)
+        names += [model_name, name] if model_name in probe.entries else [name]
+    for model_name, first in _find_complete_sets(probe.entries):
+        if model_name in probe.entries and model_name not in names:
+            names += [model_name, first]
     if len(names) > 1:
-        what = f"a folder with several checkpoints: {few(names)}"
+        description = f"a folder with several checkpoints: {few(names)}"
         hint = f"give one: ckptool list {shell(os.path.join(probe.path, names[0]))}"
-        raise Identification(what, hint).to_error(probe.path)
+        raise Identification(description, hint).to_error(probe.path)
 
 
-def _complete_sets(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _find_complete_sets(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the name of the whole model and the first shard, for each set without a gap."""
     shards: dict[tuple[str, str, str], dict[int, str]] = {}
     for name in names:
-        if found := NUMBERED.fullmatch(name):
-            shards.setdefault((found[1], found[3], found[4]), {})[int(found[2])] = name
+        if match := NUMBERED.fullmatch(name):
+            shards.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = name
     for (stem, count, extension), numbered in sorted(shards.items()):
         if int(count) == len(numbered) and min(numbered) >= 1 and max(numbered) == len(numbered):
             yield f"{stem}{extension}", numbered[1]
 
 
-def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
+def _read_index(source: Source, limits: Limits) -> ShardIndex | None:
+    """Return the index in a file; None if name or content are not those of an index."""
     head = source.read(0, min(512, source.size))
-    called_so = _NAME.fullmatch(os.path.basename(source.name)) is not None
+    has_index_name = _NAME.fullmatch(os.path.basename(source.name)) is not None
     if not head.lstrip(b" \t\r\n").startswith(b"{"):
         return None
-    if source.size > limits.max_json_bytes and not called_so and _MARK not in head:
+    if source.size > limits.max_json_bytes and not has_index_name and _MARK not in head:
         return None
     check_limit("the index has", source.size, "bytes", limits.max_json_bytes)
     raw = source.read(0, source.size)
-    if not called_so and _MARK not in raw:
+    if not has_index_name and _MARK not in raw:
         return None
     index = _parse_index(raw, source)
     if source.is_far and index:
-        of_far = "the index is on another machine and has"
-        check_limit(of_far, len(index.shards), "files", limits.max_far_shards)
+        subject = "the index is on another machine and has"
+        check_limit(subject, len(index.shards), "files", limits.max_far_shards)
     return index
 
 
 def _parse_index(raw: bytes, source: Source) -> ShardIndex | None:
+    """Return the index in JSON text; None without a `weight_map`."""
     try:
         document = parse_json(raw.decode("utf-8"), "the index")
     except UnicodeDecodeError as error:
@@ -178,7 +184,7 @@ def _parse_index(raw: bytes, source: Source) -> ShardIndex | None:
         return None
     weight_map = require_string_map(document[_WEIGHT_MAP], f"the index's {_WEIGHT_MAP}")
     for name in dict.fromkeys(weight_map.values()):
-        if not _is_plain(name):
+        if not _is_plain_name(name):
             raise CorruptFile(
                 f"the index has the shard {quoted(name)}, which is not a file name in its folder"
             )
@@ -191,8 +197,8 @@ def _parse_index(raw: bytes, source: Source) -> ShardIndex | None:
     )
 
 
-def _is_plain(name: str) -> bool:
-    """Return whether it can only be a file in the folder of the index, on any system."""
+def _is_plain_name(name: str) -> bool:
+    """Return whether a name can only be a file in the folder of the index, on any system."""
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
         return False
     try:
@@ -216,8 +222,8 @@ def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> Ordered
             "not belong",
         )
     _check_roots(index, {file: shards[file].root for file in index.shards})
-    places, ties = _find_places(shards)
-    _check_places(index, shards, places)
+    places, ties = _map_keys(shards)
+    _check_key_shards(index, shards, places)
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
     for name, file in places.items():  # values that the index does not list
         entries.setdefault(name, shards[file].root[name])
@@ -230,34 +236,35 @@ def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> Ordered
     root, _ = restore_state_dict(
         entries, texts, {name: ties[name] for name in ties if name not in places}
     )
-    root.attributes = _attributes(shards.values())
+    root.attributes = _merge_attributes(shards.values())
     return root
 
 
 def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
     """Refuse a shard that has none of the tensors that the index lists for it."""
     dicts = {file: root for file, root in roots.items() if isinstance(root, dict)}
-    held = {file for name, file in index.weight_map.items() if name in dicts.get(file, ())}
-    for file in (file for file in roots if file not in held):
-        what = (
+    matched_files = {file for name, file in index.weight_map.items() if name in dicts.get(file, ())}
+    for file in (file for file in roots if file not in matched_files):
+        content = (
             few(list(map(str, dicts[file]))) if file in dicts else f"a {type(roots[file]).__name__}"
         )
         raise CorruptFile(
-            f"the shard {file!r} has none of the tensors that the index lists for it, but {what}",
+            f"the shard {file!r} has none of the tensors that the index lists for it, "
+            f"but {content}",
             hint="each shard must be a part of one flat state dict: ckptool info "
             f"{index.path_of(file)}",
         )
 
 
-def _find_places(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str, str]]:
-    """Map each key to its shard, and each tied key to the key that is stored for it."""
+def _map_keys(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str, str]]:
+    """Return the shard of each stored key, and the stored key of each tied key."""
     places: dict[Any, str] = {}
     ties: dict[str, str] = {}
     for file, shard in shards.items():
         for name, node in shard.root.items():
-            kept = node.storage.key if shard.format == "safetensors" else name
-            if kept != name:
-                ties[name] = kept
+            stored_key = node.storage.key if shard.format == "safetensors" else name
+            if stored_key != name:
+                ties[name] = stored_key
             elif places.setdefault(name, file) != file:
                 raise CorruptFile(
                     f"tensor '{printable(str(name))}' is in two shards, "
@@ -268,36 +275,36 @@ def _find_places(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict
     return places, ties
 
 
-def _check_places(
+def _check_key_shards(
     index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
 ) -> None:
     """Refuse a tensor that is not in the shard that the index lists; tied keys may be in any."""
     for name in dict.fromkeys((*index.weight_map, *places)):
-        stated, held = index.weight_map.get(name), places.get(name)
-        is_tied = held is None and stated is not None and name in shards[stated].root
-        is_value = stated is None and not isinstance(shards[held or ""].root[name], TensorRef)
-        if stated != held and not is_tied and not is_value:
+        stated, actual = index.weight_map.get(name), places.get(name)
+        is_tied = actual is None and stated is not None and name in shards[stated].root
+        is_value = stated is None and not isinstance(shards[actual or ""].root[name], TensorRef)
+        if stated != actual and not is_tied and not is_value:
             raise CorruptFile(
-                f"tensor {quoted(str(name))} is in {held or 'no shard'}, but the index lists "
+                f"tensor {quoted(str(name))} is in {actual or 'no shard'}, but the index lists "
                 f"it in {stated or 'none'}",
                 hint="index and shards are from different saves; copy or download them again "
                 "together",
             )
 
 
-def _attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
+def _merge_attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
     """Return the attributes of all shards' roots, with the first of each `_metadata` entry."""
-    found: dict[Any, Any] = {}
+    all_attributes: dict[Any, Any] = {}
     for shard in shards:
         if not isinstance(shard.root, OrderedMap):
             continue
         for key, value in shard.root.attributes.items():
-            before = found.setdefault(key, value)
+            before = all_attributes.setdefault(key, value)
             if before is not value and isinstance(before, dict) and isinstance(value, dict):
                 merged = type(before)(before)
                 merged.update((name, value[name]) for name in value if name not in before)
-                found[key] = merged
-    return found
+                all_attributes[key] = merged
+    return all_attributes
 
 
 _DERIVED = frozenset({"total_size", "total_parameters", PLACES})
@@ -315,14 +322,14 @@ def make_checkpoint(
     """
     with add_error_context(index.path):
         root = _join_shards(index, shards)
-    every = [shard.details for shard in shards.values()]
-    header, differing = _headers(details.header for details in every)
-    writers = ", ".join(dict.fromkeys(filter(None, (details.writer for details in every))))
-    count = f"in {counted(len(every), 'shard')}"
-    orders, protocols = {one.byteorder for one in every}, {one.protocol for one in every}
+    parts = [shard.details for shard in shards.values()]
+    header, differing = _merge_headers(details.header for details in parts)
+    writers = ", ".join(dict.fromkeys(filter(None, (details.writer for details in parts))))
+    count = f"in {counted(len(parts), 'shard')}"
+    orders, protocols = {part.byteorder for part in parts}, {part.protocol for part in parts}
     own = [key for key in index.metadata if key not in _DERIVED and key not in root]
     notes, left_behind, unreferenced = (
-        _by_shard({file: getattr(shard.details, name) for file, shard in shards.items()})
+        _merge_phrases({file: getattr(shard.details, name) for file, shard in shards.items()})
         for name in ("notes", "left_behind", "unreferenced")
     )
     return combine_details(
@@ -338,8 +345,8 @@ def make_checkpoint(
             *notes,
         ),
         left_behind=(
-            *_entries("the header that differ between the shards", differing),
-            *_entries("the index", own),
+            *_phrase_entries("the header that differ between the shards", differing),
+            *_phrase_entries("the index", own),
             *left_behind,
         ),
         unreferenced=tuple(unreferenced),
@@ -347,43 +354,44 @@ def make_checkpoint(
     )
 
 
-def _entries(what: str, keys: Sequence[str]) -> Iterator[str]:
+def _phrase_entries(owner: str, keys: Sequence[str]) -> Iterator[str]:
+    """Yield a phrase that lists entries of the header or index, if there are any."""
     if keys:
-        yield f"entries of {what}: {listed(keys)}"
+        yield f"entries of {owner}: {listed(keys)}"
 
 
-def _headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:
+def _merge_headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:
     """Return the entries that agree in all shards, and the names of those that differ."""
-    found: dict[str, str] = {}
+    merged: dict[str, str] = {}
     conflicting: dict[str, None] = {}
     for header in headers:
         for key, text in header.items():
-            if found.setdefault(key, text) != text:
+            if merged.setdefault(key, text) != text:
                 conflicting[key] = None
-    return {key: text for key, text in found.items() if key not in conflicting}, list(conflicting)
+    return {key: text for key, text in merged.items() if key not in conflicting}, list(conflicting)
 
 
-def _by_shard(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
+def _merge_phrases(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
     """Yield each phrase once, with its shards unless it applies to all."""
     files: dict[str, list[str]] = {}
     for file, texts in sentences.items():
         for text in texts:
             files.setdefault(text, []).append(file)
-    for text, named in files.items():
-        yield text if len(named) == len(sentences) else f"{listed(named, 3)}: {text}"
+    for text, shards in files.items():
+        yield text if len(shards) == len(sentences) else f"{listed(shards, 3)}: {text}"
 
 
 def check_total_size(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
-    """Yield a note if the index states a size that no way of counting gives."""
+    """Yield a note if the stated total size is neither that of the tensors nor of storages."""
     stated = index.metadata.get("total_size")
-    every = [value for value in root.values() if isinstance(value, TensorRef)]
-    distinct = {tensor.place or id(tensor): tensor for tensor in every}
+    tensors = [value for value in root.values() if isinstance(value, TensorRef)]
+    distinct = {tensor.place or id(tensor): tensor for tensor in tensors}
     storages = {id(tensor.storage): tensor.storage for tensor in find_tensors(root)}
     once = sum(tensor.nbytes for tensor in distinct.values())
     stored = sum(storage.nbytes for storage in storages.values() if storage is not None)
-    if stated not in (None, once, stored, sum(tensor.nbytes for tensor in every)):
-        said = f"{stated:,}" if isinstance(stated, (int, float)) else quoted(str(stated))
-        yield f"the index states {said} bytes of tensors, but they have {once:,}"
+    if stated not in (None, once, stored, sum(tensor.nbytes for tensor in tensors)):
+        number = f"{stated:,}" if isinstance(stated, (int, float)) else quoted(str(stated))
+        yield f"the index states {number} bytes of tensors, but they have {once:,}"
 
 
 class Sharded(Format):
@@ -406,19 +414,19 @@ class Sharded(Format):
         self.tensors_only = not self.by_torch
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is an index, or a folder with one, to shards of these formats."""
+        """Return whether a file is an index of shards of these formats, or a folder with one."""
         index = probe.compute_once(open_index)
         if index is None:
             return False
         if not index.shards:
-            named_so = ".safetensors." in os.path.basename(index.path).lower()
-            return named_so == ("safetensors" in self.members)
-        shard, known = _open_shard(index, index.shards[0], probe.limits)
+            is_safetensors = ".safetensors." in os.path.basename(index.path).lower()
+            return is_safetensors == ("safetensors" in self.members)
+        shard, shard_format = _open_shard(index, index.shards[0], probe.limits)
         shard.close()
-        every = (*SAFETENSORS_SHARDED.members, *TORCH_SHARDED.members)
-        if known.name not in every:
-            raise _wrong_kind_error(shard.path, known, every)
-        return known.name in self.members
+        supported = (*SAFETENSORS_SHARDED.members, *TORCH_SHARDED.members)
+        if shard_format.name not in supported:
+            raise _wrong_kind_error(shard.path, shard_format, supported)
+        return shard_format.name in self.members
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return one state dict of all shards, in the order of the index."""
@@ -432,30 +440,34 @@ class Sharded(Format):
             for name in index.shards:
                 shards[name] = self._read_shard(index, name, probe.limits)
                 opened.callback(shards[name].close)
-            _check_still_there(index)
-            made = make_checkpoint(index, shards, self.name, index.path)
+            _check_index_unchanged(index)
+            checkpoint = make_checkpoint(index, shards, self.name, index.path)
             opened.pop_all()
-        details = replace(made.details, size=made.details.size + index.source.size)
-        return replace(made, details=details, sources=(*made.sources, index.source))
+        details = replace(checkpoint.details, size=checkpoint.details.size + index.source.size)
+        return replace(checkpoint, details=details, sources=(*checkpoint.sources, index.source))
 
     def _read_shard(self, index: ShardIndex, name: str, limits: Limits) -> Checkpoint:
-        shard, known = _open_shard(index, name, limits)
+        """Return the checkpoint of one shard, which must have one of the formats `members`."""
+        shard, shard_format = _open_shard(index, name, limits)
         with ExitStack() as opened, add_error_context(shard.path):
             opened.callback(shard.close)
-            if known.name not in self.members:
-                raise _wrong_kind_error(shard.path, known, self.members)
-            found = known.read(shard)
+            if shard_format.name not in self.members:
+                raise _wrong_kind_error(shard.path, shard_format, self.members)
+            checkpoint = shard_format.read(shard)
             opened.pop_all()
-            return found
+            return checkpoint
 
 
 SAFETENSORS_SHARDED = Sharded("safetensors-sharded", ("safetensors",), ".safetensors")
 TORCH_SHARDED = Sharded("torch-sharded", ("torch-zip", "torch-legacy"), ".bin")
 
 
-def _wrong_kind_error(path: str, known: Format, wanted: tuple[str, ...]) -> UnsupportedFormat:
+def _wrong_kind_error(
+    path: str, shard_format: Format, expected: tuple[str, ...]
+) -> UnsupportedFormat:
+    """Return the error for a shard whose format is not one of `expected`."""
     return UnsupportedFormat(
-        f"is a {known.name} file, expected a {' or '.join(wanted)} shard",
+        f"is a {shard_format.name} file, expected a {' or '.join(expected)} shard",
         file=path,
         hint="all shards of a checkpoint must have one format and each a flat state dict",
     )
@@ -474,15 +486,15 @@ def _open_shard(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Fo
         raise
     with ExitStack() as opened, add_error_context(shard.path):
         opened.callback(shard.close)
-        for known in find_candidate_formats(shard):
-            if not isinstance(known, Sharded) and known.recognize(shard):
+        for candidate in find_candidate_formats(shard):
+            if not isinstance(candidate, Sharded) and candidate.recognize(shard):
                 opened.pop_all()
-                return shard, known
+                return shard, candidate
         raise identify.unrecognized_error(shard)
 
 
-def _check_still_there(index: ShardIndex) -> None:
-    """Refuse shards if the index was replaced, since some may belong to the new one."""
+def _check_index_unchanged(index: ShardIndex) -> None:
+    """Refuse the shards if the index was replaced meanwhile: some may belong to the new one."""
     fd = index.source.fd()
     if has_journal(index.path) or (fd is not None and not leads_to(index.path, fd)):
         raise FileBusy(
@@ -493,11 +505,12 @@ def _check_still_there(index: ShardIndex) -> None:
 
 
 def _missing_error(index: ShardIndex) -> FileMissing:
+    """Return the error for an index without some of its shards."""
     place = place_of(index.path)
-    gone = [name for name in index.shards if not place.is_file(index.path_of(name))]
-    lack = f"{len(gone)} of {counted(len(index.shards), 'shard')} {are(len(gone))} missing"
+    missing = [name for name in index.shards if not place.is_file(index.path_of(name))]
+    fact = f"{len(missing)} of {counted(len(index.shards), 'shard')} {are(len(missing))} missing"
     return FileMissing(
-        f"{lack}: the folder of the index does not have {listed(map(repr, gone))}",
+        f"{fact}: the folder of the index does not have {listed(map(repr, missing))}",
         file=index.path,
         hint="copy or download the missing shards; open one shard with ckptool list SHARD",
     )

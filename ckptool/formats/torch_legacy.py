@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
 
-def _unloadable(checkpoint: Checkpoint, what: str) -> NotRepresentable:
+def _unloadable_error(checkpoint: Checkpoint, content: str) -> NotRepresentable:
+    """Return the error for content that torch cannot load from a legacy stream."""
     return NotRepresentable(
-        f"no torch version can load {what} from a legacy stream",
+        f"no torch version can load {content} from a legacy stream",
         file=checkpoint.path,
         hint="add --format torch-zip",
     )
@@ -44,30 +45,30 @@ class TorchLegacy(WritableFormat):
     legacy = True
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it begins with the pickled magic number."""
+        """Return whether the file begins with the pickled magic number."""
         return MAGIC.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint, over its pickles and the counts before its storages."""
         source = probe.require_source()
         salvages = probe.salvages is not None
-        whole = ByteRange(source, 0, source.size)
-        start = find_second_copy(whole, probe.limits) if salvages else 0
-        whole = whole.slice(start, whole.length - start)
-        stream = LegacyStream(whole, probe.limits, salvages=salvages)
-        if stream.end < whole.length and not salvages:
-            refuse_second_copy(whole, probe.limits, stream.end)
+        data = ByteRange(source, 0, source.size)
+        start = find_second_copy(data, probe.limits) if salvages else 0
+        data = data.slice(start, data.length - start)
+        stream = LegacyStream(data, probe.limits, salvages=salvages)
+        if stream.end < data.length and not salvages:
+            refuse_second_copy(data, probe.limits, stream.end)
         unpickled = stream.unpickled
         details = Details(
             size=source.size,
-            writer=_writer(unpickled.globals),
+            writer=_identify_writer(unpickled.globals),
             **{**details_from_pickle(unpickled), "framed": stream.framed},
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
-            dead_bytes=whole.length - stream.end,
+            dead_bytes=data.length - stream.end,
             left_behind=(
-                *_left_before(start),
+                *_describe_leading_bytes(start),
                 *stream.sources.describe(),
-                *_left_after(source, start + stream.end),
+                *_describe_trailing_bytes(source, start + stream.end),
             ),
         )
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
@@ -83,14 +84,14 @@ class TorchLegacy(WritableFormat):
                 for path, ref in checkpoint.tensors()
                 if ref.storage is not None and BY_NAME[ref.dtype].storage is None
             )
-            raise _unloadable(checkpoint, next(untyped, "an untyped storage"))
+            raise _unloadable_error(checkpoint, next(untyped, "an untyped storage"))
         if "torch._utils._rebuild_nested_tensor" in encoded.globals:
-            raise _unloadable(checkpoint, "a nested tensor (its sizes would follow it)")
+            raise _unloadable_error(checkpoint, "a nested tensor (its sizes would follow it)")
         payloads: list[tuple[ByteRange, bytes, int]] = []
         for storage, name in zip(encoded.storages, encoded.dtypes, strict=True):
             if storage.data is None:
-                what = f"storage {storage.key!r}, which is on the meta device and has no data,"
-                raise _unloadable(checkpoint, what)
+                content = f"storage {storage.key!r}, which is on the meta device and has no data,"
+                raise _unloadable_error(checkpoint, content)
             # The count is in elements of the first use, as in the pickle.
             count = COUNT.pack(storage.nbytes // BY_NAME[name].itemsize)
             swap = BY_NAME[name].swap_size if storage.byteorder == "big" else 1
@@ -100,6 +101,7 @@ class TorchLegacy(WritableFormat):
         head += encoded.data + encode(keys).data
 
         def write(output: FileOutput) -> None:
+            """Write the pickles, then each storage after its element count."""
             output.write(head)
             for data, count, swap in payloads:
                 output.write(count)
@@ -117,31 +119,33 @@ class TorchLegacy(WritableFormat):
         )
 
 
-def _writer(names: tuple[str, ...]) -> str:
+def _identify_writer(names: tuple[str, ...]) -> str:
     """Return the torch versions that could have written the file, by its functions."""
     if "torch._utils._rebuild_tensor" in names:
         return "torch 0.1 to 0.3"
     return "torch 0.4 to 1.5, or newer with the legacy format"
 
 
-def _left_before(start: int) -> tuple[str, ...]:
+def _describe_leading_bytes(start: int) -> tuple[str, ...]:
     """Return a phrase on the bytes before the copy that is read."""
     if not start:
         return ()
     return (f"{start:,} bytes before the last copy of a restarted download",)
 
 
-def _left_after(source: Source, end: int) -> tuple[str, ...]:
+def _describe_trailing_bytes(source: Source, end: int) -> tuple[str, ...]:
     """Return a phrase on the bytes after the stream, which torch does not read."""
-    rest = source.size - end
-    if not rest:
+    trailing = source.size - end
+    if not trailing:
         return ()
-    head = source.read(end, min(MAGIC_BYTES, rest))
+    head = source.read(end, min(MAGIC_BYTES, trailing))
     if MAGIC.match(head):
-        what = "another torch.save stream (torch.load reads one per call)"
+        kind = "another torch.save stream (torch.load reads one per call)"
     else:
-        what = "other bytes"
-    return (f"{rest:,} bytes after the end of the checkpoint at offset {end:,} (not read): {what}",)
+        kind = "other bytes"
+    return (
+        f"{trailing:,} bytes after the end of the checkpoint at offset {end:,} (not read): {kind}",
+    )
 
 
 TORCH_LEGACY = TorchLegacy()

@@ -23,7 +23,7 @@ from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, un
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 from ckptool.symbolic import unpickle
-from ckptool.symbolic.rebuild import storage_type
+from ckptool.symbolic.rebuild import parse_storage_class
 
 BLOCK = 512
 """Bytes of a header; the content of a member is padded to a multiple of it."""
@@ -37,7 +37,7 @@ _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 
 def is_tar(head: bytes) -> bool:
     """Return whether the first block is a tar header, by its checksum: older ones have no magic."""
-    return len(head) >= BLOCK and _checksum_fits(head[:BLOCK])
+    return len(head) >= BLOCK and _has_valid_checksum(head[:BLOCK])
 
 
 def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
@@ -56,13 +56,13 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
         header = source.read(position, BLOCK)
         if not header.strip(b"\0"):
             return members
-        kind, name, size = _parse(header, position)
+        kind, name, size = _parse_header(header, position)
         size = size if extra.size is None else extra.size
         name = extra.name or name
         with add_error_context(source.name, f"tar member {name!r:.80}"):
             data = ByteRange(source, position + BLOCK, size)
         if kind in (_PAX, _LONG_NAME):
-            extra = extra.with_record(kind, _small(data))
+            extra = extra.with_record(kind, _read_extra(data))
         elif kind not in (_PAX_GLOBAL, _LONG_LINK):
             if kind in _LINKS and name in _MEMBERS:
                 raise CorruptFile(f"member {name!r:.80} of the tar is a link")
@@ -82,7 +82,7 @@ class _Extra(NamedTuple):
     def with_record(self, kind: bytes, raw: bytes) -> _Extra:
         """Add the facts of `raw`: a GNU long name, or pax records, `LENGTH KEY=VALUE` per line."""
         if kind == _LONG_NAME:
-            return _Extra(_text(raw), self.size)
+            return _Extra(_decode_text(raw), self.size)
         name, size = self.name, self.size
         while raw:
             length, _, _ = raw.partition(b" ")
@@ -93,41 +93,43 @@ class _Extra(NamedTuple):
             if key.startswith(b"GNU.sparse"):
                 raise CorruptFile("a member of the tar is sparse")
             if key == b"path":
-                name = _text(value)
+                name = _decode_text(value)
             elif key == b"size" and value.isdigit() and len(value) < 20:
                 size = int(value)
         return _Extra(name, size)
 
 
-def _parse(header: bytes, position: int) -> tuple[bytes, str, int]:
-    if not _checksum_fits(header):
+def _parse_header(header: bytes, position: int) -> tuple[bytes, str, int]:
+    """Return kind, name and size of the member with this header block at `position`."""
+    if not _has_valid_checksum(header):
         raise CorruptFile(f"the tar has no member header at offset {position:,}")
-    size = _number(header[124:136])
+    size = _parse_number(header[124:136])
     if size is None or size < 0:
         raise CorruptFile(f"the tar member at offset {position:,} has no size")
     if header[156:157] == b"S":
         raise CorruptFile(f"the tar member at offset {position:,} is sparse")
-    name, prefix = _text(header[:100]), _text(header[345:500])
-    whole = f"{prefix}/{name}" if prefix and header[257:263] == b"ustar\0" else name
-    return header[156:157], whole, size
+    name, prefix = _decode_text(header[:100]), _decode_text(header[345:500])
+    path = f"{prefix}/{name}" if prefix and header[257:263] == b"ustar\0" else name
+    return header[156:157], path, size
 
 
-def _small(data: ByteRange) -> bytes:
+def _read_extra(data: ByteRange) -> bytes:
+    """Return the bytes of an extra header."""
     check_limit("a tar header takes", data.length, "bytes", _MOST_EXTRA)
     return data.read()
 
 
-def _checksum_fits(header: bytes) -> bool:
-    """Return whether the checksum is the sum of the bytes, signed or not, its own as spaces."""
-    wanted = _number(header[148:156])
-    if not wanted:
+def _has_valid_checksum(header: bytes) -> bool:
+    """Return whether the stated checksum is the sum of the bytes, its own field as spaces."""
+    stated = _parse_number(header[148:156])
+    if not stated:
         return False
     summed = header[:148] + b" " * 8 + header[156:]
     total = sum(summed)
-    return wanted in (total, total - 256 * sum(byte > 127 for byte in summed))
+    return stated in (total, total - 256 * sum(byte > 127 for byte in summed))
 
 
-def _number(field: bytes) -> int | None:
+def _parse_number(field: bytes) -> int | None:
     """Return a number in octal text, or base 256 if the first bit is set, or None."""
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
@@ -137,7 +139,8 @@ def _number(field: bytes) -> int | None:
         return None
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
+    """Return the text before the first zero byte."""
     return raw.partition(b"\0")[0].decode("utf-8", "replace")
 
 
@@ -153,7 +156,7 @@ class TorchTar(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a tar with torch's members."""
+        """Return whether the file is a tar with torch's members."""
         if not is_tar(probe.head):
             return False
         members = read_members(probe.require_source(), probe.limits)
@@ -179,6 +182,7 @@ class _Tar:
     """The content of the members: storages and tensors by key, and the object that uses them."""
 
     def __init__(self, members: dict[str, ByteRange], limits: Limits) -> None:
+        """Read storages, views and tensors, then the pickle that uses them."""
         self.limits = limits
         self.sources = SourceTexts()
         self.storages: dict[int, StorageRef] = {}
@@ -191,63 +195,67 @@ class _Tar:
         self._read_views(storages)
         tensors = _Member("tensors", members["tensors"], limits)
         self._read_tensors(tensors)
-        self.unpickled = unpickle_outer(data, limits, persistent_load=self._persistent)
-        self.unread = storages.left + tensors.left + data.length - self.unpickled.end
+        self.unpickled = unpickle_outer(data, limits, persistent_load=self._load_persistent)
+        self.unread = storages.bytes_left + tensors.bytes_left + data.length - self.unpickled.end
         """Bytes after the content of these members."""
 
     def _read_storages(self, member: _Member) -> None:
-        for _ in range(member.count()):
-            match member.record():
-                case (int() as key, str() as location, storage_class) if self._is_free(key):
+        """Read key, location, type and size of each storage, and find its bytes."""
+        for _ in range(member.read_count()):
+            match member.read_record():
+                case (int() as key, str() as location, storage_class) if self._is_new_key(key):
                     pass
-                case (int() as key, storage_class) if self._is_free(key):
+                case (int() as key, storage_class) if self._is_new_key(key):
                     location = "cpu"  # as in the first version of the tar
                 case _:
-                    what = "a storage without a key or device, or with a key that is used twice"
-                    raise member.corrupt(what)
-            dtype, untyped = storage_type(storage_class, self.file)
-            (numel,) = member.integers(1)
+                    content = "a storage without a key or device, or with a key that is used twice"
+                    raise member.corrupt_error(content)
+            dtype, untyped = parse_storage_class(storage_class, self.file)
+            (numel,) = member.read_integers(1)
             nbytes = numel * BY_NAME[dtype].itemsize
-            storage = Storage(str(key), member.take(nbytes), nbytes, location)
+            storage = Storage(str(key), member.take_range(nbytes), nbytes, location)
             self.storages[key] = StorageRef(storage, dtype, untyped)
 
-    def _is_free(self, key: int) -> bool:
+    def _is_new_key(self, key: int) -> bool:
         return type(key) is int and key not in self.storages  # True is an int, too
 
     def _read_views(self, member: _Member) -> None:
         """Make a storage of each view: a part of another storage."""
-        found = unpickle(member.data, limits=self.limits, start=member.position)
-        member.position = found.end
-        listed = found.root
-        for view in listed if isinstance(listed, list) else ():
+        unpickled = unpickle(member.data, limits=self.limits, start=member.position)
+        member.position = unpickled.end
+        views = unpickled.root
+        for view in views if isinstance(views, list) else ():
             match view:
                 case (int() as key, int() as root_key, int() as offset, int() as numel) if (
                     root_key in self.storages
                 ):
-                    self.storages[key] = _view(self.storages[root_key], key, offset, numel)
+                    self.storages[key] = _make_view(self.storages[root_key], key, offset, numel)
                 case _:
                     raise CorruptFile("the view of a storage has an unknown form")
 
     def _read_tensors(self, member: _Member) -> None:
-        for _ in range(member.count()):
-            record = member.record()
+        """Read the key and storage of each tensor, and its shape, stride and offset."""
+        for _ in range(member.read_count()):
+            record = member.read_record()
             match record:
                 case (int() as key, int() as storage_key, _) if storage_key in self.storages:
-                    self.tensors[key] = self._tensor(member, self.storages[storage_key])
+                    self.tensors[key] = self._read_layout(member, self.storages[storage_key])
                 case _:
-                    raise member.corrupt(
+                    raise member.corrupt_error(
                         "a tensor without a key, or with a storage that is missing"
                     )
 
-    def _tensor(self, member: _Member, ref: StorageRef) -> TensorRef:
-        dimensions = member.short_integer()
+    def _read_layout(self, member: _Member, ref: StorageRef) -> TensorRef:
+        """Return the tensor of the member that comes next, over the storage `ref`."""
+        dimensions = member.read_short_integer()
         if not 0 <= dimensions <= self.limits.max_dimensions:
-            raise member.corrupt(f"a tensor with {dimensions:,} dimensions")
-        shape, stride = member.integers(dimensions), member.integers(dimensions)
-        (offset,) = member.integers(1)
+            raise member.corrupt_error(f"a tensor with {dimensions:,} dimensions")
+        shape, stride = member.read_integers(dimensions), member.read_integers(dimensions)
+        (offset,) = member.read_integers(1)
         return TensorRef(ref.dtype, shape, stride, offset, ref.storage, ref.storage.device)
 
-    def _persistent(self, pid: Any) -> Any:
+    def _load_persistent(self, pid: Any) -> Any:
+        """Return the class, tensor or storage that a persistent id stands for."""
         match pid:
             case (cls, _, text):
                 return self.sources.remember_class(cls, text)
@@ -262,7 +270,7 @@ class _Tar:
         )
 
 
-def _view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
+def _make_view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
     """Return the part of `root` that a view shows, as a storage of its own."""
     itemsize = BY_NAME[root.dtype].itemsize
     length, data = numel * itemsize, root.storage.data
@@ -282,42 +290,42 @@ class _Member:
     position: int = 0
 
     @property
-    def left(self) -> int:
+    def bytes_left(self) -> int:
         """Bytes that have not been read."""
         return self.data.length - self.position
 
-    def count(self) -> int:
+    def read_count(self) -> int:
         """Return the number of entries that follow; each takes more than a byte."""
-        found = self.record()
-        if type(found) is not int or not 0 <= found <= self.data.length:
-            raise self.corrupt(f"{found!r:.40} as a number of entries")
-        return found
+        number = self.read_record()
+        if type(number) is not int or not 0 <= number <= self.data.length:
+            raise self.corrupt_error(f"{number!r:.40} as a number of entries")
+        return number
 
-    def record(self) -> Any:
+    def read_record(self) -> Any:
         """Return the small pickle at the current position."""
-        found = unpickle_record(self.data, self.position, self.limits)
-        self.position = found.end
-        return found.root
+        unpickled = unpickle_record(self.data, self.position, self.limits)
+        self.position = unpickled.end
+        return unpickled.root
 
-    def integers(self, count: int) -> tuple[int, ...]:
-        """Return `count` integers of eight bytes."""
-        raw = self.take(count * COUNT.size).read()
+    def read_integers(self, count: int) -> tuple[int, ...]:
+        """Return `read_count` integers of eight bytes."""
+        raw = self.take_range(count * COUNT.size).read()
         return struct.unpack(f"<{count}q", raw)
 
-    def short_integer(self) -> int:
+    def read_short_integer(self) -> int:
         """Return an integer of four bytes, and skip four bytes: it had eight bytes once."""
-        return int.from_bytes(self.take(8).read()[:4], "little", signed=True)
+        return int.from_bytes(self.take_range(8).read()[:4], "little", signed=True)
 
-    def take(self, length: int) -> ByteRange:
+    def take_range(self, length: int) -> ByteRange:
         """Return the next `length` bytes."""
         with add_error_context(self.data.source.name, f"member {self.name!r}"):
-            taken = self.data.slice(self.position, length)
+            content = self.data.slice(self.position, length)
         self.position += length
-        return taken
+        return content
 
-    def corrupt(self, what: str) -> CorruptFile:
+    def corrupt_error(self, content: str) -> CorruptFile:
         """Return the error for invalid content."""
-        return CorruptFile(f"member {self.name!r} has {what} before byte {self.position:,}")
+        return CorruptFile(f"member {self.name!r} has {content} before byte {self.position:,}")
 
 
 TORCH_TAR = TorchTar()

@@ -60,6 +60,7 @@ def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) ->
     is_copied = swap == 1 and storage.crc32 is not None and not storage.compressed
 
     def write(output: FileOutput) -> int:
+        """Write the bytes, swapped if necessary, and return their CRC-32."""
         if swap > 1:
             return output.stream(swapped(data.blocks(), swap))
         if is_copied:
@@ -181,8 +182,8 @@ def check_byteorder(text: str) -> str:
         CorruptFile: the byte order is unknown.
     """
     if text not in ("little", "big"):
-        what = f"the byte order is {text!r}, expected 'little' or 'big'"
-        raise CorruptFile(what)
+        message = f"the byte order is {text!r}, expected 'little' or 'big'"
+        raise CorruptFile(message)
     return text
 
 
@@ -232,7 +233,7 @@ class TorchZip(EditableFormat):
     remark = f"torch.load is its loader; {quote('no-constants')}"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it has `data.pkl`, and not `constants.pkl`, which TorchScript has."""
+        """Return whether a zip has `data.pkl` and, unlike TorchScript, no `constants.pkl`."""
         archive = probe.compute_once(open_archive)
         return archive.find(PICKLE) is not None and archive.find("constants.pkl") is None
 
@@ -275,7 +276,7 @@ class TorchZip(EditableFormat):
         )
 
     def plan_edit(self, checkpoint: Checkpoint) -> WritePlan | None:
-        """Plan what to append to the file to make it equal to `checkpoint`; None if impossible.
+        """Plan the bytes that, appended to the file, make it equal to `checkpoint`, or None.
 
         It is possible if the file is a plain zip that torch accepts, and every storage is one of
         its complete records, under its old key. Only the directory and records with facts are read.

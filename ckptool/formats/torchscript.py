@@ -46,32 +46,38 @@ def _read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]
 
 
 class _Model:
+    """The weights that `model.json` of torch 1.0 describes, by full name."""
+
     def __init__(self, archive: Archive, document: Mapping[str, Any], limits: Limits) -> None:
+        """Make the tensors that the `document` of an archive describes."""
         self.archive = archive
         self.limits = limits
         self.names = OrderedMap()
         self.storages: dict[str, Storage] = {}
         attributes = archive.records.get("attributes.pkl")
         self.attributes = unpickle(attributes.data, limits=limits).root if attributes else ()
-        self.tensors = [self._tensor(item) for item in document.get("tensors", [])]
+        self.tensors = [self._make_tensor(item) for item in document.get("tensors", [])]
 
     def collect(self, module: Any, prefix: str, depth: int) -> None:
         """Add parameters, then buffers, then submodules, as `state_dict()` orders them."""
         if depth > self.limits.max_depth:
             raise LimitExceeded(f"modules are nested deeper than {self.limits.max_depth}")
-        for item in sorted(module.get("parameters", []), key=lambda one: bool(one.get("isBuffer"))):
-            self._add(prefix, item, item.get("tensorId", 0))
+        for item in sorted(
+            module.get("parameters", []), key=lambda item: bool(item.get("isBuffer"))
+        ):
+            self._add_tensor(prefix, item, item.get("tensorId", 0))
         for item in module.get("attributes", []):
             match self.attributes[parse_count(item.get("id", 0))]:
                 case Opaque(func=Global(name="build_tensor_from_id"), args=(number,)):
-                    self._add(prefix, item, number)
+                    self._add_tensor(prefix, item, number)
         for child in module.get("submodules", []):
             self.collect(child, prefix + child["name"] + ".", depth + 1)
 
-    def _add(self, prefix: str, item: Mapping[str, Any], number: Any) -> None:
+    def _add_tensor(self, prefix: str, item: Mapping[str, Any], number: Any) -> None:
         self.names[prefix + item["name"]] = self.tensors[parse_count(number)]
 
-    def _tensor(self, item: Mapping[str, Any]) -> TensorRef:
+    def _make_tensor(self, item: Mapping[str, Any]) -> TensorRef:
+        """Return the tensor that an item of `tensors` describes."""
         key, device = item["data"]["key"], item.get("device", "cpu")
         if not isinstance(device, str):
             raise TypeError("a device is not text")
@@ -118,7 +124,7 @@ class TorchScript(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it has `constants.pkl` and `data.pkl`, or `model.json` of 1.0."""
+        """Return whether a zip has `constants.pkl` and `data.pkl`, or `model.json` of 1.0."""
         find = probe.compute_once(open_archive).find
         if find("constants.pkl") is not None and find("data.pkl") is not None:
             return True
@@ -129,7 +135,7 @@ class TorchScript(Format):
         archive = probe.compute_once(open_archive)
         if "model.json" in archive.records and "data.pkl" not in archive.records:
             root, writer = _read_model_json(archive, probe.limits)
-            details = _details(archive, writer=writer)
+            details = _describe_file(archive, writer=writer)
         else:
             root, details = _read_pickled(archive, probe.limits)
         return Checkpoint(root, self.name, probe.path, details, sources=archive.sources)
@@ -143,13 +149,14 @@ class TorchScript(Format):
 def has_packed_weights(root: Any) -> bool:
     """Return whether modules have a packed state that only their code can convert to weights."""
     values = root.values() if isinstance(root, dict) else (root,)
-    return any(not isinstance(one, TensorRef) and has_tensors(one) for one in values)
+    return any(not isinstance(value, TensorRef) and has_tensors(value) for value in values)
 
 
 TORCHSCRIPT = TorchScript()
 
 
 def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details]:
+    """Return the weights by full name, and the details, of an archive with `data.pkl`."""
     contents = read_contents(archive, limits)
     unpickled = contents.unpickled
     collector = _Collector(archive, limits)
@@ -157,17 +164,17 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
     listed = {id(tensor) for tensor in find_tensors(names)}
     frozen = "training" not in unpickled.root.attributes
     if frozen:
-        names.update(_constants(archive, contents.storages.byteorder, limits))
-    others = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in listed)
-    sentence = f"{others:,} tensors that are neither parameters nor buffers (not listed)"
-    behind = (sentence,) if others else ()
+        names.update(_read_constants(archive, contents.storages.byteorder, limits))
+    unlisted = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in listed)
+    phrase = f"{unlisted:,} tensors that are neither parameters nor buffers (not listed)"
+    unread = (phrase,) if unlisted else ()
     if collector.opaque:
-        behind = (f"{counted(collector.opaque, 'weight')}: {OPAQUE_CONSTANTS}", *behind)
+        unread = (f"{counted(collector.opaque, 'weight')}: {OPAQUE_CONSTANTS}", *unread)
     since = "2.1 or newer" if "byteorder" in contents.facts else "1.3 to 2.0"
-    details = _details(
+    details = _describe_file(
         archive,
         writer=f"torch.jit of torch {since}",
-        left_behind=behind,
+        left_behind=unread,
         frozen=frozen,
         byteorder=contents.storages.byteorder,
         protocol=unpickled.protocol,
@@ -177,7 +184,7 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
     return names, details
 
 
-def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tuple[str, Any]]:
+def _read_constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tuple[str, Any]]:
     """Yield the tensors among the constants of a frozen program, by their names in its code."""
     storages = Storages(archive, byteorder, (_CONSTANTS,))
     record = archive.find("constants.pkl")
@@ -205,6 +212,7 @@ class _Collector:
     """Walks a module tree, and gives its tensors the keys of `state_dict()`."""
 
     def __init__(self, archive: Archive, limits: Limits) -> None:
+        """Start without weights; `limits` bounds the code and the modules that are visited."""
         self.archive = archive
         self.code_left = limits.max_code_bytes
         self.visits = Visits(limits)
@@ -221,17 +229,18 @@ class _Collector:
         if not isinstance(root, Opaque):
             raise CorruptFile("the pickle contains no TorchScript module")
         self.names.attributes["_metadata"] = self.metadata
-        self._module(root, "", 0)
+        self._collect_module(root, "", 0)
         return self.names
 
-    def _module(self, module: Opaque, prefix: str, depth: int) -> None:
+    def _collect_module(self, module: Opaque, prefix: str, depth: int) -> None:
+        """Add the weights of a module under `prefix`, then those of its submodules."""
         self.visits.enter(module, len(module.attributes), depth)
-        source = self._source(module)
+        source = self._find_class_source(module)
         if not source.is_module:
             return
         self.metadata[prefix[:-1]] = {"version": 1}
         attributes = module.attributes
-        for name in _tensor_names(source, attributes):
+        for name in _list_tensor_names(source, attributes):
             tensor = attributes.get(name)
             if isinstance(tensor, TensorRef):
                 self.names[f"{prefix}{name}"] = tensor
@@ -241,29 +250,30 @@ class _Collector:
             if not isinstance(child.state, dict) and has_tensors(child):  # packed parameters
                 self.names[f"{prefix}{name}"] = child.state
             else:
-                self._module(child, f"{prefix}{name}.", depth + 1)
+                self._collect_module(child, f"{prefix}{name}.", depth + 1)
 
-    def _source(self, module: Opaque) -> _ClassSource:
+    def _find_class_source(self, module: Opaque) -> _ClassSource:
         """Return the lists of the module's class in `code/`; a lite archive may have no source."""
         func = module.func
         if not isinstance(func, Global):
             return _UNKNOWN
         file = f"code/{func.module.replace('.', '/')}.py"
         if file not in self.files:
-            self.files[file] = self._parse(file)
+            self.files[file] = self._parse_file(file)
         return self.files[file].get(func.name, _UNKNOWN)
 
-    def _parse(self, file: str) -> dict[str, _ClassSource]:
+    def _parse_file(self, file: str) -> dict[str, _ClassSource]:
+        """Return the lists of each class in a source file; empty if the file is missing."""
         record = self.archive.records.get(file)
         if record is None:
             return {}
         text = read_text(record, self.code_left)
         self.code_left -= len(text)
         self.opaque += text.count("= ops.prim.ConstantMKLDNNTensor()")
-        return dict(_classes(text))
+        return dict(_parse_classes(text))
 
 
-def _tensor_names(source: _ClassSource, attributes: dict[Any, Any]) -> tuple[Any, ...]:
+def _list_tensor_names(source: _ClassSource, attributes: dict[Any, Any]) -> tuple[Any, ...]:
     """Return parameters, then buffers: all other attributes, if the source does not list them."""
     parameters = source.parameters or ()
     if source.buffers is not None:
@@ -272,28 +282,29 @@ def _tensor_names(source: _ClassSource, attributes: dict[Any, Any]) -> tuple[Any
 
 
 def _is_scripted(node: Opaque) -> bool:
+    """Return whether an object has a class of the program."""
     func = node.func
     return isinstance(func, Global) and func.module.split(".", 1)[0] == _ROOT
 
 
-def _classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
+def _parse_classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
     """Yield the classes of a source file, which lists parameters and buffers on one line each."""
     name, is_module = "", False
-    found: dict[str, tuple[str, ...]] = {}
+    lists: dict[str, tuple[str, ...]] = {}
     for line in text.splitlines():
         if line.startswith("class "):
             if name:
-                yield name, _ClassSource(is_module, **found)
+                yield name, _ClassSource(is_module, **lists)
             match = _CLASS.match(line)
             name, is_module = (match[1], match[2] == "Module") if match else ("", False)
-            found = {}
+            lists = {}
         elif line.startswith("  __") and (match := _NAMES.match(line)):
-            found[match[1]] = tuple(_QUOTED.findall(match[2]))
+            lists[match[1]] = tuple(_QUOTED.findall(match[2]))
     if name:
-        yield name, _ClassSource(is_module, **found)
+        yield name, _ClassSource(is_module, **lists)
 
 
-def _details(
+def _describe_file(
     archive: Archive,
     *,
     writer: str,
@@ -301,6 +312,7 @@ def _details(
     frozen: bool = False,
     **facts: Any,
 ) -> Details:
+    """Return the details of an archive, with `facts` of its pickle."""
     folders = (*_WEIGHTS, _CONSTANTS) if frozen else _WEIGHTS
     weights = [r for name, r in archive.records.items() if name.startswith(folders)]
     return Details(
@@ -309,12 +321,13 @@ def _details(
         storage_bytes=sum(record.data.length for record in weights),
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,
-        left_behind=(*left_behind, *_left_behind(archive, folders)),
+        left_behind=(*left_behind, *_describe_unread(archive, folders)),
         **facts,
     )
 
 
-def _left_behind(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
+def _describe_unread(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
+    """Yield a phrase for each part of the archive that is not read."""
     names = [
         name
         for name in archive.records
@@ -326,6 +339,6 @@ def _left_behind(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
     constants = [name for name in names if name.startswith(_CONSTANTS)]
     if constants:
         yield f"{len(constants):,} constants of the program (not listed)"
-    rest = [name for name in names if not name.startswith(("code/", _CONSTANTS))]
-    if rest:
-        yield f"{phrase_records(rest)} not part of the weights"
+    others = [name for name in names if not name.startswith(("code/", _CONSTANTS))]
+    if others:
+        yield f"{phrase_records(others)} not part of the weights"

@@ -31,7 +31,7 @@ def text_transfer_error(source: Source) -> CorruptFile | None:
         return None
     line_feeds = block.count(b"\n")
     if line_feeds >= _FEWEST and line_feeds == block.count(b"\r\n"):
-        how = f"each of its {line_feeds:,} line feeds follows a carriage return"
+        evidence = f"each of its {line_feeds:,} line feeds follows a carriage return"
     else:
         try:  # a block may end within a character
             text = getincrementaldecoder("utf-8")().decode(block)
@@ -40,8 +40,8 @@ def text_transfer_error(source: Source) -> CorruptFile | None:
         replaced = text.count(_REPLACED)
         if replaced < _FEWEST_REPLACED:
             return None
-        how = f"{replaced:,} characters are U+FFFD (ef bf bd), which replaced other bytes"
-    return CorruptFile(f"the file was transferred as text: {how}", hint=AS_TEXT_HINT)
+        evidence = f"{replaced:,} characters are U+FFFD (ef bf bd), which replaced other bytes"
+    return CorruptFile(f"the file was transferred as text: {evidence}", hint=AS_TEXT_HINT)
 
 
 def salvage_command(file: str, root: Any = None) -> str:
@@ -50,24 +50,24 @@ def salvage_command(file: str, root: Any = None) -> str:
     `root` is the tree in it, if it is known: a pickled model becomes a state dict, and other
     objects become data, so that torch loads the result.
     """
-    from ckptool.symbolic.encoder import blockers  # only a damaged file needs it
+    from ckptool.symbolic.encoder import find_blockers  # only a damaged file needs it
 
     path = os.path.basename(without_query(file)) if "://" in file else file
     stem, extension = os.path.splitext(path)
     target = f"{stem}.salvaged{extension}"
-    every = [node for node in walk_everything(root) if isinstance(node, Opaque)]
+    objects = [node for node in walk_everything(root) if isinstance(node, Opaque)]
     option = ""
-    if any(to_model_state(node) is not None for node in every):
+    if any(to_model_state(node) is not None for node in objects):
         option = " --model-only"
-    elif blockers(root):
+    elif find_blockers(root):
         option = " --plain"
     return f"ckptool convert --salvage {shell(file)} {shell(target)}{option}"
 
 
 def find_last_copy(source: Source, head: bytes) -> int:
     """Return the offset of the last occurrence of `head`, the beginning of the file."""
-    found, overlap = 0, len(head) - 1
+    last, overlap = 0, len(head) - 1
     for start in range(0, source.size, BLOCK):
-        at = source.read(start, min(BLOCK + overlap, source.size - start)).rfind(head)
-        found = start + at if at >= 0 else found
-    return found
+        index = source.read(start, min(BLOCK + overlap, source.size - start)).rfind(head)
+        last = start + index if index >= 0 else last
+    return last

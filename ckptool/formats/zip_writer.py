@@ -53,6 +53,7 @@ def literal_record(name: str, data: bytes) -> NewRecord:
     """Return a record with the given bytes."""
 
     def write(output: FileOutput) -> int:
+        """Write the bytes, and return their CRC-32."""
         output.write(data)
         return zlib.crc32(data)
 
@@ -153,7 +154,7 @@ class NewZip:
     """The bytes that can share blocks with the file that they are copied from."""
 
     def write(self, output: FileOutput) -> None:
-        """Write all of it.
+        """Write the records, the directory and the end records.
 
         Raises:
             WriteError: a record is longer or shorter than planned.
@@ -202,7 +203,7 @@ def plan_sharing_zip(
     Returns:
         None if most bytes cannot be shared, or if they are few.
     """
-    run = next((one.copied for one in records if one.name == first), None)
+    run = next((record.copied for record in records if record.name == first), None)
     if run is None or run.offset % alignment:
         return None
     new = plan_zip(folder, records, alignment, (first, run.offset))
@@ -219,17 +220,17 @@ def plan_zip(
     folder: str,
     records: Sequence[NewRecord],
     alignment: int,
-    fixed: tuple[str, int] | None = None,
+    aligned: tuple[str, int] | None = None,
 ) -> NewZip:
     """Lay out `records` in `folder`, in their order, each payload at a multiple of `alignment`.
 
-    `fixed` is a record's name and an offset that its payload is congruent to, modulo `SHARED`.
+    `aligned` is a record's name and an offset that its payload is congruent to, modulo `SHARED`.
     """
     placed = []
     position = directory = 0
     for record in records:
         name = f"{folder}/{record.name}".encode()
-        congruent = fixed[1] if fixed and fixed[0] == record.name else None
+        congruent = aligned[1] if aligned and aligned[0] == record.name else None
         place = ZipPlace(name, record.size, position, alignment, congruent)
         placed.append((record, place))
         position = place.end

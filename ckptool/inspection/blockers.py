@@ -22,7 +22,7 @@ from ckptool.formats.distributed.megatron import is_rank_folder
 from ckptool.formats.distributed.ranks import FLAT, parse_rank_name
 from ckptool.formats.distributed.zero import is_step_file
 from ckptool.formats.torchscript import PACKED, PACKED_WEIGHTS, RUN_IT, has_packed_weights
-from ckptool.symbolic.encoder import blockers, blocking
+from ckptool.symbolic.encoder import find_blocked_names, find_blockers
 from ckptool.words import counted, printable, shell
 
 _GATHER = "gather the full tensors in the training job, and save them"
@@ -44,7 +44,7 @@ def find_unpickling_calls(checkpoint: Checkpoint) -> tuple[str, ...]:
     Calls of known constructors of data are left out. Files whose pickle refers only to names on
     the allow list of `weights_only=True` are not read again.
     """
-    if not blocking(checkpoint.details.globals):
+    if not find_blocked_names(checkpoint.details.globals):
         return ()
     return find_calls_in_files([source.name for source in checkpoint.sources], hidden=False)
 
@@ -93,7 +93,7 @@ def find_called_names(checkpoint: Checkpoint) -> tuple[str, ...]:
                 called_names.append(node.class_name)
         uncalled.update(part.qualified for part in parts if isinstance(part, Global))
     others = (name for name in checkpoint.details.globals if name not in uncalled)
-    return blocking((*called_names, *others))
+    return find_blocked_names((*called_names, *others))
 
 
 def describe_wrong_extension(checkpoint: Checkpoint) -> str | None:
@@ -140,7 +140,7 @@ def _detect_packed_weights(checkpoint: Checkpoint) -> Finding | None:
         )
     if not load_format(checkpoint.format).is_program:
         return None
-    referenced = (*details.globals, *blockers(checkpoint.root))
+    referenced = (*details.globals, *find_blockers(checkpoint.root))
     if has_packed_weights(checkpoint.root) or any(name.startswith(PACKED) for name in referenced):
         return Finding("packed", PACKED_WEIGHTS, hint=RUN_IT)
     keys = list(checkpoint.root) if isinstance(checkpoint.root, dict) else []
@@ -255,7 +255,7 @@ def find_outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tup
     """
     if objects or load_format(checkpoint.format).refusal is not None:
         return ()
-    return blocking(checkpoint.details.globals)
+    return find_blocked_names(checkpoint.details.globals)
 
 
 def suggest_import(classes: Iterable[str]) -> str:

@@ -39,7 +39,7 @@ from ckptool.inspection.scan_calls import (
     worst_verdict,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid, storage_type
+from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_class, parse_storage_pid
 from ckptool.symbolic.watching import JOBLIB_ARRAY
 
 _WINDOW = 1 << 20
@@ -90,7 +90,9 @@ def _storage_bytes_after_pickle(data: ByteRange, record: Any, position: int) -> 
     if not (isinstance(record, tuple) and record):
         return 0
     numel = int.from_bytes(data.read(position, COUNT.size), "little")
-    return COUNT.size + numel * BY_NAME[storage_type(record[-1], data.source.name)[0]].itemsize
+    return (
+        COUNT.size + numel * BY_NAME[parse_storage_class(record[-1], data.source.name)[0]].itemsize
+    )
 
 
 def _tensor_bytes_after_pickle(data: ByteRange, record: Any, position: int) -> int:

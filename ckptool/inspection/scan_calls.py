@@ -18,8 +18,8 @@ from ckptool.core.model import Global, Opaque, get_children
 from ckptool.core.tree import walk_everything
 from ckptool.errors import CheckpointError
 from ckptool.symbolic.calls import JAX_ARRAYS, NUMPY_ARRAYS
-from ckptool.symbolic.encoder import blocking
-from ckptool.symbolic.text import MEMORY_FORMATS, raw_bytes
+from ckptool.symbolic.encoder import find_blocked_names
+from ckptool.symbolic.text import MEMORY_FORMATS, to_bytes
 from ckptool.symbolic.watching import Watcher, is_unknown
 
 VERDICTS = DATA, NEEDS_CODE, CANNOT_TELL, RUNS = "data", "needs code", "cannot tell", "runs"
@@ -335,7 +335,7 @@ class Judge(Watcher):
 @lru_cache(1 << 14)
 def _classify_name(name: str) -> str:
     """Return `data` or `needs code` for a known name, else `system`, `numeric` or `unknown`."""
-    if not blocking((name,)) or name in _CONSTANTS:
+    if not find_blocked_names((name,)) or name in _CONSTANTS:
         return DATA
     if _DATA.fullmatch(name):
         return NEEDS_CODE
@@ -406,7 +406,7 @@ def _to_bytes(node: Any) -> bytes | None:
         case bytes():
             return node
         case Opaque(func=Global(qualified="_codecs.encode"), args=(str() as text, "latin1")):
-            return raw_bytes(text)
+            return to_bytes(text)
     return None
 
 

@@ -10,7 +10,7 @@ from ckptool.files import ByteRange
 from ckptool.files.inflated import refuse_bomb
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import opcodes  # noqa: F401 (they register)
-from ckptool.symbolic.machine import Machine, frames_fit
+from ckptool.symbolic.machine import Machine, has_regular_frames
 
 _WHOLE, _FIRST_WINDOW = 64 << 20, 1 << 20
 
@@ -52,11 +52,15 @@ def unpickle(
     """
     refuse_bomb(data, limits.max_header_inflation)
     file = data.source.name
-    rest = data.length - start
+    remaining = data.length - start
     # A record of an archive is one pickle, as is a file that ends with STOP; after the
     # pickles of other files are tensors, which must not be read for a header.
-    ends = data.length < data.source.size or rest <= 0 or data.read(data.length - 1, 1) == b"."
-    window = rest if rest <= (_WHOLE if ends else _FIRST_WINDOW) else _FIRST_WINDOW
+    ends_with_stop = (
+        data.length < data.source.size or remaining <= 0 or data.read(data.length - 1, 1) == b"."
+    )
+    window = (
+        remaining if remaining <= (_WHOLE if ends_with_stop else _FIRST_WINDOW) else _FIRST_WINDOW
+    )
     while True:
         if window > limits.max_pickle_bytes:
             raise LimitExceeded(
@@ -72,17 +76,17 @@ def unpickle(
         try:
             root, end = machine.run(0)
         except TruncatedFile:
-            if window == rest:
+            if window == remaining:
                 raise
-            window = min(window * 8, rest)
+            window = min(window * 8, remaining)
             continue
-        found = tuple(dict.fromkeys(known.qualified for known in machine.globals.values()))
+        names = tuple(dict.fromkeys(node.qualified for node in machine.globals.values()))
         return Unpickled(
             root,
             start + end,
             machine.protocol,
-            found,
+            names,
             tuple(machine.opcodes),
             machine.is_tidy,
-            "FRAME" not in machine.opcodes or frames_fit(machine.data, end),
+            "FRAME" not in machine.opcodes or has_regular_frames(machine.data, end),
         )

@@ -27,7 +27,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, MemorySource
 from ckptool.symbolic import rebuild
-from ckptool.symbolic.text import raw_bytes
+from ckptool.symbolic.text import to_bytes
 
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
@@ -55,7 +55,7 @@ JAX_ARRAYS = ("jax._src.array._reconstruct_array", "jax._src.device_array.recons
 """Functions that make a JAX array, the second until JAX 0.4."""
 
 
-def element_type(node: Any) -> tuple[str, str] | None:
+def parse_numpy_dtype(node: Any) -> tuple[str, str] | None:
     """Return the torch name and byte order of a pickled `numpy.dtype`; None if torch lacks it."""
     if not isinstance(node, Opaque) or not isinstance(node.func, Global):
         return None
@@ -73,26 +73,27 @@ def element_type(node: Any) -> tuple[str, str] | None:
     return None if name is None else (name, order)
 
 
-def finished(made: Opaque, file: str) -> Any:
-    """Return a `numpy.ndarray` that has its state as a tensor; anything else unchanged."""
-    if not isinstance(made.func, Global) or made.func.qualified not in NUMPY_ARRAYS:
-        return made
-    match made.state:
+def finish_array(node: Opaque, file: str) -> Any:
+    """Return a `numpy.ndarray` that has its state as a tensor; any other object unchanged."""
+    if not isinstance(node.func, Global) or node.func.qualified not in NUMPY_ARRAYS:
+        return node
+    match node.state:
         case (_, tuple() as shape, Opaque() as dtype, fortran, payload):
-            raw = raw_bytes(payload)
+            raw = to_bytes(payload)
             if raw is not None:
-                made.steps[-1] = ("build", (*made.state[:4], raw))
-                return _array(made, shape, dtype, bool(fortran), raw, file)
-    return made
+                node.steps[-1] = ("build", (*node.state[:4], raw))
+                return _make_array(node, shape, dtype, bool(fortran), raw, file)
+    return node
 
 
-def _array(
-    made: Opaque, shape: tuple[Any, ...], dtype: Opaque, fortran: bool, raw: bytes, file: str
+def _make_array(
+    node: Opaque, shape: tuple[Any, ...], dtype: Opaque, fortran: bool, raw: bytes, file: str
 ) -> Any:
-    known = element_type(dtype)
-    if known is None:
-        return made
-    name, order = known
+    """Return the tensor of an array, or `node` if torch does not have its dtype."""
+    dtype_and_order = parse_numpy_dtype(dtype)
+    if dtype_and_order is None:
+        return node
+    name, order = dtype_and_order
     if any(type(size) is not int or size < 0 for size in shape):
         raise CorruptFile("a numpy array has an invalid shape", file=file)
     tensor = make_plain_tensor(
@@ -101,49 +102,50 @@ def _array(
     if fortran:
         stride = tuple(reversed(row_major_strides(tuple(reversed(shape)))))
         tensor = replace(tensor, stride=stride)
-    return replace(tensor, kind="numpy", parts={"array": made})
+    return replace(tensor, kind="numpy", parts={"array": node})
 
 
-def _from_buffer(package: str, machine: Machine, args: Any) -> Any:
-    """`numpy.core.numeric._frombuffer(buffer, dtype, shape, order)`, protocol 5's spelling."""
+def _make_buffer_array(package: str, machine: Machine, args: Any) -> Any:
+    """Handle `numpy.core.numeric._frombuffer(buffer, dtype, shape, order)` of protocol 5."""
     match args:
         case (payload, Opaque() as dtype, tuple() as shape, str() as order):
             if isinstance(payload, Opaque) and payload.class_name == "builtins.bytearray":
                 payload = payload.args[0]
-            raw = raw_bytes(payload)
+            raw = to_bytes(payload)
             if raw is not None:
-                made = Opaque(machine.find(f"{package}.numeric", "_frombuffer"), args)
-                return _array(made, shape, dtype, order == "F", raw, machine.file)
+                node = Opaque(machine.find_global(f"{package}.numeric", "_frombuffer"), args)
+                return _make_array(node, shape, dtype, order == "F", raw, machine.file)
     return NotImplemented
 
 
-def _jax_array(name: str, machine: Machine, args: Any) -> Any:
-    """`_reconstruct_array(function, args, state, aval)`: numpy's own reduce in another order.
+def _make_jax_array(name: str, machine: Machine, args: Any) -> Any:
+    """Handle `_reconstruct_array(function, args, state, aval)`: numpy's reduce in another order.
 
     Source: jax/_src/array.py.
     """
     match args:
         case (Global() as func, tuple() as inner, tuple() as state, dict()):
-            array = finished(Opaque(func, inner, steps=[("build", state)]), machine.file)
+            array = finish_array(Opaque(func, inner, steps=[("build", state)]), machine.file)
             if isinstance(array, TensorRef):
-                made = Opaque(machine.find(*name.rsplit(".", 1)), args)
-                return replace(array, parts={"array": made})
+                node = Opaque(machine.find_global(*name.rsplit(".", 1)), args)
+                return replace(array, parts={"array": node})
     return NotImplemented
 
 
-def _scalar(package: str, machine: Machine, args: Any) -> Any:
-    """`numpy.core.multiarray.scalar(dtype, bytes)`: an object that is also a plain value."""
+def _make_scalar(package: str, machine: Machine, args: Any) -> Any:
+    """Handle `numpy.core.multiarray.scalar(dtype, bytes)`: an object that is also a plain value."""
     match args:
         case (Opaque() as dtype, payload):
-            known, raw = element_type(dtype), raw_bytes(payload)
-            if known is not None and raw is not None and known[0] in _FORMATS:
-                func = machine.find(f"{package}.multiarray", "scalar")
-                plain = (known[0], _scalar_value(*known, raw, machine.file))
+            dtype_and_order, raw = parse_numpy_dtype(dtype), to_bytes(payload)
+            if dtype_and_order is not None and raw is not None and dtype_and_order[0] in _FORMATS:
+                func = machine.find_global(f"{package}.multiarray", "scalar")
+                plain = (dtype_and_order[0], _unpack_scalar(*dtype_and_order, raw, machine.file))
                 return Opaque(func, (dtype, raw), plain=plain)
     return NotImplemented
 
 
-def _scalar_value(name: str, order: str, raw: bytes, file: str) -> Any:
+def _unpack_scalar(name: str, order: str, raw: bytes, file: str) -> Any:
+    """Return the number in the bytes of a numpy scalar."""
     layout = (">" if order == "big" else "<") + _FORMATS[name]
     if struct.calcsize(layout) != len(raw):
         raise CorruptFile(f"a numpy {name} scalar has {len(raw)} bytes", file=file)
@@ -151,23 +153,23 @@ def _scalar_value(name: str, order: str, raw: bytes, file: str) -> Any:
     return complex(*parts) if len(parts) == 2 else parts[0]
 
 
-def _ordered_dict(machine: Machine, args: Any) -> Any:
-    """`OrderedDict()`, or Python 2's `OrderedDict([[key, value], ...])`."""
-    made = OrderedMap()
+def _make_ordered_dict(machine: Machine, args: Any) -> Any:
+    """Handle `OrderedDict()`, or Python 2's `OrderedDict([[key, value], ...])`."""
+    mapping = OrderedMap()
     if args:
         for key, value in args[0]:
             machine.check_key(key)
-            made[key] = value
-    return made
+            mapping[key] = value
+    return mapping
 
 
-def _size(machine: Machine, args: Any) -> Any:
-    """`torch.Size((2, 3))`."""
+def _make_size(machine: Machine, args: Any) -> Any:
+    """Handle `torch.Size((2, 3))`."""
     return Size(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else Size()
 
 
-def _device(machine: Machine, args: Any) -> Any:
-    """`torch.device('cuda', 0)`, `torch.device('cpu')`."""
+def _make_device(machine: Machine, args: Any) -> Any:
+    """Handle `torch.device('cuda', 0)` and `torch.device('cpu')`."""
     match args:
         case (str() as word,):
             return DeviceValue(word)
@@ -176,21 +178,21 @@ def _device(machine: Machine, args: Any) -> Any:
     return NotImplemented
 
 
-def _encode(machine: Machine, args: Any) -> Any:
-    """`_codecs.encode(text, 'latin1')`: how protocol 2 spells bytes."""
+def _decode_latin1(machine: Machine, args: Any) -> Any:
+    """Handle `_codecs.encode(text, 'latin1')`, which protocol 2 writes for bytes."""
     match args:
         case (str() as text, str() as codec) if codec.replace("-", "").lower() == "latin1":
             return text.encode("latin-1")
     return NotImplemented
 
 
-def _bytes(machine: Machine, args: Any) -> Any:
-    """`bytes()`: how protocol 2 spells empty bytes."""
+def _make_empty_bytes(machine: Machine, args: Any) -> Any:
+    """Handle `bytes()`, which protocol 2 writes for empty bytes."""
     return b"" if args == () else NotImplemented
 
 
-def _complex(machine: Machine, args: Any) -> Any:
-    """`complex(1.0, 2.0)`."""
+def _make_complex(machine: Machine, args: Any) -> Any:
+    """Handle `complex(1.0, 2.0)`."""
     match args:
         case (int() | float() as real, int() | float() as imaginary):
             return complex(real, imaginary)
@@ -198,28 +200,28 @@ def _complex(machine: Machine, args: Any) -> Any:
 
 
 def _load_from_bytes(machine: Machine, args: Any) -> Any:
-    """`torch.storage._load_from_bytes(b)`: a whole torch file inside a plain pickle."""
-    raw = raw_bytes(args[0]) if len(args) == 1 else None
+    """Handle `torch.storage._load_from_bytes(b)`: a whole torch file inside a plain pickle."""
+    raw = to_bytes(args[0]) if len(args) == 1 else None
     if raw is None or machine.nested is None:
         return NotImplemented
-    found = machine.nested(raw)
-    return found if isinstance(found, (StorageRef, TensorRef)) else NotImplemented
+    node = machine.nested(raw)
+    return node if isinstance(node, (StorageRef, TensorRef)) else NotImplemented
 
 
-def _paddle_array(machine: Machine, args: Any) -> Any:
-    """`eval('data', {'data': array})`: how PaddlePaddle pickles an array of a LoDTensor."""
+def _unwrap_paddle_array(machine: Machine, args: Any) -> Any:
+    """Handle `eval('data', {'data': array})`, which PaddlePaddle writes for a LoDTensor."""
     match args:
         case ("data", {"data": TensorRef() as array} as names) if len(names) == 1:
             return array
     return NotImplemented
 
 
-def _new_object_call(machine: Machine, args: Any) -> Any:
-    """`copyreg.__newobj__(cls, ...)`: protocol 1's way to spell NEWOBJ."""
-    return new_object(machine, args[0], tuple(args[1:]))
+def _make_object(machine: Machine, args: Any) -> Any:
+    """Handle `copyreg.__newobj__(cls, ...)`, which protocol 1 writes for NEWOBJ."""
+    return make_new_object(machine, args[0], tuple(args[1:]))
 
 
-def new_object(machine: Machine, cls: Any, args: Any) -> Any:
+def make_new_object(machine: Machine, cls: Any, args: Any) -> Any:
     """Return the result of NEWOBJ: an instance of a recognized class, else an `Opaque`."""
     if isinstance(cls, Global) and cls.qualified in ("collections.OrderedDict", "torch.Size"):
         return RECOGNIZED[cls.qualified](machine, args)
@@ -227,20 +229,23 @@ def new_object(machine: Machine, cls: Any, args: Any) -> Any:
 
 
 RECOGNIZED: dict[str, Call] = {
-    "collections.OrderedDict": _ordered_dict,
-    "torch.Size": _size,
-    "torch.device": _device,
-    "_codecs.encode": _encode,
-    "builtins.bytes": _bytes,
-    "builtins.eval": _paddle_array,
-    "builtins.complex": _complex,
-    "copyreg.__newobj__": _new_object_call,
+    "collections.OrderedDict": _make_ordered_dict,
+    "torch.Size": _make_size,
+    "torch.device": _make_device,
+    "_codecs.encode": _decode_latin1,
+    "builtins.bytes": _make_empty_bytes,
+    "builtins.eval": _unwrap_paddle_array,
+    "builtins.complex": _make_complex,
+    "copyreg.__newobj__": _make_object,
     "torch.storage._load_from_bytes": _load_from_bytes,
-    **{name: partial(_jax_array, name) for name in JAX_ARRAYS},
+    **{name: partial(_make_jax_array, name) for name in JAX_ARRAYS},
     **rebuild.CALLS,
     **{
         f"{package}.{name}": partial(handler, package)
         for package in ("numpy.core", "numpy._core")  # the second since numpy 2
-        for name, handler in (("multiarray.scalar", _scalar), ("numeric._frombuffer", _from_buffer))
+        for name, handler in (
+            ("multiarray.scalar", _make_scalar),
+            ("numeric._frombuffer", _make_buffer_array),
+        )
     },
 }

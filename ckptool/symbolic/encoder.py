@@ -19,7 +19,7 @@ from ckptool.core.model import (
 )
 from ckptool.dtypes import BY_NAME, NOT_IN_TORCH
 from ckptool.errors import NotRepresentable
-from ckptool.symbolic.rebuild import call_of
+from ckptool.symbolic.rebuild import make_rebuild_call
 
 _QSCHEMES = (
     "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
@@ -47,12 +47,13 @@ _ALLOWED = frozenset(
 )
 
 
-def blocking(names: Iterable[str]) -> tuple[str, ...]:
+def find_blocked_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return the qualified names that the safe unpickler rejects, in order, once each."""
-    return tuple(dict.fromkeys(name for name in names if not _allowed(name)))
+    return tuple(dict.fromkeys(name for name in names if not _is_allowed(name)))
 
 
-def _allowed(name: str) -> bool:
+def _is_allowed(name: str) -> bool:
+    """Return whether `weights_only=True` accepts a class or function."""
     owner, _, last = name.rpartition(".")
     is_storage = owner in ("torch", "torch.storage", "torch.cuda") and last.endswith("Storage")
     is_tensor = owner in ("torch", "torch.cuda", "torch.sparse") and last.endswith("Tensor")
@@ -77,7 +78,7 @@ class Encoded:
     @property
     def blockers(self) -> tuple[str, ...]:
         """The names that keep `torch.load(weights_only=True)` from loading the pickle."""
-        return blocking(self.globals)
+        return find_blocked_names(self.globals)
 
 
 def encode(
@@ -94,7 +95,7 @@ def encode(
     return _Encoder(legacy, key_of).run(root)
 
 
-def blockers(root: Any) -> tuple[str, ...]:
+def find_blockers(root: Any) -> tuple[str, ...]:
     """Return the names that would keep `weights_only=True` from loading a file of this tree."""
     try:
         return encode(root).blockers
@@ -130,7 +131,10 @@ _SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
 class _Encoder:
+    """Writes a tree as a pickle, from a work list of nodes and opcodes."""
+
     def __init__(self, legacy: bool, key_of: Callable[[Storage], str] | None) -> None:
+        """Start an empty pickle; for the arguments see `encode`."""
         self.legacy = legacy
         self.key_of = key_of
         self.out = bytearray(b"\x80\x02")
@@ -143,11 +147,12 @@ class _Encoder:
         self.named: list[str] = []
 
     def run(self, root: Any) -> Encoded:
+        """Write the tree, and return the pickle with its storages."""
         self.todo.append(root)
         todo, writers = self.todo, _WRITERS
         while todo:
             node = todo.pop()
-            writer = writers.get(type(node)) or _writer_for(node)
+            writer = writers.get(type(node)) or _find_writer(node)
             writer(self, node)
         self.out += b"."
         storages, dtypes, untyped = zip(*self.order, strict=True) if self.order else ((), (), ())
@@ -175,6 +180,7 @@ class _Encoder:
         self.out += node
 
     def write_put(self, node: _Put) -> None:
+        """Memoize a finished object, so that later references find it."""
         self.memoize(id(node.node))
         self.open.discard(id(node.node))
 
@@ -185,6 +191,7 @@ class _Encoder:
         self.out += b"\x88" if node else b"\x89"
 
     def write_integer(self, node: int) -> None:
+        """Write an integer with the shortest opcode of protocol 2."""
         if 0 <= node < 256:
             self.out += b"K%c" % node
         elif 0 <= node < 65536:
@@ -201,6 +208,7 @@ class _Encoder:
         self.out += b"G" + struct.pack(">d", node)
 
     def write_text(self, node: str) -> None:
+        """Write text, or a reference to equal text."""
         key = str(node)
         if not self.write_reference(key):
             raw = node.encode("utf-8", "surrogatepass")
@@ -208,39 +216,42 @@ class _Encoder:
             self.memoize(key)
 
     def write_complex(self, node: complex) -> None:
-        self.call(Global("builtins", "complex"), (node.real, node.imag))
+        self.write_call(Global("builtins", "complex"), (node.real, node.imag))
 
     def write_bytes(self, node: bytes) -> None:
         """Write bytes as `_codecs.encode(text, 'latin1')`, since protocol 2 has no bytes."""
         if not self.write_reference(id(node)):
-            self.call(Global("_codecs", "encode"), (str(node, "latin-1"), "latin1"), node)
+            self.write_call(Global("_codecs", "encode"), (str(node, "latin-1"), "latin1"), node)
 
     def write_device(self, node: DeviceValue) -> None:
+        """Write `torch.device(type, index)`."""
         word, _, index = node.tag.partition(":")
         args = (word, int(index)) if index.isdecimal() else (node.tag,)
-        self.call(Global("torch", "device"), args)
+        self.write_call(Global("torch", "device"), args)
 
     def write_global(self, node: Global) -> None:
+        """Write a class or function by its name, or by `getattr` if it is inside a class."""
         key = ("global", node.module, node.name)
         if self.write_reference(key):
             return
         owner, dot, attribute = node.name.rpartition(".")
         if dot:  # protocol 2 cannot name an inner class: getattr, as Lib/pickle.py does
-            self.call(Global("builtins", "getattr"), (Global(node.module, owner), attribute))
+            self.write_call(Global("builtins", "getattr"), (Global(node.module, owner), attribute))
             return
         try:
-            spelled = f"c{node.module}\n{node.name}\n".encode()
+            encoded = f"c{node.module}\n{node.name}\n".encode()
         except UnicodeEncodeError:
-            spelled = b""
-        if spelled.count(b"\n") != 2:
+            encoded = b""
+        if encoded.count(b"\n") != 2:
             raise NotRepresentable(f"the name {node.qualified!r} cannot be written to a pickle")
-        self.out += spelled
+        self.out += encoded
         self.named.append(node.qualified)
         self.memoize(key)
 
     # Containers
 
     def write_list(self, node: list[Any]) -> None:
+        """Write an empty list, then the work that appends its items."""
         if self.write_reference(id(node)):
             return
         self.out += b"]"
@@ -249,13 +260,15 @@ class _Encoder:
             self.push(_MARK, *node, _END_OF_STEP["append"])
 
     def write_dict(self, node: dict[Any, Any]) -> None:
+        """Write an empty dict, then the work that sets its items."""
         if self.write_reference(id(node)):
             return
         self.out += b"}"
         self.memoize(id(node))
-        self.push(*self.items(node))
+        self.push(*self.list_items(node))
 
     def write_ordered(self, node: OrderedMap) -> None:
+        """Write an OrderedDict, its items, and its attributes as state."""
         if self.write_reference(id(node)):
             return
         self.write_global(_ORDERED_DICT)
@@ -263,9 +276,10 @@ class _Encoder:
         self.memoize(id(node))
         attributes = (node.attributes, _BUILD) if node.attributes else ()
         self.keep_alive.append(node)
-        self.push(*self.items(node), *attributes)
+        self.push(*self.list_items(node), *attributes)
 
-    def items(self, node: Any) -> list[Any]:
+    def list_items(self, node: Any) -> list[Any]:
+        """Return the work that sets the items of the dict on the stack."""
         if not node:
             return []
         work: list[Any] = [_MARK]
@@ -275,6 +289,7 @@ class _Encoder:
         return work
 
     def write_tuple(self, node: tuple[Any, ...]) -> None:
+        """Write the items of a tuple, and then the tuple."""
         if not node:
             self.out += b")"
         elif not self.write_reference(id(node)):
@@ -282,7 +297,8 @@ class _Encoder:
                 self.out += b"("
             self.push(*node, _EndTuple(node))
 
-    def end_tuple(self, end: _EndTuple) -> None:
+    def write_tuple_end(self, end: _EndTuple) -> None:
+        """Write the opcode that makes a tuple of the items on the stack."""
         node = end.node
         if id(node) in self.memo:  # it contains itself, and was made while it was written
             self.out += b"0" * len(node) if len(node) <= 3 else b"1"
@@ -293,11 +309,11 @@ class _Encoder:
 
     def write_size(self, node: Size) -> None:
         if not self.write_reference(id(node)):
-            self.call(Global("torch", "Size"), (tuple(node),), node)
+            self.write_call(Global("torch", "Size"), (tuple(node),), node)
 
     # Calls and objects
 
-    def call(self, func: Any, args: tuple[Any, ...], node: Any = None) -> None:
+    def write_call(self, func: Any, args: tuple[Any, ...], node: Any = None) -> None:
         """Put `func(*args)` on the work list, memoized as `node`; args are not shared."""
         self.keep_alive.append(args)
         put = () if node is None else (_Put(node),)
@@ -308,6 +324,7 @@ class _Encoder:
         self.todo.extend(reversed(work))
 
     def write_opaque(self, node: Opaque) -> None:
+        """Write an object: its maker, its arguments, and the steps that change it."""
         if self.write_reference(id(node)):
             return
         if id(node) in self.open:
@@ -323,17 +340,17 @@ class _Encoder:
                 steps += (_MARK, *(part for pair in value for part in pair), _END_OF_STEP[kind])
             else:
                 steps += (_MARK, *value, _END_OF_STEP[kind])
-        made: tuple[Any, ...]
+        creation: tuple[Any, ...]
         if node.maker == "persid":
-            made = (node.args[0], _Raw(b"Q"))
+            creation = (node.args[0], _Raw(b"Q"))
         elif node.kwargs is not None:
-            made = (
+            creation = (
                 Global("copyreg", "__newobj_ex__"), _MARK, node.func, node.args, node.kwargs,
                 _TUPLE, _REDUCE,
             )  # fmt: skip
         else:
-            made = (node.func, node.args, _REDUCE if node.maker == "reduce" else _NEW)
-        self.push(*made, _Put(node), *steps)
+            creation = (node.func, node.args, _REDUCE if node.maker == "reduce" else _NEW)
+        self.push(*creation, _Put(node), *steps)
 
     # Tensors
 
@@ -354,6 +371,7 @@ class _Encoder:
         self.out += b"NtQ" if self.legacy else b"tQ"
 
     def write_tensor(self, node: TensorRef) -> None:
+        """Write a tensor as the call that rebuilds it."""
         if self.write_reference(id(node)):
             return
         if node.dtype in NOT_IN_TORCH:
@@ -369,8 +387,8 @@ class _Encoder:
             or node.hooks
             or not self.write_plain_tensor(node)
         ):
-            func, args = call_of(node)
-            self.call(func, args, node)
+            func, args = make_rebuild_call(node)
+            self.write_call(func, args, node)
 
     def write_plain_tensor(self, node: TensorRef) -> bool:
         """Write an ordinary tensor directly; False if it is not ordinary."""
@@ -390,6 +408,7 @@ class _Encoder:
         return True
 
     def write_integers(self, values: tuple[int | None, ...]) -> None:
+        """Write a tuple of integers; None (a ragged dimension) becomes 0."""
         if len(values) > 3:
             self.out += b"("
         for value in values:
@@ -400,7 +419,7 @@ class _Encoder:
 _WRITERS: dict[type, Any] = {
     _Raw: _Encoder.write_raw,
     _Put: _Encoder.write_put,
-    _EndTuple: _Encoder.end_tuple,
+    _EndTuple: _Encoder.write_tuple_end,
     type(None): _Encoder.write_none,
     bool: _Encoder.write_boolean,
     int: _Encoder.write_integer,
@@ -421,9 +440,9 @@ _WRITERS: dict[type, Any] = {
 }
 
 
-def _writer_for(node: Any) -> Any:
+def _find_writer(node: Any) -> Any:
     """Return the writer for a subclass of a known type (a Python 2 string)."""
-    for kind, writer in _WRITERS.items():
-        if isinstance(node, kind):
+    for node_type, writer in _WRITERS.items():
+        if isinstance(node, node_type):
             return writer
     raise NotRepresentable(f"a {type(node).__name__} cannot be written to a pickle")

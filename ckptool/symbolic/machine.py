@@ -12,7 +12,7 @@ from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, Truncate
 from ckptool.limits import Limits
 from ckptool.symbolic import calls
 from ckptool.symbolic.opcodes import HANDLERS, STOP
-from ckptool.symbolic.text import MEMORY_FORMATS, modern_name
+from ckptool.symbolic.text import MEMORY_FORMATS, to_modern_name
 
 _FRAME = 0x95
 _PROTO_BYTES, _FRAME_BYTES = 2, 9
@@ -24,25 +24,29 @@ _LONG_ARGUMENTS = {ord("B"): 4, ord("X"): 4, 0x8B: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 """Opcodes of bytes, text, integers and bytearrays, and the size of their length field."""
 
 
-def frames_fit(pickle: bytes, end: int) -> bool:
+def has_regular_frames(pickle: bytes, end: int) -> bool:
     """Return whether the frames of a pickle of `end` bytes are where a pickler puts them."""
-    position, few = _PROTO_BYTES, True
+    # A few bytes may be without a frame: at the beginning, or after a full frame or a long opcode.
+    position, allows_gap = _PROTO_BYTES, True
     while position < end:
         if pickle[position] == _FRAME:
             length = int.from_bytes(pickle[position + 1 : position + _FRAME_BYTES], "little")
             position += _FRAME_BYTES + length
-            few = length >= _TARGET
+            allows_gap = length >= _TARGET
             continue
-        found = _behind_long_argument(pickle, position, end, few)
-        if found is None:
-            return few and end - position < _LEAST
-        position, few = found, True
+        stop = _find_long_argument_end(pickle, position, end, allows_gap)
+        if stop is None:
+            return allows_gap and end - position < _LEAST
+        position, allows_gap = stop, True
     return position == end
 
 
-def _behind_long_argument(pickle: bytes, position: int, end: int, few: bool) -> int | None:
-    """Return where an opcode with a long argument ends; `few`: some bytes may precede it."""
-    for start in range(position, min(position + (_LEAST if few else 1), end)):
+def _find_long_argument_end(pickle: bytes, position: int, end: int, allows_gap: bool) -> int | None:
+    """Return the end of an opcode with a long argument, else None.
+
+    With `allows_gap`, a few bytes may precede it.
+    """
+    for start in range(position, min(position + (_LEAST if allows_gap else 1), end)):
         digits = _LONG_ARGUMENTS.get(pickle[start])
         if digits is None:
             continue
@@ -116,10 +120,10 @@ class Machine:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if start >= len(data) - 1:
-                raise self.cut_short() from error
-            raise self.damaged(start, error) from error
+                raise self.truncated_error() from error
+            raise self.damaged_error(start, error) from error
         except (EOFError, struct.error) as error:
-            raise self.cut_short() from error
+            raise self.truncated_error() from error
         except RecursionError as error:
             raise LimitExceeded(
                 "calls in the pickle are nested too deeply", file=self.file
@@ -131,15 +135,17 @@ class Machine:
 
         The numbers begin with 0, or with 1 in Python 2's C pickler. Every pickler does this.
         """
-        far = self.far_memo
-        in_a_row = not far or (not self.memo and far.keys() == set(range(1, len(far) + 1)))
-        return in_a_row and not self.stack and not self.marks
+        far_memo = self.far_memo
+        is_consecutive = not far_memo or (
+            not self.memo and far_memo.keys() == set(range(1, len(far_memo) + 1))
+        )
+        return is_consecutive and not self.stack and not self.marks
 
-    def cut_short(self) -> CorruptFile:
+    def truncated_error(self) -> CorruptFile:
         """Return the error for a truncated pickle."""
         return TruncatedFile("the pickle is truncated", file=self.file)
 
-    def damaged(self, position: int, error: Exception) -> CorruptFile:
+    def damaged_error(self, position: int, error: Exception) -> CorruptFile:
         """Return the error for an opcode that cannot run."""
         reason = f" ({error})" if str(error) else ""
         opcode = self.data[position : position + 1]
@@ -154,21 +160,21 @@ class Machine:
         self.stack = self.marks.pop()
         return items
 
-    def find(self, module: str, name: str) -> Global:
-        """Return the one `Global` of that name."""
-        found = self.globals.get((module, name))
-        if found is None:
+    def find_global(self, module: str, name: str) -> Global:
+        """Return the only `Global` of this name in the pickle."""
+        node = self.globals.get((module, name))
+        if node is None:
             owner, _, last = name.partition(".")
             if owner == "torch" and last in MEMORY_FORMATS and module.startswith("torch."):
                 # Protocol 4 names a memory format by any module of torch that imports torch.
-                return self.find("torch", last)
-            shown = modern_name(module, name)
-            found = Global(module, name, shown if shown != f"{module}.{name}" else "")
-            self.globals[module, name] = found
-            call = calls.RECOGNIZED.get(found.qualified)
+                return self.find_global("torch", last)
+            modern_name = to_modern_name(module, name)
+            node = Global(module, name, modern_name if modern_name != f"{module}.{name}" else "")
+            self.globals[module, name] = node
+            call = calls.RECOGNIZED.get(node.qualified)
             if call is not None:
-                self.by_id[id(found)] = call
-        return found
+                self.by_id[id(node)] = call
+        return node
 
     def call(self, func: Any, args: Any) -> Any:
         """Return the result of REDUCE: an object of ours for a known function, else an `Opaque`."""
@@ -178,8 +184,8 @@ class Machine:
         result = recognized(self, args)
         return Opaque(func, args) if result is NotImplemented else result
 
-    def change(self, kind: str, target: Any, items: Any) -> None:
-        """Record that items are added to an object (`set`, `append` or `add`)."""
+    def record_change(self, kind: str, target: Any, items: Any) -> None:
+        """Record items that are added to an object (`set`, `append` or `add`)."""
         if not isinstance(target, Opaque):
             raise TypeError(f"items are added to a {type(target).__name__}")
         target.steps.append((kind, items))
@@ -192,12 +198,12 @@ class Machine:
         for index in chain(tuple(self.far_memo), range(len(self.memo) - 1, -1, -1)):
             self.scans_left -= 1
             if self.recall(index) is old:
-                self.remember(index, new)
+                self.memoize(index, new)
                 return
             if self.scans_left < 0:
                 return
 
-    def remember(self, index: int, node: Any) -> None:
+    def memoize(self, index: int, node: Any) -> None:
         """Memoize `node` under `index`. The list stops growing once the dict is in use."""
         if 0 <= index < len(self.memo):
             self.memo[index] = node
@@ -235,14 +241,14 @@ class Machine:
             elif isinstance(part, (list, dict)):
                 raise CorruptFile(f"a {type(part).__name__} is used as a dict key", file=self.file)
 
-    def line(self, position: int) -> tuple[bytes, int]:
+    def read_line(self, position: int) -> tuple[bytes, int]:
         """Return the argument that ends with a newline, and the position after it."""
         end = self.data.find(b"\n", position)
         if end < 0:
             raise EOFError
         return self.data[position:end], end + 1
 
-    def counted(self, position: int, length: int) -> bytes:
+    def read_exactly(self, position: int, length: int) -> bytes:
         """Return exactly `length` bytes from `position`."""
         part = self.data[position : position + length]
         if len(part) != length:

@@ -1,4 +1,4 @@
-"""The opcodes of pickle: what each one does, and which ones `weights_only=True` rejects."""
+"""The opcodes of pickle: a handler for each, and a list of those `weights_only=True` rejects."""
 
 from __future__ import annotations
 
@@ -19,31 +19,37 @@ Handler = Callable[["Machine", int], int]
 STOP = ord(".")
 
 
-def _absent(why: str) -> Handler:
+def _make_refusing_handler(why: str) -> Handler:
+    """Return a handler that refuses the opcode."""
+
     def refuse(machine: Machine, position: int) -> int:
         raise ValueError(why)
 
     return refuse
 
 
-HANDLERS: list[Handler] = [_absent("no such opcode")] * 256
+HANDLERS: list[Handler] = [_make_refusing_handler("no such opcode")] * 256
 
 
 def opcode(code: bytes, refused: str = "") -> Callable[[Handler], Handler]:
     """Register a handler; `refused` is the name of an opcode that `weights_only=True` rejects."""
 
     def register(handler: Handler) -> Handler:
-        def noted(machine: Machine, position: int) -> int:
+        """Enter the handler in the table, and note the use of a rejected opcode."""
+
+        def record_opcode(machine: Machine, position: int) -> int:
             machine.opcodes[refused] = None
             return handler(machine, position)
 
-        HANDLERS[code[0]] = noted if refused else handler
+        HANDLERS[code[0]] = record_opcode if refused else handler
         return handler
 
     return register
 
 
-def _constant(make: Callable[[], Any]) -> Handler:
+def _make_constant_handler(make: Callable[[], Any]) -> Handler:
+    """Return a handler that pushes `make()`."""
+
     def push(machine: Machine, position: int) -> int:
         machine.stack.append(make())
         return position
@@ -51,8 +57,8 @@ def _constant(make: Callable[[], Any]) -> Handler:
     return push
 
 
-def _number(layout: str) -> Handler:
-    """Return the handler that pushes a number of fixed size, with a layout of `struct`."""
+def _make_number_handler(layout: str) -> Handler:
+    """Return a handler that pushes a number of fixed size, with a layout of `struct`."""
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def push(machine: Machine, position: int) -> int:
@@ -65,30 +71,30 @@ def _number(layout: str) -> Handler:
 Make = Callable[["Machine", bytes], Any]
 
 
-def _sized(width: int, make: Make) -> Handler:
+def _make_sized_handler(width: int, make: Make) -> Handler:
     """Return a handler that reads a length and as many bytes, and pushes `make(bytes)`."""
 
     def push(machine: Machine, position: int) -> int:
         start = position + width
         length = int.from_bytes(machine.data[position:start], "little")
-        machine.stack.append(make(machine, machine.counted(start, length)))
+        machine.stack.append(make(machine, machine.read_exactly(start, length)))
         return start + length
 
     return push
 
 
-def _line(make: Make) -> Handler:
+def _make_line_handler(make: Make) -> Handler:
     """Return a handler that reads a line and pushes `make(line)`."""
 
     def push(machine: Machine, position: int) -> int:
-        text, position = machine.line(position)
+        text, position = machine.read_line(position)
         machine.stack.append(make(machine, text))
         return position
 
     return push
 
 
-def little_endian(raw: bytes, limits: Limits) -> int:
+def decode_little_endian(raw: bytes, limits: Limits) -> int:
     """Return a little-endian two's complement integer of any size within the limits."""
     if len(raw) > limits.max_integer_bytes:
         raise LimitExceeded(
@@ -98,23 +104,25 @@ def little_endian(raw: bytes, limits: Limits) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-def decimal(text: bytes, limits: Limits) -> int:
+def decode_decimal(text: bytes, limits: Limits) -> int:
     """Return a decimal integer with digits within the limits."""
-    most = limits.max_integer_bytes * 12 // 5  # digits of a number of so many bytes
-    if len(text) > most:
-        raise LimitExceeded(f"an integer has {len(text):,} digits, more than the limit of {most:,}")
+    max_digits = limits.max_integer_bytes * 12 // 5  # digits of a number of so many bytes
+    if len(text) > max_digits:
+        raise LimitExceeded(
+            f"an integer has {len(text):,} digits, more than the limit of {max_digits:,}"
+        )
     return int(text)
 
 
 _UINT32 = struct.Struct("<I").unpack_from
 _UINT64 = struct.Struct("<Q").unpack_from
 
-opcode(b"]")(_constant(list))
-opcode(b"}")(_constant(dict))
-opcode(b")")(_constant(tuple))
-opcode(b"N")(_constant(lambda: None))
-opcode(b"\x88")(_constant(lambda: True))
-opcode(b"\x89")(_constant(lambda: False))
+opcode(b"]")(_make_constant_handler(list))
+opcode(b"}")(_make_constant_handler(dict))
+opcode(b")")(_make_constant_handler(tuple))
+opcode(b"N")(_make_constant_handler(lambda: None))
+opcode(b"\x88")(_make_constant_handler(lambda: True))
+opcode(b"\x89")(_make_constant_handler(lambda: False))
 
 
 # Memo
@@ -123,7 +131,7 @@ opcode(b"\x89")(_constant(lambda: False))
 @opcode(b"q")
 def binput(machine: Machine, position: int) -> int:
     """Memoize the top under a one-byte index."""
-    machine.remember(machine.data[position], machine.stack[-1])
+    machine.memoize(machine.data[position], machine.stack[-1])
     return position + 1
 
 
@@ -134,7 +142,7 @@ def long_binput(machine: Machine, position: int) -> int:
     if index == len(machine.memo) and not machine.far_memo:  # the common case, without a call
         machine.memo.append(machine.stack[-1])
     else:
-        machine.remember(index, machine.stack[-1])
+        machine.memoize(index, machine.stack[-1])
     return position + 4
 
 
@@ -157,16 +165,16 @@ def long_binget(machine: Machine, position: int) -> int:
 @opcode(b"p", "PUT")
 def put(machine: Machine, position: int) -> int:
     """Memoize the top under a decimal index."""
-    text, position = machine.line(position)
-    machine.remember(decimal(text, machine.limits), machine.stack[-1])
+    text, position = machine.read_line(position)
+    machine.memoize(decode_decimal(text, machine.limits), machine.stack[-1])
     return position
 
 
 @opcode(b"g", "GET")
 def get(machine: Machine, position: int) -> int:
     """Push the object memoized under a decimal index."""
-    text, position = machine.line(position)
-    machine.stack.append(machine.recall(decimal(text, machine.limits)))
+    text, position = machine.read_line(position)
+    machine.stack.append(machine.recall(decode_decimal(text, machine.limits)))
     return position
 
 
@@ -174,7 +182,7 @@ def get(machine: Machine, position: int) -> int:
 def memoize(machine: Machine, position: int) -> int:
     """Memoize the top under the next index, which is the size of the memo."""
     if machine.far_memo:
-        machine.remember(len(machine.memo) + len(machine.far_memo), machine.stack[-1])
+        machine.memoize(len(machine.memo) + len(machine.far_memo), machine.stack[-1])
     else:  # the common case, without a call
         machine.memo.append(machine.stack[-1])
     return position
@@ -217,7 +225,7 @@ def dup(machine: Machine, position: int) -> int:
 
 @opcode(b"\x80")
 def proto(machine: Machine, position: int) -> int:
-    """Return the protocol's number."""
+    """Set the protocol of the pickle."""
     machine.protocol = machine.data[position]
     if machine.protocol > 5:
         raise ValueError(f"pickle protocol {machine.protocol} does not exist")
@@ -237,7 +245,7 @@ def frame(machine: Machine, position: int) -> int:
 
 @opcode(b"t")
 def tuple_(machine: Machine, position: int) -> int:
-    """Return a tuple of the items above the mark."""
+    """Push a tuple of the items above the mark."""
     items = tuple(machine.stack)
     machine.stack = machine.marks.pop()
     machine.stack.append(items)
@@ -246,14 +254,14 @@ def tuple_(machine: Machine, position: int) -> int:
 
 @opcode(b"\x85")
 def tuple1(machine: Machine, position: int) -> int:
-    """Return a tuple of the top."""
+    """Push a tuple of the top."""
     machine.stack[-1] = (machine.stack[-1],)
     return position
 
 
 @opcode(b"\x86")
 def tuple2(machine: Machine, position: int) -> int:
-    """Return a tuple of the top two."""
+    """Push a tuple of the top two."""
     stack = machine.stack
     second = stack.pop()
     stack[-1] = (stack[-1], second)
@@ -262,7 +270,7 @@ def tuple2(machine: Machine, position: int) -> int:
 
 @opcode(b"\x87")
 def tuple3(machine: Machine, position: int) -> int:
-    """Return a tuple of the top three."""
+    """Push a tuple of the top three."""
     stack = machine.stack
     third = stack.pop()
     second = stack.pop()
@@ -272,7 +280,7 @@ def tuple3(machine: Machine, position: int) -> int:
 
 @opcode(b"l", "LIST")
 def list_(machine: Machine, position: int) -> int:
-    """Return a list of the items above the mark."""
+    """Push a list of the items above the mark."""
     items = machine.pop_mark()
     machine.stack.append(items)
     return position
@@ -280,26 +288,26 @@ def list_(machine: Machine, position: int) -> int:
 
 @opcode(b"d", "DICT")
 def dict_(machine: Machine, position: int) -> int:
-    """Return a dict of the keys and values above the mark."""
+    """Push a dict of the keys and values above the mark."""
     items = machine.pop_mark()
-    made: dict[Any, Any] = {}
-    machine.stack.append(made)
-    _set_items(machine, made, items)
+    mapping: dict[Any, Any] = {}
+    machine.stack.append(mapping)
+    _set_items(machine, mapping, items)
     return position
 
 
 @opcode(b"\x8f")
 def empty_set(machine: Machine, position: int) -> int:
-    """Return an empty set, represented as the call `set([...])`."""
-    machine.stack.append(Opaque(machine.find("builtins", "set"), ([],)))
+    """Push an empty set, represented as the call `set([...])`."""
+    machine.stack.append(Opaque(machine.find_global("builtins", "set"), ([],)))
     return position
 
 
 @opcode(b"\x91", "FROZENSET")
 def frozenset_(machine: Machine, position: int) -> int:
-    """Return a frozenset of the items above the mark."""
+    """Push a frozenset of the items above the mark."""
     items = machine.pop_mark()
-    machine.stack.append(Opaque(machine.find("builtins", "frozenset"), (items,)))
+    machine.stack.append(Opaque(machine.find_global("builtins", "frozenset"), (items,)))
     return position
 
 
@@ -312,7 +320,7 @@ def additems(machine: Machine, position: int) -> int:
         case Opaque(func=Global(module="builtins", name="set"), args=([*_] as members,)):
             members.extend(items)
         case _:
-            machine.change("add", target, items)
+            machine.record_change("add", target, items)
     return position
 
 
@@ -334,6 +342,7 @@ def setitems(machine: Machine, position: int) -> int:
 
 
 def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
+    """Set alternating keys and values in a dict, or record them for an object."""
     if len(items) % 2:
         raise ValueError("a key without a value")
     keys = items[::2]
@@ -343,7 +352,7 @@ def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
     if isinstance(target, dict):
         target.update(zip(keys, items[1::2], strict=True))
     else:
-        machine.change("set", target, list(zip(keys, items[1::2], strict=True)))
+        machine.record_change("set", target, list(zip(keys, items[1::2], strict=True)))
 
 
 @opcode(b"a")
@@ -363,10 +372,11 @@ def appends(machine: Machine, position: int) -> int:
 
 
 def _extend(machine: Machine, target: Any, items: list[Any]) -> None:
+    """Append items to a list, or record them for an object."""
     if isinstance(target, list):
         target.extend(items)
     else:
-        machine.change("append", target, items)
+        machine.record_change("append", target, items)
 
 
 # Numbers
@@ -374,35 +384,35 @@ def _extend(machine: Machine, target: Any, items: list[Any]) -> None:
 
 @opcode(b"K")
 def binint1(machine: Machine, position: int) -> int:
-    """One unsigned byte."""
+    """Push an unsigned byte."""
     machine.stack.append(machine.data[position])
     return position + 1
 
 
-opcode(b"M")(_number("<H"))
-opcode(b"J")(_number("<i"))
-opcode(b"G")(_number(">d"))
+opcode(b"M")(_make_number_handler("<H"))
+opcode(b"J")(_make_number_handler("<i"))
+opcode(b"G")(_make_number_handler(">d"))
 
 
-def _integer(machine: Machine, raw: bytes) -> int:
-    return little_endian(raw, machine.limits)
+def _decode_integer(machine: Machine, raw: bytes) -> int:
+    return decode_little_endian(raw, machine.limits)
 
 
-def _int(machine: Machine, text: bytes) -> int:
+def _decode_int(machine: Machine, text: bytes) -> int:
     """Return a decimal integer, or a bool as `00` or `01`."""
     booleans = {b"00": False, b"01": True}
-    return booleans[text] if text in booleans else decimal(text, machine.limits)
+    return booleans[text] if text in booleans else decode_decimal(text, machine.limits)
 
 
-def _long(machine: Machine, text: bytes) -> int:
-    return decimal(text.removesuffix(b"L"), machine.limits)
+def _decode_long(machine: Machine, text: bytes) -> int:
+    return decode_decimal(text.removesuffix(b"L"), machine.limits)
 
 
-opcode(b"\x8a")(_sized(1, _integer))
-opcode(b"\x8b", "LONG4")(_sized(4, _integer))
-opcode(b"I", "INT")(_line(_int))
-opcode(b"L", "LONG")(_line(_long))
-opcode(b"F", "FLOAT")(_line(lambda _, text: float(text)))
+opcode(b"\x8a")(_make_sized_handler(1, _decode_integer))
+opcode(b"\x8b", "LONG4")(_make_sized_handler(4, _decode_integer))
+opcode(b"I", "INT")(_make_line_handler(_decode_int))
+opcode(b"L", "LONG")(_make_line_handler(_decode_long))
+opcode(b"F", "FLOAT")(_make_line_handler(lambda _, text: float(text)))
 
 
 # Text and bytes
@@ -410,7 +420,7 @@ opcode(b"F", "FLOAT")(_line(lambda _, text: float(text)))
 
 @opcode(b"X")
 def binunicode(machine: Machine, position: int) -> int:
-    """Text with a four-byte length."""
+    """Push text with a four-byte length."""
     start = position + 4
     end = start + _UINT32(machine.data, position)[0]
     if end > len(machine.data):
@@ -421,7 +431,7 @@ def binunicode(machine: Machine, position: int) -> int:
 
 @opcode(b"\x8c", "SHORT_BINUNICODE")
 def short_binunicode(machine: Machine, position: int) -> int:
-    """Text with a one-byte length."""
+    """Push text with a one-byte length."""
     end = position + 1 + machine.data[position]
     if end > len(machine.data):
         raise EOFError
@@ -429,31 +439,31 @@ def short_binunicode(machine: Machine, position: int) -> int:
     return end
 
 
-def _text(machine: Machine, raw: bytes) -> str:
+def _decode_text(machine: Machine, raw: bytes) -> str:
     return str(raw, "utf-8", "surrogatepass")
 
 
-def _python2(machine: Machine, raw: bytes) -> str:
+def _decode_python2_text(machine: Machine, raw: bytes) -> str:
     return decode_python2(raw)
 
 
-def _bytes(machine: Machine, raw: bytes) -> bytes:
+def _keep_bytes(machine: Machine, raw: bytes) -> bytes:
     return raw
 
 
-def _bytearray(machine: Machine, raw: bytes) -> Opaque:
-    return Opaque(machine.find("builtins", "bytearray"), (raw,))
+def _make_bytearray(machine: Machine, raw: bytes) -> Opaque:
+    return Opaque(machine.find_global("builtins", "bytearray"), (raw,))
 
 
-opcode(b"\x8d", "BINUNICODE8")(_sized(8, _text))
-opcode(b"V", "UNICODE")(_line(lambda _, text: str(text, "raw-unicode-escape")))
-opcode(b"U")(_sized(1, _python2))
-opcode(b"T", "BINSTRING")(_sized(4, _python2))
-opcode(b"S", "STRING")(_line(lambda _, text: decode_python2(unescape(text))))
-opcode(b"C", "SHORT_BINBYTES")(_sized(1, _bytes))
-opcode(b"B", "BINBYTES")(_sized(4, _bytes))
-opcode(b"\x8e", "BINBYTES8")(_sized(8, _bytes))
-opcode(b"\x96", "BYTEARRAY8")(_sized(8, _bytearray))
+opcode(b"\x8d", "BINUNICODE8")(_make_sized_handler(8, _decode_text))
+opcode(b"V", "UNICODE")(_make_line_handler(lambda _, text: str(text, "raw-unicode-escape")))
+opcode(b"U")(_make_sized_handler(1, _decode_python2_text))
+opcode(b"T", "BINSTRING")(_make_sized_handler(4, _decode_python2_text))
+opcode(b"S", "STRING")(_make_line_handler(lambda _, text: decode_python2(unescape(text))))
+opcode(b"C", "SHORT_BINBYTES")(_make_sized_handler(1, _keep_bytes))
+opcode(b"B", "BINBYTES")(_make_sized_handler(4, _keep_bytes))
+opcode(b"\x8e", "BINBYTES8")(_make_sized_handler(8, _keep_bytes))
+opcode(b"\x96", "BYTEARRAY8")(_make_sized_handler(8, _make_bytearray))
 
 
 # Classes, calls and objects
@@ -461,21 +471,21 @@ opcode(b"\x96", "BYTEARRAY8")(_sized(8, _bytearray))
 
 @opcode(b"c")
 def global_(machine: Machine, position: int) -> int:
-    """Return a class or function by name."""
-    module, position = machine.line(position)
-    name, position = machine.line(position)
-    machine.stack.append(machine.find(str(module, "utf-8"), str(name, "utf-8")))
+    """Push a class or function by name."""
+    module, position = machine.read_line(position)
+    name, position = machine.read_line(position)
+    machine.stack.append(machine.find_global(str(module, "utf-8"), str(name, "utf-8")))
     return position
 
 
 @opcode(b"\x93", "STACK_GLOBAL")
 def stack_global(machine: Machine, position: int) -> int:
-    """Return a class or function by the two names on the stack."""
+    """Push a class or function by the two names on the stack."""
     name = machine.stack.pop()
     module = machine.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise TypeError("the name of a global is not text")
-    machine.stack.append(machine.find(module, name))
+    machine.stack.append(machine.find_global(module, name))
     return position
 
 
@@ -490,15 +500,15 @@ def reduce_(machine: Machine, position: int) -> int:
 
 @opcode(b"\x81")
 def newobj(machine: Machine, position: int) -> int:
-    """Return an object of the class below the arguments."""
+    """Push an object of the class below the arguments."""
     args = machine.stack.pop()
-    machine.stack[-1] = calls.new_object(machine, machine.stack[-1], args)
+    machine.stack[-1] = calls.make_new_object(machine, machine.stack[-1], args)
     return position
 
 
 @opcode(b"\x92", "NEWOBJ_EX")
 def newobj_ex(machine: Machine, position: int) -> int:
-    """Return an object of the class below the arguments, keywords among them."""
+    """Push an object of the class below the arguments and keyword arguments."""
     kwargs = machine.stack.pop()
     args = machine.stack.pop()
     machine.stack[-1] = Opaque(machine.stack[-1], args, kwargs, maker="newobj")
@@ -507,18 +517,18 @@ def newobj_ex(machine: Machine, position: int) -> int:
 
 @opcode(b"i", "INST")
 def inst(machine: Machine, position: int) -> int:
-    """Return an object of the class named by the opcode, made from the items above the mark."""
-    module, position = machine.line(position)
-    name, position = machine.line(position)
+    """Push an object of the class named by the opcode, made from the items above the mark."""
+    module, position = machine.read_line(position)
+    name, position = machine.read_line(position)
     args = tuple(machine.pop_mark())
-    found = machine.find(str(module, "utf-8"), str(name, "utf-8"))
-    machine.stack.append(machine.call(found, args))
+    cls = machine.find_global(str(module, "utf-8"), str(name, "utf-8"))
+    machine.stack.append(machine.call(cls, args))
     return position
 
 
 @opcode(b"o", "OBJ")
 def obj(machine: Machine, position: int) -> int:
-    """Return an object of the first class above the mark, made from the other items."""
+    """Push an object of the first class above the mark, made from the other items."""
     items = machine.pop_mark()
     machine.stack.append(machine.call(items[0], tuple(items[1:])))
     return position
@@ -533,9 +543,9 @@ def build(machine: Machine, position: int) -> int:
         target.attributes.update(state)
     elif isinstance(target, Opaque):
         target.steps.append(("build", state))
-        machine.replace_top(target, calls.finished(target, machine.file))
+        machine.replace_top(target, calls.finish_array(target, machine.file))
     elif isinstance(target, TensorRef):
-        machine.replace_top(target, rebuild.with_old_state(target, state))
+        machine.replace_top(target, rebuild.set_old_state(target, state))
     else:
         raise TypeError(f"state is set on a {type(target).__name__}")
     return position
@@ -546,33 +556,34 @@ def build(machine: Machine, position: int) -> int:
 
 @opcode(b"Q")
 def binpersid(machine: Machine, position: int) -> int:
-    """Return the object that the container of the pickle has for the id on the stack."""
+    """Push the object that the container of the pickle has for the id on the stack."""
     machine.stack[-1] = _load_persistent(machine, machine.stack[-1])
     return position
 
 
 @opcode(b"P", "PERSID")
 def persid(machine: Machine, position: int) -> int:
-    """Return the object that the container of the pickle has for an id given as text."""
-    text, position = machine.line(position)
-    pid = parse_text_pid(str(text, "ascii"), machine.find)
+    """Push the object that the container of the pickle has for an id given as text."""
+    text, position = machine.read_line(position)
+    pid = parse_text_pid(str(text, "ascii"), machine.find_global)
     machine.stack.append(_load_persistent(machine, pid))
     return position
 
 
 def _load_persistent(machine: Machine, pid: Any) -> Any:
+    """Return the object that the container of the pickle has for a persistent id."""
     if machine.persistent_load is None:
         return Opaque(None, (pid,), maker="persid")
-    found = machine.persistent_load(pid)
-    if not isinstance(found, (StorageRef, TensorRef, Global, Opaque)):
+    node = machine.persistent_load(pid)
+    if not isinstance(node, (StorageRef, TensorRef, Global, Opaque)):
         raise TypeError("a persistent id has an unknown form")
-    return found
+    return node
 
 
 HANDLERS[0x82:0x85] = [
-    _absent("it uses a class by its number in the copyreg extension registry")
+    _make_refusing_handler("it uses a class by its number in the copyreg extension registry")
 ] * 3
-opcode(b"\x97")(_absent("it uses an out-of-band buffer, which is not in the file"))
+opcode(b"\x97")(_make_refusing_handler("it uses an out-of-band buffer, which is not in the file"))
 
 
 @opcode(b"\x98", "READONLY_BUFFER")

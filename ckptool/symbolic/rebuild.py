@@ -63,12 +63,14 @@ def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
             f"the persistent id of a storage has {len(pid)} parts, expected 5 or 6", file=file
         )
     _, storage_class, key, location, numel = pid[:5]
-    dtype, untyped = storage_type(storage_class, file)
+    dtype, untyped = parse_storage_class(storage_class, file)
     if not isinstance(key, (str, int)) or isinstance(key, bool):
-        raise CorruptFile(f"the key of a storage is {_kind(key)}, expected text", file=file)
+        raise CorruptFile(
+            f"the key of a storage is {_describe_type(key)}, expected text", file=file
+        )
     if not isinstance(location, str):
         raise CorruptFile(
-            f"the device of storage {key!r} is {_kind(location)}, expected text", file=file
+            f"the device of storage {key!r} is {_describe_type(location)}, expected text", file=file
         )
     if not _is_count(numel):
         raise CorruptFile(f"the length of storage {key!r} is not an element count", file=file)
@@ -76,7 +78,7 @@ def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
     return StoragePid(dtype, untyped, str(key), location, numel, view)
 
 
-def storage_type(storage_class: Any, file: str) -> tuple[str, bool]:
+def parse_storage_class(storage_class: Any, file: str) -> tuple[str, bool]:
     """Return the dtype of a storage class, and whether it is untyped.
 
     `torch.FloatStorage`, `torch.cuda.FloatStorage` and those of other back ends are all float32.
@@ -89,11 +91,16 @@ def storage_type(storage_class: Any, file: str) -> tuple[str, bool]:
             return "uint8", True
         if storage_class.name in BY_STORAGE:
             return BY_STORAGE[storage_class.name].name, False
-    shown = storage_class.qualified if isinstance(storage_class, Global) else _kind(storage_class)
-    raise CorruptFile(f"a storage has the class {shown}, which is not a storage class", file=file)
+    name = (
+        storage_class.qualified
+        if isinstance(storage_class, Global)
+        else _describe_type(storage_class)
+    )
+    raise CorruptFile(f"a storage has the class {name}, which is not a storage class", file=file)
 
 
 def _parse_view(view: Any, key: str, numel: int, file: str) -> tuple[str, int, int] | None:
+    """Return key, offset and length of a view inside the storage; None for no view."""
     if view is None:
         return None
     match view:
@@ -108,14 +115,14 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ELEMENTS
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
 UTILS = "torch._utils"
 
 
-def ints(values: Any) -> tuple[int, ...]:
+def check_integers(values: Any) -> tuple[int, ...]:
     """Return sizes or strides, which must be of type int, not only compare like it."""
     result = tuple(values)
     if set(map(type, result)) - {int}:
@@ -125,7 +132,7 @@ def ints(values: Any) -> tuple[int, ...]:
     return result
 
 
-def strided(
+def make_strided(
     ref: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, **more: Any
 ) -> TensorRef:
     """Return a tensor over the storage of `ref`, with its dtype if none is given."""
@@ -133,39 +140,45 @@ def strided(
         raise TypeError("no storage or no integer offset")
     storage = ref.storage
     return TensorRef(
-        dtype or ref.dtype, ints(size), ints(stride), offset, storage, storage.device, **more
+        dtype or ref.dtype,
+        check_integers(size),
+        check_integers(stride),
+        offset,
+        storage,
+        storage.device,
+        **more,
     )
 
 
-def _tensor_v1(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_tensor(storage, offset, size, stride)`, torch < 0.4."""
+def _make_v1(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_tensor(storage, offset, size, stride)` of torch < 0.4."""
     storage, offset, size, stride = args
-    return strided(storage, offset, size, stride)
+    return make_strided(storage, offset, size, stride)
 
 
-def _tensor_v2(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
+def _make_v2(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_tensor_v2(storage, offset, size, stride, grad, hooks[, metadata])`."""
     storage, offset, size, stride, requires_grad, hooks, *metadata = args
     if type(requires_grad) is not bool:
         raise TypeError("requires_grad is not a boolean")
     if not metadata and not hooks:
-        return strided(storage, offset, size, stride, requires_grad=requires_grad)
-    return strided(
+        return make_strided(storage, offset, size, stride, requires_grad=requires_grad)
+    return make_strided(
         storage, offset, size, stride,
-        requires_grad=requires_grad, hooks=hooks or None, flags=flags_of(metadata),
+        requires_grad=requires_grad, hooks=hooks or None, flags=parse_flags(metadata),
     )  # fmt: skip
 
 
-def _tensor_v3(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_tensor_v3(untyped storage, ..., hooks, dtype[, metadata])`, torch >= 2.2."""
+def _make_v3(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_tensor_v3(untyped storage, ..., dtype[, metadata])` of torch >= 2.2."""
     storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = args
-    return strided(
-        storage, offset, size, stride, element_type(dtype),
-        requires_grad=bool(requires_grad), hooks=hooks or None, flags=flags_of(metadata),
+    return make_strided(
+        storage, offset, size, stride, parse_torch_dtype(dtype),
+        requires_grad=bool(requires_grad), hooks=hooks or None, flags=parse_flags(metadata),
     )  # fmt: skip
 
 
-def flags_of(metadata: list[Any]) -> tuple[str, ...]:
+def parse_flags(metadata: list[Any]) -> tuple[str, ...]:
     """Return the flags that the last argument of a tensor sets, such as `conj`."""
     if len(metadata) > 1:
         raise TypeError("a tensor has too many arguments")
@@ -177,59 +190,59 @@ def flags_of(metadata: list[Any]) -> tuple[str, ...]:
     return tuple(flag for flag in ("conj", "neg") if metadata[0].get(flag))
 
 
-def element_type(node: Any) -> str:
+def parse_torch_dtype(node: Any) -> str:
     """Return the torch dtype that a global refers to."""
     if not isinstance(node, Global) or node.dtype is None:
-        shown = node.qualified if isinstance(node, Global) else f"a {type(node).__name__}"
-        raise ValueError(f"{shown} is not a known dtype")
+        description = node.qualified if isinstance(node, Global) else f"a {type(node).__name__}"
+        raise ValueError(f"{description} is not a known dtype")
     return node.dtype
 
 
-def util(name: str) -> Global:
+def utils_function(name: str) -> Global:
     """Return a function of torch/_utils.py."""
     return Global(UTILS, name)
 
 
-def placed(ref: TensorRef) -> tuple[Any, ...]:
+def make_storage_args(ref: TensorRef) -> tuple[Any, ...]:
     """Return storage, offset, size and stride, the first arguments of the rebuild functions."""
     if ref.storage is None:
         raise UsageError(f"a {ref.kind} tensor has no storage to write")
     return StorageRef(ref.storage, ref.dtype), ref.offset, ref.shape, ref.stride
 
 
-def call_of_strided(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
+def make_strided_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
     """Return the function and arguments that rebuild a plain tensor."""
-    storage, *place = placed(ref)
+    storage, *layout = make_storage_args(ref)
     tail: tuple[Any, ...] = (ref.requires_grad, ref.hooks or OrderedMap())
     metadata = (dict.fromkeys(ref.flags, True),) if ref.flags else ()
     if BY_NAME[ref.dtype].storage is None:
         untyped = StorageRef(storage.storage, ref.dtype, untyped=True)
         dtype = Global("torch", ref.dtype)
-        return util("_rebuild_tensor_v3"), (untyped, *place, *tail, dtype, *metadata)
-    return util("_rebuild_tensor_v2"), (storage, *place, *tail, *metadata)
+        return utils_function("_rebuild_tensor_v3"), (untyped, *layout, *tail, dtype, *metadata)
+    return utils_function("_rebuild_tensor_v2"), (storage, *layout, *tail, *metadata)
 
 
 _MAX_NESTED = 100_000
 
 
-def _quantized(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)`."""
+def _make_quantized(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)`."""
     storage, offset, size, stride, quantizer, requires_grad, hooks = args
-    return strided(
+    return make_strided(
         storage, offset, size, stride, requires_grad=bool(requires_grad),
         hooks=hooks or None, kind="quantized", parts={"quantizer": tuple(quantizer)},
     )  # fmt: skip
 
 
-def _sparse(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_sparse_tensor(layout, (indices, values, size[, is_coalesced]))` and csr/csc/..."""
+def _make_sparse(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_sparse_tensor(layout, data)`; the items of `data` depend on the layout."""
     layout, data = args
-    kind = _layout_name(layout)
+    kind = _parse_layout(layout)
     if kind == "sparse_coo":
-        indices, values, size, *rest = data
+        indices, values, size, *flags = data
         parts = {"layout": layout, "indices": indices, "values": values, "size": size}
-        if rest:
-            parts["is_coalesced"] = rest[0]
+        if flags:
+            parts["is_coalesced"] = flags[0]
     elif kind in SPARSE_KINDS:
         compressed, plain, values, size = data
         parts = {
@@ -240,26 +253,35 @@ def _sparse(machine: Machine, args: Any) -> TensorRef:
         raise ValueError(f"unknown layout {kind}")
     if not isinstance(values, TensorRef):
         raise TypeError("the values of a sparse tensor are not a tensor")
-    return TensorRef(values.dtype, ints(size), (), 0, None, values.device, kind=kind, parts=parts)
+    return TensorRef(
+        values.dtype, check_integers(size), (), 0, None, values.device, kind=kind, parts=parts
+    )
 
 
-def _layout_name(node: Any) -> str:
-    """`sparse_coo` from `torch.serialization._get_layout('torch.sparse_coo')` or a global."""
+def _parse_layout(node: Any) -> str:
+    """Return `sparse_coo` for `_get_layout('torch.sparse_coo')` or for a global."""
     if isinstance(node, Opaque) and node.args and isinstance(node.args[0], str):
         return node.args[0].removeprefix("torch.")
     return node.name if isinstance(node, Global) else str(node)
 
 
-def _nested(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_nested_tensor(buffer, sizes, strides, offsets)`: ragged dimensions are None."""
+def _make_nested(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_nested_tensor(buffer, sizes, strides, offsets)`; ragged sizes are None."""
     buffer, sizes, strides, offsets = args
     parts = {"buffer": buffer, "sizes": sizes, "strides": strides, "offsets": offsets}
     return TensorRef(
-        buffer.dtype, _nested_shape(sizes), (), 0, None, buffer.device, kind="nested", parts=parts
+        buffer.dtype,
+        _find_nested_shape(sizes),
+        (),
+        0,
+        None,
+        buffer.device,
+        kind="nested",
+        parts=parts,
     )
 
 
-def _nested_shape(sizes: TensorRef) -> tuple[int | None, ...]:
+def _find_nested_shape(sizes: TensorRef) -> tuple[int | None, ...]:
     """Return the sizes of all components, None where they differ; `sizes` is (components, dims)."""
     if len(sizes.shape) != 2:
         return (sizes.shape[0] if sizes.shape else 0,)
@@ -271,52 +293,54 @@ def _nested_shape(sizes: TensorRef) -> tuple[int | None, ...]:
     return (count, *(column.pop() if len(column) == 1 else None for column in columns))
 
 
-def _jagged(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_njt({"values", "offsets", "lengths", "_ragged_idx", ...})`."""
+def _make_jagged(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_njt({"values", "offsets", "lengths", "_ragged_idx", ...})`."""
     (state,) = args
     values, offsets = state["values"], state["offsets"]
     ragged = state.get("_ragged_idx", 1)
     count = (offsets.shape[0] or 1) - 1
-    inner = [None if at == ragged else size for at, size in enumerate(values.shape, start=1)]
+    inner = [None if axis == ragged else size for axis, size in enumerate(values.shape, start=1)]
     return TensorRef(
         values.dtype, (count, *inner), (), 0, None, values.device,
         bool(state.get("requires_grad")), kind="nested", parts={"state": state},
     )  # fmt: skip
 
 
-def _meta(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
+def _make_meta(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
     dtype, size, stride, requires_grad = args
     return TensorRef(
-        element_type(dtype), ints(size), ints(stride), 0, None, "meta", bool(requires_grad),
+        parse_torch_dtype(dtype), check_integers(size), check_integers(stride),
+        0, None, "meta", bool(requires_grad),
         kind="meta",
     )  # fmt: skip
 
 
-def call_of_special(ref: TensorRef) -> tuple[Global, tuple[Any, ...]] | None:
+def make_special_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]] | None:
     """Return the function and arguments that rebuild a special tensor; None for other kinds."""
     parts = ref.parts or {}
     if ref.kind == "quantized":
-        return util("_rebuild_qtensor"), (
-            *placed(ref), parts["quantizer"], ref.requires_grad, ref.hooks or OrderedMap(),
+        return utils_function("_rebuild_qtensor"), (
+            *make_storage_args(ref), parts["quantizer"], ref.requires_grad,
+            ref.hooks or OrderedMap(),
         )  # fmt: skip
     if ref.kind == "sparse_coo":
-        rest = (parts["is_coalesced"],) if "is_coalesced" in parts else ()
-        data = (parts["indices"], parts["values"], parts["size"], *rest)
-        return util("_rebuild_sparse_tensor"), (parts["layout"], data)
+        flags = (parts["is_coalesced"],) if "is_coalesced" in parts else ()
+        data = (parts["indices"], parts["values"], parts["size"], *flags)
+        return utils_function("_rebuild_sparse_tensor"), (parts["layout"], data)
     if ref.kind in SPARSE_KINDS:
         data = tuple(
             parts[name] for name in ("compressed_indices", "plain_indices", "values", "size")
         )
-        return util("_rebuild_sparse_tensor"), (parts["layout"], data)
+        return utils_function("_rebuild_sparse_tensor"), (parts["layout"], data)
     if ref.kind == "nested":
         if "state" in parts:
             return Global("torch.nested._internal.nested_tensor", "_rebuild_njt"), (parts["state"],)
         names = ("buffer", "sizes", "strides", "offsets")
-        return util("_rebuild_nested_tensor"), tuple(parts[name] for name in names)
+        return utils_function("_rebuild_nested_tensor"), tuple(parts[name] for name in names)
     if ref.kind == "meta":
         dtype = Global("torch", ref.dtype)
-        return util("_rebuild_meta_tensor_no_storage"), (
+        return utils_function("_rebuild_meta_tensor_no_storage"), (
             dtype, ref.shape, ref.stride, ref.requires_grad,
         )  # fmt: skip
     return None
@@ -330,43 +354,44 @@ _OWN_TYPES = frozenset(
 # Layers around a tensor
 
 
-def _parameter(machine: Machine, args: Any) -> Any:
-    """`_rebuild_parameter(data, requires_grad, hooks)`."""
+def _make_parameter(machine: Machine, args: Any) -> Any:
+    """Handle `_rebuild_parameter(data, requires_grad, hooks)`."""
     data, requires_grad, hooks = args
-    return _wrapped(data, Wrapping("parameter", bool(requires_grad), hooks or None))
+    return _add_layer(data, Wrapping("parameter", bool(requires_grad), hooks or None))
 
 
-def _parameter_with_state(machine: Machine, args: Any) -> Any:
-    """`_rebuild_parameter_with_state(data, requires_grad, hooks, state)`."""
+def _make_parameter_with_state(machine: Machine, args: Any) -> Any:
+    """Handle `_rebuild_parameter_with_state(data, requires_grad, hooks, state)`."""
     data, requires_grad, hooks, state = args
     grad = bool(requires_grad)
-    return _wrapped(data, Wrapping("parameter_state", grad, hooks or None, state=state))
+    return _add_layer(data, Wrapping("parameter_state", grad, hooks or None, state=state))
 
 
-def _old_parameter(machine: Machine, args: Any) -> Any:
-    """`Parameter(data)` and `Variable(data)` of torch < 0.4; BUILD adds the rest."""
+def _make_old_parameter(machine: Machine, args: Any) -> Any:
+    """Handle `Parameter(data)` and `Variable(data)` of torch < 0.4; BUILD adds their state."""
     if not args or not isinstance(args[0], TensorRef):
         return NotImplemented
-    return _wrapped(args[0], Wrapping("parameter", bool(args[1]) if len(args) > 1 else True))
+    return _add_layer(args[0], Wrapping("parameter", bool(args[1]) if len(args) > 1 else True))
 
 
-def with_old_state(tensor: TensorRef, state: Any) -> TensorRef:
+def set_old_state(tensor: TensorRef, state: Any) -> TensorRef:
     """Return a Parameter of torch < 0.4 with its state `(requires_grad, volatile, hooks)`."""
     match state:
         case (bool() | int() as requires_grad, _, hooks) if tensor.wrapping:
             layer = Wrapping("parameter", bool(requires_grad), hooks or None)
-            return _wrapped(replace(tensor, wrapping=tensor.wrapping[:-1]), layer)
+            return _add_layer(replace(tensor, wrapping=tensor.wrapping[:-1]), layer)
     raise ValueError("the state of a tensor has an unknown form")
 
 
-def _wrapped(data: Any, layer: Wrapping) -> TensorRef:
+def _add_layer(data: Any, layer: Wrapping) -> TensorRef:
+    """Return a tensor with one more layer around it."""
     if not isinstance(data, TensorRef):
         raise TypeError("a parameter is made from something that is not a tensor")
     return replace(data, requires_grad=layer.requires_grad, wrapping=(*data.wrapping, layer))
 
 
-def _from_type(machine: Machine, args: Any) -> Any:
-    """`_rebuild_from_type_v2(func, type, args, state)`: attributes and subclasses."""
+def _make_typed(machine: Machine, args: Any) -> Any:
+    """Handle `_rebuild_from_type_v2(func, type, args, state)`: attributes and subclasses."""
     func, cls, inner_args, state = args
     inner = machine.call(func, inner_args)
     if not isinstance(inner, TensorRef):
@@ -380,15 +405,16 @@ def _from_type(machine: Machine, args: Any) -> Any:
     return replace(inner, kind=kind, wrapping=(*inner.wrapping, layer))
 
 
-def _wrapper_subclass(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, grad)`.
+def _make_wrapper_subclass(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, grad)`.
 
     DTensor, ShardedTensor and others without storage: the local part is in the state.
     """
     cls, dtype, size, stride, offset, _, device, requires_grad = args
     tag = device.tag if isinstance(device, DeviceValue) else str(device)
     return TensorRef(
-        element_type(dtype), ints(size), ints(stride), offset, None, tag, bool(requires_grad),
+        parse_torch_dtype(dtype), check_integers(size), check_integers(stride),
+        offset, None, tag, bool(requires_grad),
         kind="subclass", parts={"type": cls, "args": tuple(args), "state": None},
     )  # fmt: skip
 
@@ -396,30 +422,36 @@ def _wrapper_subclass(machine: Machine, args: Any) -> TensorRef:
 # Tensors of TPUs and other back ends that have no storage to pickle
 
 
-def _device_from_cpu(machine: Machine, args: Any) -> TensorRef:
-    """`_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`, >= 2.6."""
+def _make_device_from_cpu(machine: Machine, args: Any) -> TensorRef:
+    """Handle `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, grad)`, torch >= 2.6."""
     data, dtype, device, requires_grad = args
-    if data.dtype != element_type(dtype):
-        raise ValueError(f"{element_type(dtype)} is stored as {data.dtype}")
-    return _on_device(data, device, requires_grad, {"carrier": "cpu_tensor", "data": data})
+    if data.dtype != parse_torch_dtype(dtype):
+        raise ValueError(f"{parse_torch_dtype(dtype)} is stored as {data.dtype}")
+    return _move_to_device(data, device, requires_grad, {"carrier": "cpu_tensor", "data": data})
 
 
-def _device_from_numpy(name: str) -> Callable[[Machine, Any], TensorRef]:
-    def read(machine: Machine, args: Any) -> TensorRef:
-        """`_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad)`, 1.9 to 2.5.
+def _make_numpy_handler(name: str) -> Callable[[Machine, Any], TensorRef]:
+    """Return the handler of a function that makes a device tensor from a numpy array."""
 
-        Older: `_rebuild_xla_tensor`. bfloat16 is stored as float32, since numpy does not have it.
+    def make_tensor(machine: Machine, args: Any) -> TensorRef:
+        """Handle `_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad)`.
+
+        Of torch 1.9 to 2.5; older: `_rebuild_xla_tensor`. bfloat16 is stored as float32, since
+        numpy does not have it.
         """
         array, dtype, device, requires_grad = args
         data = array
-        if array.dtype != element_type(dtype):
-            data = _as_bfloat16(array, element_type(dtype), machine.file)
-        return _on_device(data, device, requires_grad, {"carrier": name, "data": array})
+        if array.dtype != parse_torch_dtype(dtype):
+            data = _narrow_to_bfloat16(array, parse_torch_dtype(dtype), machine.file)
+        return _move_to_device(data, device, requires_grad, {"carrier": name, "data": array})
 
-    return read
+    return make_tensor
 
 
-def _on_device(data: Any, device: Any, requires_grad: Any, parts: Mapping[str, Any]) -> TensorRef:
+def _move_to_device(
+    data: Any, device: Any, requires_grad: Any, parts: Mapping[str, Any]
+) -> TensorRef:
+    """Return a tensor with another device, which keeps its carrier in `parts`."""
     if not isinstance(data, TensorRef):
         raise TypeError("a device tensor contains something that is not an array")
     tag = device.tag if isinstance(device, DeviceValue) else device
@@ -428,7 +460,7 @@ def _on_device(data: Any, device: Any, requires_grad: Any, parts: Mapping[str, A
     return replace(data, device=tag, requires_grad=bool(requires_grad), kind="strided", parts=parts)
 
 
-def _as_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
+def _narrow_to_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
     """Return the upper halves of float32 values that were bfloat16 before."""
     if (array.dtype, dtype) != ("float32", "bfloat16"):
         raise CorruptFile(f"a {dtype} tensor is stored as {array.dtype}", file=file)
@@ -445,63 +477,64 @@ _FROM_NUMPY = "_rebuild_device_tensor_from_numpy"
 _FROM_CPU = "_rebuild_device_tensor_from_cpu_tensor"
 
 CALLS: dict[str, Callable[[Machine, Any], Any]] = {
-    f"{UTILS}._rebuild_tensor": _tensor_v1,
-    f"{UTILS}._rebuild_tensor_v2": _tensor_v2,
-    f"{UTILS}._rebuild_tensor_v3": _tensor_v3,
-    f"{UTILS}._rebuild_qtensor": _quantized,
-    f"{UTILS}._rebuild_sparse_tensor": _sparse,
-    f"{UTILS}._rebuild_sparse_csr_tensor": _sparse,  # torch 1.9 to 1.12
-    f"{UTILS}._rebuild_nested_tensor": _nested,
-    f"{UTILS}._rebuild_meta_tensor_no_storage": _meta,
-    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
-    f"{UTILS}._rebuild_parameter": _parameter,
-    f"{UTILS}._rebuild_parameter_with_state": _parameter_with_state,
-    f"{UTILS}.{_FROM_CPU}": _device_from_cpu,
-    f"{UTILS}.{_FROM_NUMPY}": _device_from_numpy("numpy"),
-    f"{UTILS}._rebuild_xla_tensor": _device_from_numpy("xla_numpy"),
-    f"{UTILS}._rebuild_wrapper_subclass": _wrapper_subclass,
-    "torch._tensor._rebuild_from_type": _from_type,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.tensor._rebuild_from_type": _from_type,
-    "torch.tensor._rebuild_from_type_v2": _from_type,
-    "torch.nn.parameter.Parameter": _old_parameter,
-    "torch.autograd.variable.Variable": _old_parameter,
+    f"{UTILS}._rebuild_tensor": _make_v1,
+    f"{UTILS}._rebuild_tensor_v2": _make_v2,
+    f"{UTILS}._rebuild_tensor_v3": _make_v3,
+    f"{UTILS}._rebuild_qtensor": _make_quantized,
+    f"{UTILS}._rebuild_sparse_tensor": _make_sparse,
+    f"{UTILS}._rebuild_sparse_csr_tensor": _make_sparse,  # torch 1.9 to 1.12
+    f"{UTILS}._rebuild_nested_tensor": _make_nested,
+    f"{UTILS}._rebuild_meta_tensor_no_storage": _make_meta,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _make_jagged,
+    f"{UTILS}._rebuild_parameter": _make_parameter,
+    f"{UTILS}._rebuild_parameter_with_state": _make_parameter_with_state,
+    f"{UTILS}.{_FROM_CPU}": _make_device_from_cpu,
+    f"{UTILS}.{_FROM_NUMPY}": _make_numpy_handler("numpy"),
+    f"{UTILS}._rebuild_xla_tensor": _make_numpy_handler("xla_numpy"),
+    f"{UTILS}._rebuild_wrapper_subclass": _make_wrapper_subclass,
+    "torch._tensor._rebuild_from_type": _make_typed,
+    "torch._tensor._rebuild_from_type_v2": _make_typed,
+    "torch.tensor._rebuild_from_type": _make_typed,
+    "torch.tensor._rebuild_from_type_v2": _make_typed,
+    "torch.nn.parameter.Parameter": _make_old_parameter,
+    "torch.autograd.variable.Variable": _make_old_parameter,
 }
 
 
 # The way back
 
 
-def call_of(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
+def make_rebuild_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
     """Return the function and arguments that rebuild `ref`, as current torch pickles it."""
     if not ref.wrapping:
-        return _bare_call(ref)
+        return _make_inner_call(ref)
     *inner_layers, layer = ref.wrapping
     inner = replace(ref, wrapping=tuple(inner_layers))
     if layer.kind == "type":
-        func, args = call_of(inner)
+        func, args = make_rebuild_call(inner)
         return _TYPE_V2, (func, layer.type, args, layer.state)
     inner = replace(inner, requires_grad=False)
     args = (inner, ref.requires_grad, layer.hooks or OrderedMap())
     if layer.kind == "parameter_state":
-        return util("_rebuild_parameter_with_state"), (*args, layer.state)
-    return util("_rebuild_parameter"), args
+        return utils_function("_rebuild_parameter_with_state"), (*args, layer.state)
+    return utils_function("_rebuild_parameter"), args
 
 
 _TYPE_V2 = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
-def _bare_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
+def _make_inner_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
+    """Return the function and arguments that rebuild a tensor without layers around it."""
     parts = ref.parts or {}
     carrier = parts.get("carrier")
     if carrier is not None:
         name = _FROM_CPU if carrier == "cpu_tensor" else _FROM_NUMPY
         dtype = Global("torch", ref.dtype)
-        return util(name), (parts["data"], dtype, ref.device, ref.requires_grad)
-    known = call_of_special(ref)
-    if known is not None:
-        return known
+        return utils_function(name), (parts["data"], dtype, ref.device, ref.requires_grad)
+    special_call = make_special_call(ref)
+    if special_call is not None:
+        return special_call
     if ref.storage is None:
-        inner = util("_rebuild_wrapper_subclass")
+        inner = utils_function("_rebuild_wrapper_subclass")
         return _TYPE_V2, (inner, parts["type"], parts["args"], parts["state"])
-    return call_of_strided(ref)
+    return make_strided_call(ref)

@@ -22,7 +22,7 @@ def decode_python2(raw: bytes) -> str:
     return text
 
 
-def raw_bytes(node: Any) -> bytes | None:
+def to_bytes(node: Any) -> bytes | None:
     """Return the bytes of a bytes object in any protocol; None for other objects."""
     if isinstance(node, bytes):
         return node
@@ -38,8 +38,8 @@ def raw_bytes(node: Any) -> bytes | None:
 
 def unescape(text: bytes) -> bytes:
     """Return the bytes of a quoted Python 2 string literal."""
-    quoted = len(text) >= 2 and text[:1] == text[-1:] and text[:1] in (b"'", b'"')
-    if not quoted:
+    is_quoted = len(text) >= 2 and text[:1] == text[-1:] and text[:1] in (b"'", b'"')
+    if not is_quoted:
         raise ValueError("a string without quotes")
     return codecs.escape_decode(text[1:-1])[0]
 
@@ -66,7 +66,7 @@ MEMORY_FORMATS = frozenset(
 """The constants of `torch` that are a `torch.memory_format`."""
 
 
-def modern_name(module: str, name: str) -> str:
+def to_modern_name(module: str, name: str) -> str:
     """Return the current qualified name (as `_compat_pickle` maps the names in pickles)."""
     qualified = f"{module}.{name}"
     return _PYTHON2_NAMES.get(qualified) or f"{_PYTHON2_MODULES.get(module, module)}.{name}"
@@ -79,9 +79,9 @@ _TEXT_PID = re.compile(
 
 def parse_text_pid(text: str, find: Callable[[str, str], Global]) -> Any:
     """Parse a protocol-0 persistent id that is the repr of a tuple; return other text unchanged."""
-    found = _TEXT_PID.fullmatch(text)
-    if found is None:
+    match = _TEXT_PID.fullmatch(text)
+    if match is None:
         return text
-    module, name, key, location, count, view = found.groups()
+    module, name, key, location, count, view = match.groups()
     pid = ("storage", find(module, name), key, location, int(count))
     return pid if view is None else (*pid, None)

@@ -2,7 +2,7 @@
 
 The ordinary machine stops at steps that pickle itself would run: items set in a module, computed
 names, numbers of the extension registry. This one reports each of them, and represents an unknown
-object as a symbol, `unknown`.
+object as a symbol, `report_unknown`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Watcher(Machine):
     def __init__(self, data: bytes, *, file: str, limits: Limits, as_joblib: bool = False) -> None:
         """Prepare to run over `data`; `as_joblib` skips raw arrays, as joblib's unpickler does."""
         self.pids: list[Any] = []
-        load = partial(_persistent, self.pids)
+        load = partial(_load_persistent, self.pids)
         super().__init__(data, file=file, limits=limits, persistent_load=load)
         self.as_joblib = as_joblib
         self.at = 0
@@ -53,14 +53,14 @@ class Watcher(Machine):
         """Handle a step that does more than make plain data, and return `what`.
 
         Args:
-            kind: `import`, `call`, `new`, `build`, `set`, `append`, `add` or `unknown`.
+            kind: `import`, `call`, `new`, `build`, `set`, `append`, `add` or `report_unknown`.
             what: The `Global` imported, the `Opaque` made, or what is changed.
             items: The state or the items set on `what`, or the reason why it is unknown.
         """
         raise NotImplementedError
 
     def run(self, position: int) -> tuple[Any, int]:
-        """Run from `position`; the object, and the position behind its STOP.
+        """Run from `position`; return the object, and the position after its STOP.
 
         Raises:
             CorruptFile: as for any machine, or a frame continues after STOP, so that some
@@ -71,25 +71,25 @@ class Watcher(Machine):
             raise CorruptFile("a frame of the pickle continues past its end", file=self.file)
         return root, end
 
-    def unknown(self, why: str) -> Opaque:
+    def report_unknown(self, why: str) -> Opaque:
         """Report and return a symbol for an unknown object."""
-        made: Opaque = self.report("unknown", Opaque(None, (why,), maker=UNKNOWN), why)
-        return made
+        symbol: Opaque = self.report("unknown", Opaque(None, (why,), maker=UNKNOWN), why)
+        return symbol
 
-    def find(self, module: str, name: str) -> Global:
+    def find_global(self, module: str, name: str) -> Global:
         """Return the `Global` of that name, and report it if an opcode imports it."""
-        found = super().find(module, name)
+        node = super().find_global(module, name)
         if self.data[self.at] in b"ci\x93":  # `find` is also called for sets
             if not _MODULE.fullmatch(module):
                 raise ValueError(f"no module is named {module[:80]!r}")
-            self.report("import", found)
-        return found
+            self.report("import", node)
+        return node
 
     def call(self, func: Any, args: Any) -> Any:
         """Report a call, and return its result."""
         return self.report("call", Opaque(func, args))
 
-    def change(self, kind: str, target: Any, items: Any) -> None:
+    def record_change(self, kind: str, target: Any, items: Any) -> None:
         """Report a change of a class, function or object; change plain data as pickle does."""
         if isinstance(target, (Global, Opaque)):
             self.report(kind, target, items)
@@ -101,7 +101,7 @@ class Watcher(Machine):
         elif not isinstance(target, Global) and items and items != (None, {}):
             raise TypeError(f"invalid {kind} on a {type(target).__name__}")
 
-    def line(self, position: int) -> tuple[bytes, int]:
+    def read_line(self, position: int) -> tuple[bytes, int]:
         """Return a line; the last one may lack its newline, as in the Python version of pickle."""
         end = self.data.find(b"\n", position)
         self.cut = end < 0
@@ -110,15 +110,15 @@ class Watcher(Machine):
             raise EOFError
         return self.data[position:end], end + 1
 
-    def behind_array(self, position: int) -> int:
-        """Return where the opcodes continue after the raw bytes of a joblib array."""
-        made = self.stack[-1]
-        if not isinstance(made, Opaque) or made.class_name != JOBLIB_ARRAY:
+    def skip_array(self, position: int) -> int:
+        """Return the position after the raw bytes of a joblib array, if one is on the stack."""
+        wrapper = self.stack[-1]
+        if not isinstance(wrapper, Opaque) or wrapper.class_name != JOBLIB_ARRAY:
             return position
         if position < self.frame_end:  # joblib reads on after it, and then returns here
             raise ValueError("a joblib array is inside a frame")
-        state = made.attributes
-        width = _width(state["dtype"])
+        state = wrapper.attributes
+        width = _parse_element_width(state["dtype"])
         if not width:  # an array of objects is a pickle of its own
             outer = self.stack, self.marks, self.memo, self.far_memo
             self.stack, self.marks, self.memo, self.far_memo = [], [], [], {}
@@ -133,10 +133,10 @@ class Watcher(Machine):
         return int(end)
 
 
-def _width(dtype: Any) -> int:
+def _parse_element_width(dtype: Any) -> int:
     """Return the bytes per element of an array, 0 for objects."""
     types = [node for node in walk_everything(dtype) if isinstance(node, Opaque)]
-    codes = [_ELEMENT.fullmatch(one.args[0]) for one in types if one.class_name == "numpy.dtype"]
+    codes = [_ELEMENT.fullmatch(node.args[0]) for node in types if node.class_name == "numpy.dtype"]
     if not types or len(codes) < len(types) or not all(codes):
         raise ValueError("no library writes this element type")
     if any(code and code[1] for code in codes):
@@ -148,7 +148,7 @@ def _width(dtype: Any) -> int:
     return int(size) * (4 if kind == "U" else 1)
 
 
-def _persistent(pids: list[Any], pid: Any) -> Any:
+def _load_persistent(pids: list[Any], pid: Any) -> Any:
     """Return the object of a persistent id: a class with its source text, or a storage."""
     pids.append(pid)
     match pid:
@@ -157,81 +157,88 @@ def _persistent(pids: list[Any], pid: Any) -> Any:
     return Opaque(None, (pid,), maker="persid")
 
 
-def _watched(code: int, handler: Handler) -> None:
+def _register_watched(code: int, handler: Handler) -> None:
     """Register a watcher handler that may report something."""
 
-    def noted(machine: Any, position: int) -> int:
+    def record_position(machine: Any, position: int) -> int:
+        """Remember the position of the opcode, and run its handler."""
         machine.at = position - 1
         return handler(machine, position)
 
-    Watcher.handlers[code] = noted
+    Watcher.handlers[code] = record_position
 
 
-def _new(machine: Watcher, position: int) -> int:
+def _report_new(machine: Watcher, position: int) -> int:
+    """Report and push an object of the class below the arguments."""
     stack = machine.stack
-    kwargs = stack.pop() if machine.data[machine.at] == 0x92 else None
+    has_kwargs = machine.data[machine.at] == 0x92  # NEWOBJ_EX
+    kwargs = stack.pop() if has_kwargs else None
     args = stack.pop()
     stack[-1] = machine.report("new", Opaque(stack[-1], args, kwargs, maker="newobj"))
     return position
 
 
-def _build(machine: Watcher, position: int) -> int:
+def _report_build(machine: Watcher, position: int) -> int:
+    """Report the state of the object below it, and skip the bytes of a joblib array."""
     state = machine.stack.pop()
-    machine.change("build", machine.stack[-1], state)
-    return machine.behind_array(position) if machine.as_joblib else position
+    machine.record_change("build", machine.stack[-1], state)
+    return machine.skip_array(position) if machine.as_joblib else position
 
 
-def _frame(machine: Watcher, position: int) -> int:
+def _enter_frame(machine: Watcher, position: int) -> int:
+    """Remember the end of the frame that begins here."""
     end = HANDLERS[0x95](machine, position)
     machine.frame_end = end + int.from_bytes(machine.data[position:end], "little")
     return end
 
 
-def _number(machine: Watcher, position: int) -> int:
+def _push_number(machine: Watcher, position: int) -> int:
     """Push an integer, also in forms such as 0x10, as pickle does."""
-    text, end = machine.line(position)
+    text, end = machine.read_line(position)
     has_base = text.strip().lstrip(b"+-")[1:2].isalpha()
     machine.stack.append(int(text.removesuffix(b"L"), 0 if has_base else 10))
     return end
 
 
-def _stack_global(machine: Watcher, position: int) -> int:
-    if any(isinstance(one, Opaque) for one in machine.stack[-2:]):
-        machine.stack[-2:] = [machine.unknown("a computed name")]
+def _push_global(machine: Watcher, position: int) -> int:
+    """Push the class or function with the names on the stack, or a symbol for a computed name."""
+    if any(isinstance(name, Opaque) for name in machine.stack[-2:]):
+        machine.stack[-2:] = [machine.report_unknown("a computed name")]
         return position
     return HANDLERS[0x93](machine, position)
 
 
-def _outside(machine: Watcher, position: int) -> int:
+def _push_outside_object(machine: Watcher, position: int) -> int:
     """Push a symbol for a class in the extension registry, or for a buffer."""
     width = {0x82: 1, 0x83: 2, 0x84: 4}.get(machine.data[machine.at], 0)
-    number = int.from_bytes(machine.counted(position, width), "little")
+    number = int.from_bytes(machine.read_exactly(position, width), "little")
     registered = f"number {number} of the copyreg extension registry"
-    machine.stack.append(machine.unknown(registered if width else "an out-of-band buffer"))
+    machine.stack.append(machine.report_unknown(registered if width else "an out-of-band buffer"))
     return position + width
 
 
-def _recalling(code: int, width: int) -> None:
+def _register_recall(code: int, width: int) -> None:
     """Register an opcode that reads the memo, where an entry may be missing."""
 
-    def recall(machine: Any, position: int) -> int:
+    def recall_or_report(machine: Any, position: int) -> int:
+        """Push the memoized object, or a symbol if the memo does not have it."""
         try:
             return HANDLERS[code](machine, position)
         except KeyError as error:
             machine.at = position - 1
-            machine.stack.append(machine.unknown(f"memo {error.args[0]} was never set"))
-            return position + width if width else machine.line(position)[1]
+            machine.stack.append(machine.report_unknown(f"memo {error.args[0]} was never set"))
+            return position + width if width else machine.read_line(position)[1]
 
-    Watcher.handlers[code] = recall
+    Watcher.handlers[code] = recall_or_report
 
 
 for _code in b"cioRP\x8f\x91\x96suae\x90":
-    _watched(_code, HANDLERS[_code])
+    _register_watched(_code, HANDLERS[_code])
 for _codes, _handler in {
-    b"\x81\x92": _new, b"b": _build, b"IL": _number, b"\x93": _stack_global, b"\x95": _frame,
-    b"\x82\x83\x84\x97": _outside,
+    b"\x81\x92": _report_new, b"b": _report_build, b"IL": _push_number, b"\x93": _push_global,
+    b"\x95": _enter_frame, b"\x82\x83\x84\x97": _push_outside_object,
 }.items():  # fmt: skip
     for _code in _codes:
-        _watched(_code, _handler)  # type: ignore[arg-type]
+        _register_watched(_code, _handler)  # type: ignore[arg-type]
 for _code, _bytes in (ord("g"), 0), (ord("h"), 1), (ord("j"), 4):
-    _recalling(_code, _bytes)
+    _register_recall(_code, _bytes)

@@ -39,8 +39,8 @@ from ckptool.core.tree import (
     walk_mentions,
 )
 from ckptool.errors import NotRepresentable, UsageError
-from ckptool.symbolic.encoder import blocking
-from ckptool.symbolic.text import raw_bytes
+from ckptool.symbolic.encoder import find_blocked_names
+from ckptool.symbolic.text import to_bytes
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.transforms.step import Step, option_words
 from ckptool.words import counted, listed, printable
@@ -57,7 +57,7 @@ def is_refused(node: Any) -> bool:
     classes only. A tensor is accepted even if a layer around it has a rejected class.
     """
     if isinstance(node, Global):
-        return "." in node.name or bool(blocking((node.qualified,)))
+        return "." in node.name or bool(find_blocked_names((node.qualified,)))
     if isinstance(node, Opaque):
         return not _is_accepted(node)
     if isinstance(node, TensorRef):
@@ -258,7 +258,7 @@ def _scalar(node: Opaque) -> str | bytes | None:
     """Return the value of a `numpy.str_` or `numpy.bytes_`; `Opaque.plain` has numbers already."""
     match node.args:
         case (Opaque() as dtype, payload) if dtype.class_name == "numpy.dtype":
-            code, raw = _dtype(dtype) or "", raw_bytes(payload)
+            code, raw = _dtype(dtype) or "", to_bytes(payload)
             if raw is None:
                 return None
             if code.startswith("S"):

@@ -134,7 +134,7 @@ def _token(plan: WritePlan, job: Job, options: str) -> str:
             known += [f"{path} {status.st_size} {status.st_mtime_ns}"] if status else []
     for file in plan.files:
         known.append(f"{os.path.basename(file.path)} {file.size}")
-        for place, tensor in file.holds.tensors() if file.holds else ():
+        for place, tensor in file.checkpoint.tensors() if file.checkpoint else ():
             known.append(f"{name_of(place)} {tensor.dtype} {tensor.shape}")
     return hashlib.sha256("\0".join(known).encode(errors="surrogatepass")).hexdigest()[:12]
 
@@ -163,8 +163,8 @@ def _write(
 ) -> None:
     """Write the files of this process; stop after a failure of another one."""
     total, done = sum(part.size for _, part in own), 0
-    roots = [file.holds.root for file, _ in own if file.holds]
-    roots += [member.holds.root for file, _ in own for member in file.members]
+    roots = [file.checkpoint.root for file, _ in own if file.checkpoint]
+    roots += [member.checkpoint.root for file, _ in own for member in file.members]
     held = job.checkpoint.with_root(roots)
     with job.reading(), source_check(held, format) as check_sources:
         for file, part in own:

@@ -20,7 +20,7 @@ from ckptool.files.source import Progress, far_bytes
 from ckptool.formats import load_format, load_writable_format, shard_format_of
 from ckptool.formats.base import EditableFormat, FolderFormat, NewFile, WritePlan
 from ckptool.remedies import Remedy
-from ckptool.symbolic.encoder import blockers
+from ckptool.symbolic.encoder import find_blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import counted, listed
 from ckptool.writing.divided import WriterGroup, finish_divided, write_divided
@@ -326,7 +326,7 @@ def _plan_in_place(
     A file with hard links is written again, because the journal of an edit is next to one name.
     """
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
-        tensors, refused = sum(1 for _ in checkpoint.tensors()), blockers(checkpoint.root)
+        tensors, refused = sum(1 for _ in checkpoint.tensors()), find_blockers(checkpoint.root)
         return WritePlan(format, kept=checkpoint.details.size, tensors=tensors, blockers=refused)
     known = load_format(format) if format == checkpoint.format else None
     if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):

@@ -184,11 +184,11 @@ def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) ->
                     contents = read_contents(read_zip(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
                 except CheckpointError as error:
                     raise _wrong(f"it cannot be read back ({error.message})") from error
-                found = replace(one.holds, root=contents.unpickled.root, format=TORCH_ZIP.name)
-                runs.extend(_storage_runs(one.holds, found))
+                found = replace(one.checkpoint, root=contents.unpickled.root, format=TORCH_ZIP.name)
+                runs.extend(_storage_runs(one.checkpoint, found))
             _compare(runs, output.streamed, progress)
-    if file.holds is not None:
-        verify(file.holds, output.name, output.streamed, progress)
+    if file.checkpoint is not None:
+        verify(file.checkpoint, output.name, output.streamed, progress)
 
 
 def _wrong(fact: str) -> WriteError:

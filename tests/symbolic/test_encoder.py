@@ -18,7 +18,7 @@ from hypothesis import given
 from ckptool.core.model import Opaque
 from ckptool.errors import NotRepresentable
 from ckptool.formats import open_checkpoint
-from ckptool.symbolic.encoder import blockers, encode
+from ckptool.symbolic.encoder import encode, find_blockers
 from tests.symbolic.pickles import read
 from tests.symbolic.test_machine import trees
 
@@ -191,7 +191,7 @@ def test_a_name_with_a_line_break_cannot_be_written():
 
 def test_blockers_are_the_classes_that_weights_only_refuses():
     tree = read(pickle.dumps({"a": argparse.Namespace(), "b": {1}, "c": b"x"}, 2)).root
-    assert blockers(tree) == ("argparse.Namespace",)
+    assert find_blockers(tree) == ("argparse.Namespace",)
 
 
 def test_storages_are_named_by_position_or_by_a_key_of_the_callers(fixtures):

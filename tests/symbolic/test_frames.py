@@ -7,7 +7,7 @@ from itertools import product
 
 from hypothesis import given, strategies as st
 
-from ckptool.symbolic.machine import frames_fit
+from ckptool.symbolic.machine import has_regular_frames
 
 LONG = 1 << 16
 MAKERS = {"bytes": bytes, "text": lambda length: "t" * length, "array": bytearray, "number": int}
@@ -35,10 +35,10 @@ def dumped(tree, protocol, pickler):
 @given(trees, st.sampled_from([4, 5]), st.sampled_from([pickle.Pickler, pickle._Pickler]))
 def test_what_a_pickler_writes_fits(tree, protocol, pickler):
     data = dumped(made(tree), protocol, pickler)
-    assert frames_fit(data, len(data))
-    assert frames_fit(data + b"more", len(data))
+    assert has_regular_frames(data, len(data))
+    assert has_regular_frames(data + b"more", len(data))
     optimized = pickletools.optimize(data)
-    assert frames_fit(optimized, len(optimized))
+    assert has_regular_frames(optimized, len(optimized))
 
 
 def test_another_length_does_not():
@@ -51,10 +51,10 @@ def test_another_length_does_not():
             for bit in range(64):
                 changed = bytearray(data)
                 changed[place + 1 + bit // 8] ^= 1 << bit % 8
-                assert not frames_fit(bytes(changed), len(changed)), (place, bit)
+                assert not has_regular_frames(bytes(changed), len(changed)), (place, bit)
 
 
 def test_a_frame_that_reaches_the_end_of_another_is_none():
     data = pickle.dumps([1, 2, 3], 4)
-    assert not frames_fit(data, len(data) - 1)
-    assert not frames_fit(data + b"N" * 4, len(data) + 4)
+    assert not has_regular_frames(data, len(data) - 1)
+    assert not has_regular_frames(data + b"N" * 4, len(data) + 4)

@@ -427,7 +427,7 @@ def run_child(code, *arguments):
     head = """
         import os, resource, signal, sys
         from ckptool.errors import NoSpace
-        from ckptool.formats import WRITABLE, format_of, open_checkpoint
+        from ckptool.formats import WRITABLE, load_format, open_checkpoint
         from ckptool.writing import save
     """
     code = textwrap.dedent(head) + textwrap.dedent(code)

@@ -48,7 +48,7 @@ def plan(checkpoint, size=None, path=None, format="safetensors-sharded"):
 
 
 def shards(found):
-    return [file for file in found.files if file.holds is not None]
+    return [file for file in found.files if file.checkpoint is not None]
 
 
 def index_of(found):
@@ -109,7 +109,7 @@ def test_tied_tensors_go_to_the_place_of_the_first(opened, format):
     assert total_size(found) == 18
     expected = [["a", "b"], ["c"]] if format == FORMATS[0] else [["a", "b", "again"], ["c"]]
     assert parts(found) == expected
-    held = [list(shard.holds.root) for shard in shards(found)]
+    held = [list(shard.checkpoint.root) for shard in shards(found)]
     assert held == [["a", "b", "again"], ["c"]]
 
 
@@ -123,7 +123,7 @@ def test_views_that_share_bytes_go_together_where_they_go_on_sharing(opened, for
         "y": whole[7:],
     }
     found = plan(opened(tensors), 36, format=format)
-    assert [list(shard.holds.root) for shard in shards(found)] == {
+    assert [list(shard.checkpoint.root) for shard in shards(found)] == {
         FORMATS[0]: [["whole"], ["x"], ["turned", "y"]],
         FORMATS[1]: [["whole", "turned", "y"], ["x"]],
     }[format]
@@ -400,12 +400,12 @@ def test_read_back_it_is_what_it_was(tmp_path_factory, format, state_dict, limit
             assert again.details.notes == again.details.left_behind == ()
             assert found.size == again.details.size
             alike(source, again, exactly=format == FORMATS[1])
-        names = [set(shard.holds.root) for shard in shards(found)]
+        names = [set(shard.checkpoint.root) for shard in shards(found)]
         order = {name: number for number, name in enumerate(state_dict)}
         starts = [min(map(order.get, part)) for part in names]
         assert starts == sorted(starts)
         for shard in shards(found):
-            refs = shard.holds.root.values()
+            refs = shard.checkpoint.root.values()
             stored = sum({id(ref.storage): ref.storage.nbytes for ref in refs}.values())
             groups = {id(ref.storage) for ref in refs if ref.nbytes}
             assert stored <= limit or len(groups) == 1
@@ -510,7 +510,7 @@ def test_time_grows_with_the_tensors_alone(monkeypatch):
             planned.append(list(checkpoint.root))
             return WritePlan("torch-zip", (NewFile(0, print, checkpoint),))
 
-    monkeypatch.setattr("ckptool.writing.sharding.writer", lambda name: Writer())
+    monkeypatch.setattr("ckptool.writing.sharding.load_writable_format", lambda name: Writer())
     found = plan(Checkpoint(root, "memory", ""), 1600, format="torch-sharded")
     assert [len(names) for names in planned] == [200] * 100
     assert [name for names in planned for name in names] == list(root)

@@ -150,7 +150,7 @@ def _find_odd_calls(node: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_array_state(state: Any) -> bool:
-    """Return whether it is a `numpy.ndarray`'s state: version, shape, dtype, order, content."""
+    """Return whether this is a pickled array's state: version, shape, dtype, order, content."""
     match state:
         case (1, tuple(), dtype, bool() | int(), _):
             return _is_dtype(dtype)
@@ -167,14 +167,14 @@ def _are_array_classes(classes: Sequence[Any]) -> bool:
 
 
 def _is_dtype(node: Any) -> bool:
-    """Return whether it is a numpy dtype, by its old class or one of the new ones."""
+    """Return whether a node is a numpy dtype, by its old class or one of the new ones."""
     if not isinstance(node, Opaque):
         return False
     return node.class_name == "numpy.dtype" or node.class_name.startswith("numpy.dtypes.")
 
 
 def _is_dtype_call(args: tuple[Any, ...], state: Any) -> bool:
-    """Return whether they make a numpy.dtype: code, two flags, and the version's items."""
+    """Return whether a call makes a numpy.dtype: code and two flags, then version and its items."""
     match args, state:
         case (str(), bool() | int(), bool() | int()), (int() as version, *items):
             return len(items) == version + 4
@@ -232,12 +232,12 @@ def _skip_object(data: ByteRange, position: int, limits: Limits, magic: int) -> 
     Raises:
         CheckpointError: no object begins there.
     """
-    rest = data.slice(position, data.length - position)
+    tail = data.slice(position, data.length - position)
     if not magic:
-        return position + unpickle_outer(rest, limits).end
-    if not MAGIC.match(rest.read(0, min(magic, rest.length))):
+        return position + unpickle_outer(tail, limits).end
+    if not MAGIC.match(tail.read(0, min(magic, tail.length))):
         raise CorruptFile("no other stream", file=data.source.name)
-    return position + LegacyStream(rest, limits).end
+    return position + LegacyStream(tail, limits).end
 
 
 def _check_tar(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
@@ -261,8 +261,8 @@ def _check_tar(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findin
             )
         end = max(end, padded)
     if any(block.strip(b"\0") for block in ByteRange(source, end, source.size - end).blocks(_PART)):
-        rest = counted(source.size - end, "byte")
-        problems.append(Finding("trailing", f"{rest} after its last member are not zero"))
+        trailing = counted(source.size - end, "byte")
+        problems.append(Finding("trailing", f"{trailing} after its last member are not zero"))
     return Findings(tuple(problems))
 
 
@@ -327,8 +327,8 @@ def _check_torch_zip(contents: ZipContents, *, unzipped: bool) -> Findings:
     """Return the findings on a readable zip that torch rejects or reads differently."""
     archive, problems = contents.storages.archive, list[Finding]()
     record = archive.find(PICKLE)
-    if record is not None and (rest := record.data.length - contents.unpickled.end):
-        text = f"{counted(rest, 'byte')} after the end of the pickle are not read"
+    if record is not None and (trailing := record.data.length - contents.unpickled.end):
+        text = f"{counted(trailing, 'byte')} after the end of the pickle are not read"
         problems.append(Finding("trailing", text, (_record_path(archive, record.name),)))
     if not unzipped:
         problems += [

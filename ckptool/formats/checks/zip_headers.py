@@ -219,9 +219,9 @@ def _find_entry_problems(
         yield "the extra field of its directory entry is damaged"
     if local is None or local.name != entry.name:
         return  # told by the reader
-    (needed, *stated), (known, *true) = local.shared, entry.shared
-    is_known = needed == known or {needed, known} < _VERSIONS
-    if not is_known or stated != true or not _has_same_sizes(entry, local):
+    (local_version, *local_facts), (central_version, *central_facts) = local.shared, entry.shared
+    is_known = local_version == central_version or {local_version, central_version} < _VERSIONS
+    if not is_known or local_facts != central_facts or not _has_same_sizes(entry, local):
         yield "its own header contradicts the directory"
     if local.fields is None:
         yield "the extra field of its own header is damaged"
@@ -244,11 +244,11 @@ def _has_same_sizes(entry: _Central, local: _Local) -> bool:
     """
     wide = _parse_zip64_values(local.fields)
     described = bool(local.shared.flags & DESCRIPTOR)
-    known = {entry.packed, entry.size, entry.header, *([0] if described else [])}
+    allowed = {entry.packed, entry.size, entry.header, *([0] if described else [])}
     if described and local.crc32 == 0 and {local.packed, local.size} <= ({0, FAR} if wide else {0}):
-        return known.issuperset(wide)
+        return allowed.issuperset(wide)
     sums = ((local.crc32, entry.crc32), (local.packed, entry.packed), (local.size, entry.size))
-    return known.issuperset(wide) and all(
+    return allowed.issuperset(wide) and all(
         ours == theirs or (wide and (ours == FAR or (described and not ours)))
         for ours, theirs in sums
     )
@@ -276,8 +276,8 @@ def _find_odd_fields(entry: _Central, local: _Local) -> Iterator[str]:
     odd = entry.made_by, entry.internal, entry.external & ~_FOLDER, len(entry.comment)
     if any(odd) or needed != entry.shared.needed == local.shared.needed:
         yield "its directory entry has numbers that torch does not write"
-    for fields, known in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
-        if any(number not in known for number, _ in fields or ()):
+    for fields, usual in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
+        if any(number not in usual for number, _ in fields or ()):
             yield "it has an extra field that torch does not write"
     if not _has_torch_padding(local) and local.fields is not None:
         yield "the padding before its bytes is damaged"

@@ -47,7 +47,7 @@ _METADATA = ".metadata"
 _RANKS = re.compile(r"__(\d+)\.metadata")
 """The index of each rank if they wrote without collectives (torch 2.9 and later)."""
 _BYTES = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
-_BESIDE = ("meta.pt", "common.pt")
+_EXTRA_FILES = ("meta.pt", "common.pt")
 """Additional torch.save files of Lightning and Megatron, each with a dict."""
 _RESHAPED = "nd_reformulated_orig_global_shape"
 _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
@@ -73,12 +73,16 @@ class _Item(NamedTuple):
 
 
 class _Chunk(NamedTuple):
+    """The box of a tensor that one item contains."""
+
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     item: _Item
 
 
 class _Tensor(NamedTuple):
+    """The dtype, shape and chunks of a tensor in the index."""
+
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[_Chunk, ...]
@@ -116,53 +120,57 @@ class Dcp(FolderFormat):
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for a folder with a DCP index, the index, or one of its shards."""
-        return bool(_indexes(probe))
+        return bool(_find_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the saved tree, from `.metadata` only."""
         index = probe.compute_once(read_index)
         folder = probe.path if probe.is_folder else os.path.dirname(probe.path)
         leaves = {
-            **{name: _tensor(name, one, probe.limits) for name, one in index.tensors.items()},
-            **{name: _value(name, item, probe.limits) for name, item in index.values.items()},
+            **{
+                name: _make_tensor(name, tensor, probe.limits)
+                for name, tensor in index.tensors.items()
+            },
+            **{name: _make_value(name, item, probe.limits) for name, item in index.values.items()},
         }
-        beside = _read_extras(folder, probe)
+        extras = _read_extras(folder, probe)
         tree: dict[Any, Any] = {}
         for name in index.order:
-            _place(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
+            _insert_leaf(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
         ends: dict[str, int] = {}
         for _, item, _ in index.items():
             ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
         is_far = any(source.is_far for source in index.sources)  # each size costs a request
-        there = map(probe.place.size, filter(probe.place.is_file, ends))
-        what = f"tensors with a changed shape ({_RESHAPED})"
+        file_sizes = map(probe.place.size, filter(probe.place.is_file, ends))
+        reshaped = f"tensors with a changed shape ({_RESHAPED})"
         return Checkpoint(
-            {**(beside.root if beside else {}), **tree},
+            {**(extras.root if extras else {}), **tree},
             self.name,
             folder or ".",
             Details(
                 size=sum(source.size for source in index.sources)
-                + sum(ends.values() if is_far else there),
+                + sum(ends.values() if is_far else file_sizes),
                 writer="torch.distributed.checkpoint",
                 storage_bytes=sum(
-                    prod(one.shape) * BY_NAME[one.dtype].itemsize for one in index.tensors.values()
+                    prod(tensor.shape) * BY_NAME[tensor.dtype].itemsize
+                    for tensor in index.tensors.values()
                 ),
                 notes=(f"{counted(len(ends), 'file')} of torch.distributed.checkpoint",),
-                left_behind=(f"{what}: {listed(index.reshaped)}",) if index.reshaped else (),
+                left_behind=(f"{reshaped}: {listed(index.reshaped)}",) if index.reshaped else (),
                 late=bool(index.values),
             ),
             sources=(
                 *index.sources,
-                *(beside.sources if beside else ()),
+                *(extras.sources if extras else ()),
                 *([probe.source] if probe.source else []),
             ),
         )
 
-    def plan(self, checkpoint: Checkpoint, most: int | None = None) -> WritePlan:
-        """Plan `.metadata`, and files of at most `most` bytes; paths are relative to the folder."""
+    def plan(self, checkpoint: Checkpoint, max_bytes: int | None = None) -> WritePlan:
+        """Plan `.metadata` and files of at most `max_bytes`; paths are relative to the folder."""
         from ckptool.formats.distributed.dcp_writer import plan_folder  # reading does not need it
 
-        return plan_folder(checkpoint, self, most)
+        return plan_folder(checkpoint, self, max_bytes)
 
     def plan_edit(self, checkpoint: Checkpoint) -> WritePlan:
         """Plan a new `.metadata` over the existing items."""
@@ -185,19 +193,21 @@ class Dcp(FolderFormat):
             return Findings()
         problems, checksums, count = [], list[Checksum](), 0
         for name, item, chunk in index.items():
-            place = f"{os.path.basename(item.path)}: {name}"
+            label = f"{os.path.basename(item.path)}: {name}"
             try:
-                found = _archive_of(item, probe.limits)
+                archive = _open_item(item, probe.limits)
                 if chunk is not None:
-                    _elements(name, index.tensors[name].dtype, chunk, probe.limits, found)
+                    _read_elements(name, index.tensors[name].dtype, chunk, probe.limits, archive)
             except CheckpointError as error:
-                problems.append(Finding("corrupt", error.message, (place,), hint=error.hint))
+                problems.append(Finding("corrupt", error.message, (label,), hint=error.hint))
                 continue
-            count += len(found.records)
-            for one in found.records.values():
-                if one.crc32 is not None:
-                    data = _inflate_again(item, one, probe.limits) if item.packed else one.data
-                    checksums.append(Checksum(f"{place}: {one.name}", data, one.crc32))
+            count += len(archive.records)
+            for record in archive.records.values():
+                if record.crc32 is not None:
+                    data = (
+                        _inflate_again(item, record, probe.limits) if item.packed else record.data
+                    )
+                    checksums.append(Checksum(f"{label}: {record.name}", data, record.crc32))
         return Findings(tuple(problems), (), tuple(checksums), count)
 
 
@@ -207,45 +217,49 @@ DCP = Dcp()
 def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
     """Return a record of a compressed item, inflated on each read."""
 
-    def find() -> tuple[ByteRange, int | None]:
-        return _archive_of(item, limits).records[name].data, None
+    def locate() -> tuple[ByteRange, int | None]:
+        return _open_item(item, limits).records[name].data, None
 
     name = record.name
-    return late(item.path, record.data.length, find)
+    return late(item.path, record.data.length, locate)
 
 
 def _read_extras(folder: str, probe: Probe) -> Checkpoint | None:
     """Return the dict that Lightning or Megatron saves next to the tensors."""
-    paths = (os.path.join(folder, name) for name in _BESIDE)
+    paths = (os.path.join(folder, name) for name in _EXTRA_FILES)
     path = next(filter(probe.place.is_file, paths), None)
     if path is None:
         return None
     inner = Probe(path, probe.limits)
     probe.on_close(inner.close)
     with add_error_context(path):
-        found = TORCH_ZIP.read(inner) if TORCH_ZIP.recognize(inner) else None
-    if found is None or not isinstance(found.root, dict):
+        checkpoint = TORCH_ZIP.read(inner) if TORCH_ZIP.recognize(inner) else None
+    if checkpoint is None or not isinstance(checkpoint.root, dict):
         inner.close()
         return None
-    return found
+    return checkpoint
 
 
-def _indexes(probe: Probe) -> list[str]:
+def _find_indexes(probe: Probe) -> list[str]:
     """Return the path of the index, or of each rank's index; empty if it is not DCP."""
     folder, name = (probe.path, "") if probe.is_folder else os.path.split(probe.path)
     if name and name != _METADATA and not name.endswith(".distcp") and not _RANKS.fullmatch(name):
         return []
     names = probe.entries if probe.is_folder else probe.place.names(folder)
     if _METADATA in names:
-        found = [_METADATA]
+        indexes = [_METADATA]
     elif probe.place.is_file(os.path.join(folder, _ACCELERATE[0], _METADATA)):
-        two = "pytorch_model_fsdp_1" in names
-        found = [os.path.join(one, _METADATA) for one in _ACCELERATE if one in names and not two]
+        has_second_model = "pytorch_model_fsdp_1" in names
+        indexes = [
+            os.path.join(entry, _METADATA)
+            for entry in _ACCELERATE
+            if entry in names and not has_second_model
+        ]
     else:
-        if not any(one.endswith(".distcp") for one in names):
+        if not any(entry.endswith(".distcp") for entry in names):
             return []
-        found = sorted(filter(_RANKS.fullmatch, names), key=lambda one: int(one[2:-9]))
-    return [os.path.join(folder, one) for one in found]
+        indexes = sorted(filter(_RANKS.fullmatch, names), key=lambda entry: int(entry[2:-9]))
+    return [os.path.join(folder, entry) for entry in indexes]
 
 
 def read_index(probe: Probe) -> Index:
@@ -254,39 +268,41 @@ def read_index(probe: Probe) -> Index:
     Raises:
         CorruptFile, FileMissing, UnsupportedFormat, LimitExceeded: as in `Dcp.read`.
     """
-    paths = _indexes(probe)
-    numbers = [int(found[1]) for one in paths if (found := _RANKS.fullmatch(os.path.basename(one)))]
+    paths = _find_indexes(probe)
+    names = map(os.path.basename, paths)
+    numbers = [int(match[1]) for name in names if (match := _RANKS.fullmatch(name))]
     check_ranks(numbers, max(numbers, default=-1) + 1, "__{rank}.metadata", probe.path, _HINT)
     sources: list[Source] = []
     for path in paths:
         sources.append(probe.place.open(path))
         probe.on_close(sources[-1].close)
-    read = [_read(source, probe.limits) for source in sources]
-    if len(read) == 1:
-        return read[0]
+    parts = [_parse_index(source, probe.limits) for source in sources]
+    if len(parts) == 1:
+        return parts[0]
     tensors: dict[str, _Tensor] = {}
-    for one in read:
-        for name, tensor in one.tensors.items():
-            known = tensors.get(name, tensor)
-            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            earlier = tensors.get(name, tensor)
+            if (earlier.dtype, earlier.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptFile(f"the ranks differ in {printable(name)!r}", file=probe.path)
-            chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in known.chunks}
+            chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in earlier.chunks}
             chunks.update({(chunk.offsets, chunk.sizes): chunk for chunk in tensor.chunks})
             tensors[name] = tensor._replace(chunks=tuple(chunks.values()))
     return Index(
         tensors,
-        {name: item for one in reversed(read) for name, item in one.values.items()},
-        tuple(dict.fromkeys(name for one in read for name in one.order)),
-        {name: path for one in read for name, path in one.paths.items()},
+        {name: item for part in reversed(parts) for name, item in part.values.items()},
+        tuple(dict.fromkeys(name for part in parts for name in part.order)),
+        {name: path for part in parts for name, path in part.paths.items()},
         tuple(sources),
-        tuple(name for one in read for name in one.reshaped),
+        tuple(name for part in parts for name in part.reshaped),
     )
 
 
-def _read(source: Source, limits: Limits) -> Index:
+def _parse_index(source: Source, limits: Limits) -> Index:
+    """Return the content of an index file, with the places of all items."""
     pickle = unpickle(ByteRange(source, 0, source.size), limits=limits)
-    found = attributes_of(pickle.root)
-    described, stored = found.get("state_dict_metadata"), found.get("storage_data")
+    attributes = attributes_of(pickle.root)
+    described, stored = attributes.get("state_dict_metadata"), attributes.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise UnsupportedFormat(
             "the index is not a `Metadata` object of torch.distributed.checkpoint",
@@ -295,48 +311,55 @@ def _read(source: Source, limits: Limits) -> Index:
             "wrote it",
         )
     folder = os.path.dirname(source.name)
-    if "all_tensor_metadata" in found:
+    if "all_tensor_metadata" in attributes:
         raise UnsupportedFormat(
             "the index is from ByteCheckpoint, which is not supported",
             file=source.name,
             hint="load it with bytecheckpoint.load, or merge it into safetensors with its scripts",
         )
     with add_error_context(source.name, rules_of="DCP"):
-        megatron = found.get("mcore_data") or {}
+        megatron = attributes.get("mcore_data") or {}
         reshaped = {name for name in described if _RESHAPED in (megatron.get(name) or ())}
-        described = {name: one for name, one in described.items() if name not in reshaped}
+        described = {
+            name: description for name, description in described.items() if name not in reshaped
+        }
         items = {}
         while stored:  # frees memory: a large run has millions of chunks
             key, info = stored.popitem()
-            items[_key(key)] = _item(folder, info)
+            items[_parse_key(key)] = _parse_item(folder, info)
         tensors: dict[str, _Tensor] = {}
         values: dict[str, _Item] = {}
-        for name, one in described.items():
-            state = attributes_of(one)
+        for name, description in described.items():
+            state = attributes_of(description)
             if "chunks" in state:
                 tensors[name] = _parse_tensor(name, state, items)
             elif (name, None) in items:
                 values[name] = items[name, None]
             else:
                 raise CorruptFile(f"{printable(name)!r} is not in any file")
-        planned = found.get("planner_data")
-        paths = {name: _path(path) for name, path in (planned or {}).items() if name in described}
+        planned = attributes.get("planner_data")
+        paths = {
+            name: _check_path(path) for name, path in (planned or {}).items() if name in described
+        }
     return Index(tensors, values, tuple(described), paths, (source,), tuple(sorted(reshaped)))
 
 
-def _key(node: Any) -> tuple[str, tuple[int, ...] | None]:
+def _parse_key(node: Any) -> tuple[str, tuple[int, ...] | None]:
+    """Return the name and offsets in a `MetadataIndex`; the offsets of a value are None."""
     state = attributes_of(node)
     offset = state.get("offset")
     return state["fqn"], None if offset is None else tuple(offset)
 
 
-def _path(path: Any) -> tuple[Any, ...]:
+def _check_path(path: Any) -> tuple[Any, ...]:
+    """Return the path of an entry; refuse items other than strings and integers."""
     if not isinstance(path, tuple) or not path or not {str, int}.issuperset(map(type, path)):
         raise CorruptFile(f"the index has the invalid path {printable(repr(path))}")
     return path
 
 
-def _item(folder: str, info: Any) -> _Item:
+def _parse_item(folder: str, info: Any) -> _Item:
+    """Return the place in a `_StorageInfo`, which must be inside the folder."""
     state = attributes_of(info)
     name, offset, length = state["relative_path"], state["offset"], state["length"]
     parts = str(name).replace("\\", "/").split("/")
@@ -354,16 +377,17 @@ def _item(folder: str, info: Any) -> _Item:
 def _parse_tensor(
     name: str, state: Mapping[Any, Any], items: Mapping[tuple[str, Any], _Item]
 ) -> _Tensor:
+    """Return the tensor of a `TensorStorageMetadata`, with the item of each chunk."""
     properties = state["properties"]
     dtype = (properties.state if isinstance(properties, Opaque) else properties)[0]
     if not isinstance(dtype, Global) or dtype.name not in BY_NAME:
         raise UnsupportedFormat(f"{printable(name)!r} has an unknown dtype")
     chunks, itemsize, shape = [], BY_NAME[dtype.name].itemsize, tuple(state["size"])
-    of = f"{printable(name)!r} has"
-    check_limit(of, len(shape), "dimensions", DEFAULT_LIMITS.max_dimensions)
-    for one in state["chunks"]:
-        place = attributes_of(one)
-        offsets, sizes = tuple(place["offsets"]), tuple(place["sizes"])
+    subject = f"{printable(name)!r} has"
+    check_limit(subject, len(shape), "dimensions", DEFAULT_LIMITS.max_dimensions)
+    for chunk in state["chunks"]:
+        attributes = attributes_of(chunk)
+        offsets, sizes = tuple(attributes["offsets"]), tuple(attributes["sizes"])
         if not len(offsets) == len(sizes) == len(shape):
             raise CorruptFile(
                 f"{printable(name)!r} and its chunks have different numbers of dimensions"
@@ -374,58 +398,68 @@ def _parse_tensor(
             )
         item = items[name, offsets]._replace(elements=prod(sizes) * itemsize)
         chunks.append(_Chunk(offsets, sizes, item))
-    sizes_of = (shape, *(one.offsets for one in chunks), *(one.sizes for one in chunks))
-    if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for one in sizes_of for n in one):
+    all_sizes = (shape, *(chunk.offsets for chunk in chunks), *(chunk.sizes for chunk in chunks))
+    if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for sizes in all_sizes for n in sizes):
         raise CorruptFile(f"{printable(name)!r} has an invalid size or offset")
     return _Tensor(dtype.name, shape, tuple(chunks))
 
 
-def _tensor(name: str, one: _Tensor, limits: Limits) -> TensorRef:
-    itemsize = BY_NAME[one.dtype].itemsize
+def _make_tensor(name: str, tensor: _Tensor, limits: Limits) -> TensorRef:
+    """Return the tensor of the root, joined from its chunks on reading."""
+    itemsize = BY_NAME[tensor.dtype].itemsize
 
-    def elements(chunk: _Chunk) -> ByteRange:
-        find = partial(_elements, name, one.dtype, chunk, limits)
+    def locate_chunk(chunk: _Chunk) -> ByteRange:
+        """Return the bytes of a chunk, which is read on first use."""
+        find = partial(_read_elements, name, tensor.dtype, chunk, limits)
         return late(chunk.item.path, prod(chunk.sizes) * itemsize, find)
 
-    tiles = [Tile(chunk.offsets, chunk.sizes, partial(elements, chunk)) for chunk in one.chunks]
-    file = one.chunks[0].item.path if one.chunks else name
+    tiles = [
+        Tile(chunk.offsets, chunk.sizes, partial(locate_chunk, chunk)) for chunk in tensor.chunks
+    ]
+    file = tensor.chunks[0].item.path if tensor.chunks else name
     with add_error_context(None, f"tensor {printable(name)!r}", hint=_HINT):
-        data = tiled(file, one.shape, itemsize, tiles)
-    return make_plain_tensor(name, one.dtype, one.shape, data)
+        data = tiled(file, tensor.shape, itemsize, tiles)
+    return make_plain_tensor(name, tensor.dtype, tensor.shape, data)
 
 
-def _value(name: str, item: _Item, limits: Limits) -> Opaque:
-    place = "stored", os.path.basename(item.path)
-    return Opaque(_BYTES, plain=place, find=cache(partial(_content, name, item, limits)))
+def _make_value(name: str, item: _Item, limits: Limits) -> Opaque:
+    """Return a value that is read from its item on demand."""
+    origin = "stored", os.path.basename(item.path)
+    return Opaque(_BYTES, plain=origin, find=cache(partial(_read_item, name, item, limits)))
 
 
-def _elements(
+def _read_elements(
     name: str, dtype: str, chunk: _Chunk, limits: Limits, archive: Archive | None = None
 ) -> tuple[ByteRange, int | None]:
     """Return the elements of a chunk, in row-major order, and their CRC-32 if it is known."""
-    found = _content(name, chunk.item, limits, archive)
-    place = f"the chunk at {list(chunk.offsets)} of {printable(name)!r}"
-    if not isinstance(found, TensorRef):
-        raise CorruptFile(f"{place} is not a tensor", file=chunk.item.path, hint=_HINT)
-    if (found.dtype, found.shape) != (dtype, chunk.sizes):
+    content = _read_item(name, chunk.item, limits, archive)
+    label = f"the chunk at {list(chunk.offsets)} of {printable(name)!r}"
+    if not isinstance(content, TensorRef):
+        raise CorruptFile(f"{label} is not a tensor", file=chunk.item.path, hint=_HINT)
+    if (content.dtype, content.shape) != (dtype, chunk.sizes):
         raise CorruptFile(
-            f"{place} is a {found.dtype} tensor of shape {list(found.shape)}, expected "
+            f"{label} is a {content.dtype} tensor of shape {list(content.shape)}, expected "
             f"{dtype} of shape {list(chunk.sizes)}",
             file=chunk.item.path,
             hint="the files are from different saves: " + _HINT,
         )
-    data = row_major_data(found, place, chunk.item.path)
-    whole = found.is_verbatim and found.storage is not None and data.length == found.storage.nbytes
-    return data, found.storage.crc32 if found.storage and whole else None
+    data = row_major_data(content, label, chunk.item.path)
+    is_whole = (
+        content.is_verbatim
+        and content.storage is not None
+        and data.length == content.storage.nbytes
+    )
+    return data, content.storage.crc32 if content.storage and is_whole else None
 
 
-def _content(name: str, item: _Item, limits: Limits, archive: Archive | None = None) -> Any:
+def _read_item(name: str, item: _Item, limits: Limits, archive: Archive | None = None) -> Any:
     """Return the object that torch.save wrote into an item."""
     with add_error_context(item.path, repr(printable(name))):
-        return read_contents(archive or _archive_of(item, limits), limits).unpickled.root
+        return read_contents(archive or _open_item(item, limits), limits).unpickled.root
 
 
-def _archive_of(item: _Item, limits: Limits) -> Archive:
+def _open_item(item: _Item, limits: Limits) -> Archive:
+    """Return the zip in an item, decompressed if necessary."""
     with add_error_context(item.path, "an item of the index", hint=_HINT):
         data = open_member(item.path).slice(item.offset, item.length)
     if data.source.is_far and data.length <= _AT_ONCE:  # one request, which also reads ahead
@@ -442,6 +476,7 @@ def _archive_of(item: _Item, limits: Limits) -> Archive:
 
 
 def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
+    """Return the content of a compressed item, bounded by `limits`."""
     file = data.source.name
     if item.packed != (_ZSTD,):
         raise UnsupportedFormat(
@@ -452,13 +487,13 @@ def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
     with require_package("zstandard", "is compressed with zstd", file):
         import zstandard
     stated = min(item.elements, limits.max_repeated_bytes) + _AROUND
-    most = max(data.length * limits.max_inflation, stated)
+    max_length = max(data.length * limits.max_inflation, stated)
     try:
         with zstandard.ZstdDecompressor().stream_reader(data.read()) as stream:
-            raw = stream.read(most + 1)
+            raw = stream.read(max_length + 1)
     except zstandard.ZstdError as error:
         raise CorruptFile(f"is damaged: {error}", file=file, hint=_HINT) from error
-    if len(raw) > most:
+    if len(raw) > max_length:
         raise LimitExceeded(
             f"{data.length:,} bytes inflate to more than {limits.max_inflation:,} times their size",
             file=file,
@@ -466,23 +501,23 @@ def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
     return ByteRange(MemorySource(raw, file), 0, len(raw))
 
 
-def _place(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, most: int) -> None:
+def _insert_leaf(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, max_items: int) -> None:
     """Put a leaf at its path, creating dicts and lists; an int in a path is a list index."""
     node: Any = tree
     for key, following in zip(path, (*path[1:], None), strict=True):
         if isinstance(node, list):
-            if type(key) is not int or not 0 <= key < most:
+            if type(key) is not int or not 0 <= key < max_items:
                 raise CorruptFile(f"the index has the invalid path {printable(repr(path))}")
             node.extend([None] * (key + 1 - len(node)))
-            known = node[key]
+            existing = node[key]
         else:
-            known = node.get(key)
+            existing = node.get(key)
         if following is None:
-            if known is not None:
+            if existing is not None:
                 raise CorruptFile(f"the index has two entries at {printable(repr(path))}")
             node[key] = leaf
-        elif known is None:
+        elif existing is None:
             node[key] = [] if type(following) is int else {}
-        elif not isinstance(known, list if type(following) is int else dict):
+        elif not isinstance(existing, list if type(following) is int else dict):
             raise CorruptFile(f"the index has two entries at {printable(repr(path))}")
         node = node[key]

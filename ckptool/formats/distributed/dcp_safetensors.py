@@ -55,10 +55,15 @@ class DcpSafetensors(Format):
         """Return one state dict of complete tensors, from the headers of the files."""
         with open_together(find_part_files(probe), probe.limits, ("safetensors",)) as files:
             parts: dict[str, list[tuple[Tile, TensorRef]]] = {}
-            for one in files:
-                for name, part in _parts(one):
+            for file in files:
+                for name, part in _read_parts(file):
                     parts.setdefault(name, []).append(part)
-            root = OrderedMap({name: _whole(name, found, files) for name, found in parts.items()})
+            root = OrderedMap(
+                {
+                    name: _join_parts(name, tensor_parts, files)
+                    for name, tensor_parts in parts.items()
+                }
+            )
         return combine_details(
             files,
             Checkpoint(root, self.name, probe.path),
@@ -83,39 +88,47 @@ def find_part_files(probe: Probe) -> tuple[str, ...]:
         FileMissing: if the names imply more files than exist.
     """
     names = sorted(filter(is_part_file, probe.entries))
-    numbers = {found.groups() for name in names if (found := _NAMES.fullmatch(name))}
+    numbers = {match.groups() for name in names if (match := _NAMES.fullmatch(name))}
     for total in {total for _, total in numbers}:
-        missing = set(range(1, int(total) + 1)) - {int(one) for one, _ in numbers}
+        missing = set(range(1, int(total) + 1)) - {int(number) for number, _ in numbers}
         if missing:
-            what = f"lacks the files shard-*-model-{min(missing):05d}-of-{total}.safetensors"
-            raise FileMissing(what, file=probe.path, hint=ONE_SAVE)
+            message = f"lacks the files shard-*-model-{min(missing):05d}-of-{total}.safetensors"
+            raise FileMissing(message, file=probe.path, hint=ONE_SAVE)
     return tuple(os.path.join(probe.path, name) for name in names)
 
 
-def _parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
+def _read_parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
+    """Yield the key, tile and tensor of each part in a file."""
     with add_error_context(file.path):
         places = parse_json(file.details.header.get(SHARDING_INFO, "null"), SHARDING_INFO)
         for name, tensor in file.root.items():
-            yield name, (Tile(_offsets(places, name, tensor), tensor.shape, tensor.data), tensor)
+            yield (
+                name,
+                (Tile(_parse_offsets(places, name, tensor), tensor.shape, tensor.data), tensor),
+            )
 
 
-def _offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
-    found = places.get(name) if isinstance(places, dict) else None
-    offsets = parse_sizes(found.get("saved_offsets") if isinstance(found, dict) else None)
+def _parse_offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
+    """Return the offsets of a part in the full tensor, as the header states them."""
+    info = places.get(name) if isinstance(places, dict) else None
+    offsets = parse_sizes(info.get("saved_offsets") if isinstance(info, dict) else None)
     if len(offsets) != len(tensor.shape):
-        what = f"the header does not state where its part of {printable(name)!r} begins"
-        raise CorruptFile(f"{what} ({SHARDING_INFO}: {printable(repr(found))})", hint=ONE_SAVE)
+        message = f"the header does not state where its part of {printable(name)!r} begins"
+        raise CorruptFile(f"{message} ({SHARDING_INFO}: {printable(repr(info))})", hint=ONE_SAVE)
     return offsets
 
 
-def _whole(
+def _join_parts(
     name: str, parts: Sequence[tuple[Tile, TensorRef]], files: Sequence[Checkpoint]
 ) -> TensorRef:
+    """Return the full tensor of a key, joined from its parts."""
     (_, first), folder = parts[0], os.path.dirname(files[0].path)
     with add_error_context(folder, f"tensor {printable(name)!r}", hint=ONE_SAVE):
-        if {(one.dtype, len(one.shape)) for _, one in parts} != {(first.dtype, len(first.shape))}:
+        if {(part.dtype, len(part.shape)) for _, part in parts} != {
+            (first.dtype, len(first.shape))
+        }:
             raise CorruptFile("its dtype or dimensions differ between files")
-        ends = [[at + n for at, n in zip(*tile[:2], strict=True)] for tile, _ in parts]
+        ends = [[start + size for start, size in zip(*tile[:2], strict=True)] for tile, _ in parts]
         shape = tuple(map(max, zip(*ends, strict=True)))
         itemsize = BY_NAME[first.dtype].itemsize
         data = tiled(folder, shape, itemsize, [tile for tile, _ in parts])

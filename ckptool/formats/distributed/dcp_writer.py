@@ -35,35 +35,37 @@ _Stops = Callable[[Path, Any], bool]
 """Returns True if a node is one item, regardless of its content."""
 
 
-def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) -> WritePlan:
-    """Plan an index, and files of at most `most` bytes each, unless one item is larger.
+def plan_folder(checkpoint: Checkpoint, format: FolderFormat, max_bytes: int | None) -> WritePlan:
+    """Plan an index, and files of at most `max_bytes` bytes each, unless one item is larger.
 
     Raises:
         NotRepresentable: if the tree is not a dict, two entries get the same name, or a tensor has
             no plain elements.
     """
-    entries = _flat(checkpoint)
+    entries = _flatten(checkpoint)
     described: dict[str, Opaque] = {}
     stored: dict[Opaque, Opaque] = {}
-    files, there = _Files(checkpoint, "__0_{}.distcp", most), dict[Any, Opaque]()
+    files, stored_tensors = _Files(checkpoint, "__0_{}.distcp", max_bytes), dict[Any, Opaque]()
     for name, (_, leaf) in entries.items():
         item, place, offset = leaf, None, None
-        described[name] = _bytes()
+        described[name] = _describe_value()
         if isinstance(leaf, TensorRef):
-            item, place = _plain(name, leaf, checkpoint.path), leaf.place
+            item, place = _to_plain_tensor(name, leaf, checkpoint.path), leaf.place
             described[name] = _describe_tensor(item)
             offset = Size((0,) * len(item.shape))
-        info = there.get(place) or files.add(item)
+        info = stored_tensors.get(place) or files.add(item)
         if place is not None:  # tied tensors are stored once
-            there[place] = info
-        stored[_index(name, offset)] = info
+            stored_tensors[place] = info
+        stored[_make_index_key(name, offset)] = info
     state = {
         "state_dict_metadata": described,
         "planner_data": {name: path for name, (path, _) in entries.items()},
         "storage_data": stored,
     }
-    index = _new(f"{_DCP}.metadata", "Metadata", state)
-    return replace(files.plan(format, index), left_out=tuple(_left_out(checkpoint.root, entries)))
+    index = _make_object(f"{_DCP}.metadata", "Metadata", state)
+    return replace(
+        files.plan(format, index), left_out=tuple(_describe_omissions(checkpoint.root, entries))
+    )
 
 
 def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> WritePlan:
@@ -80,51 +82,56 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
         NotRepresentable: if more than names changed, or something outside the items.
     """
     state = index.attributes
-    known = _Known(checkpoint, state)
-    there = place_of(checkpoint.path).names(checkpoint.path)
-    number = next(n for n in range(len(there) + 1) if f"__ckptool{n}_0.distcp" not in there)
+    existing = _ExistingItems(checkpoint, state)
+    existing_names = place_of(checkpoint.path).names(checkpoint.path)
+    number = next(
+        n for n in range(len(existing_names) + 1) if f"__ckptool{n}_0.distcp" not in existing_names
+    )
     files = _Files(checkpoint, f"__ckptool{number}_{{}}.distcp", None)
     described: dict[str, Any] = {}
     stored: dict[Opaque, Opaque] = {}
     paths: dict[str, Path] = {}
-    for path, leaf in _flat(checkpoint, known.is_item).values():
-        if path[0] in known.beside:
+    for path, leaf in _flatten(checkpoint, existing.is_item).values():
+        if path[0] in existing.extra_keys:
             continue
-        old = known.old_name(path, leaf)
-        name = known.new_name(old, path)
+        old = existing.find_old_name(path, leaf)
+        name = existing.make_new_name(old, path)
         if name in described:
             raise unwritable_error(checkpoint, f"two entries would become {printable(name)!r}")
         paths[name] = path
-        if name != old and _OF_A_RUN in there:
+        if name != old and _OF_A_RUN in existing_names:
             raise unwritable_error(
                 checkpoint,
                 f"{_OF_A_RUN}, which is not rewritten, also contains the parameter names",
             )
         if old is None:
-            described[name], stored[_index(name, None)] = _bytes(), files.add(leaf)
+            described[name], stored[_make_index_key(name, None)] = (
+                _describe_value(),
+                files.add(leaf),
+            )
             continue
         described[name] = state["state_dict_metadata"][old]
-        for key, info in known.stored[old]:
-            stored[key if name == old else _with(key, fqn=name)] = info
+        for key, info in existing.stored[old]:
+            stored[key if name == old else _replace_state(key, fqn=name)] = info
     new = {"state_dict_metadata": described, "storage_data": stored}
     if state.get("planner_data") is not None:
         new["planner_data"] = paths
     kept = {id(info) for info in stored.values()}
-    infos = {id(one): one for held in known.stored.values() for _, one in held}
-    gone = sum(one.attributes["length"] for key, one in infos.items() if key not in kept)
-    stays = f"{gone:,} unused bytes stay in the folder"
-    plan = files.plan(format, _with(index, **new))
+    infos = {id(info): info for items in existing.stored.values() for _, info in items}
+    unused = sum(info.attributes["length"] for key, info in infos.items() if key not in kept)
+    note = f"{unused:,} unused bytes stay in the folder"
+    plan = files.plan(format, _replace_state(index, **new))
     return replace(
         plan,
         kept=max(checkpoint.details.size - checkpoint.sources[0].size, 0),
-        notes=(stays,) if gone else (),
+        notes=(note,) if unused else (),
     )
 
 
-def _flat(
+def _flatten(
     checkpoint: Checkpoint, is_item: _Stops = lambda path, node: False
 ) -> dict[str, tuple[Path, Any]]:
-    """Return the path and content of each item by its flat name in torch."""
+    """Return the path and content of each item, by its flat name in torch."""
     if not isinstance(checkpoint.root, dict):
         raise unwritable_error(checkpoint, "the root must be a dict")
     entries: dict[str, tuple[Path, Any]] = {}
@@ -139,16 +146,18 @@ def _flat(
                 )
             entries[_join_path(path)] = path, node
         else:
-            items = enumerate(node) if is_list else ((str(key), one) for key, one in node.items())
-            todo.extend(reversed([((*path, key), one) for key, one in items]))
+            items = (
+                enumerate(node) if is_list else ((str(key), value) for key, value in node.items())
+            )
+            todo.extend(reversed([((*path, key), value) for key, value in items]))
     return entries
 
 
 def _is_terminal(node: list[Any]) -> bool:
     """Return True if a list is one item: it has no tensors or dicts, also in nested lists."""
     return not any(
-        isinstance(one, (dict, TensorRef)) or (isinstance(one, list) and not _is_terminal(one))
-        for one in node
+        isinstance(item, (dict, TensorRef)) or (isinstance(item, list) and not _is_terminal(item))
+        for item in node
     )
 
 
@@ -159,23 +168,24 @@ def _join_path(path: Path) -> str:
 class _Files:
     """The files of items to write."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, most: int | None) -> None:
-        self._checkpoint, self._name, self._most = checkpoint, name, most
+    def __init__(self, checkpoint: Checkpoint, name: str, max_bytes: int | None) -> None:
+        """Prepare files named `name.format(number)`, of at most `max_bytes` each."""
+        self._checkpoint, self._name, self._max_bytes = checkpoint, name, max_bytes
         self._files: list[list[tuple[NewFile, Member]]] = []
         self._end = 0
 
     def add(self, content: Any) -> Opaque:
         """Add an item, a torch.save file; return its future place."""
-        holds = replace(self._checkpoint, root=content)
-        file = TORCH_ZIP.plan(holds).files[0]
-        full = self._most is not None and self._end + file.size > self._most
-        if not self._files or (full and self._end):
+        checkpoint = replace(self._checkpoint, root=content)
+        file = TORCH_ZIP.plan(checkpoint).files[0]
+        is_full = self._max_bytes is not None and self._end + file.size > self._max_bytes
+        if not self._files or (is_full and self._end):
             self._files.append([])
             self._end = 0
-        member = Member(self._end, file.size, holds)
+        member = Member(self._end, file.size, checkpoint)
         self._files[-1].append((file, member))
         self._end += file.size
-        return _new(
+        return _make_object(
             f"{_DCP}.filesystem",
             "_StorageInfo",
             {
@@ -187,14 +197,17 @@ class _Files:
 
     def plan(self, format: FolderFormat, index: Opaque) -> WritePlan:
         """Return the plan of the files and of their index."""
-        new = [self._file(number, items) for number, items in enumerate(self._files)]
+        new = [self._plan_file(number, items) for number, items in enumerate(self._files)]
         data = encode(index).data
         new.append(NewFile(len(data), lambda output: output.write(data), path=format.index_name))
         tensors = sum(1 for _ in self._checkpoint.tensors())
         return WritePlan(format.name, tuple(new), tensors=tensors)
 
-    def _file(self, number: int, items: list[tuple[NewFile, Member]]) -> NewFile:
+    def _plan_file(self, number: int, items: list[tuple[NewFile, Member]]) -> NewFile:
+        """Return the planned file with this number and these items."""
+
         def write(output: FileOutput) -> None:
+            """Write the items one after the other."""
             for file, _ in items:
                 file.write(output)
 
@@ -203,54 +216,55 @@ class _Files:
         return NewFile(size, write, path=self._name.format(number), members=members)
 
 
-class _Known:
+class _ExistingItems:
     """The content of a folder: the name, path and content of each item."""
 
     def __init__(self, checkpoint: Checkpoint, state: Mapping[Any, Any]) -> None:
+        """Map the items in the `state` of a folder's index to the tree that was read from it."""
         self._checkpoint = checkpoint
         self.stored: dict[str, list[tuple[Opaque, Opaque]]] = {}
         for key, info in state["storage_data"].items():
             self.stored.setdefault(key.attributes["fqn"], []).append((key, info))
         planned, names = state.get("planner_data") or {}, state["state_dict_metadata"]
         self._paths: dict[str, Path] = {name: planned.get(name, (name,)) for name in names}
-        self._at = {path: name for name, path in self._paths.items()}
-        leaves = {name: self._leaf(path) for name, path in self._paths.items()}
-        self._tensors = {id(one): name for name, one in leaves.items() if type(one) is TensorRef}
-        self._values = {name: one for name, one in leaves.items() if type(one) is not TensorRef}
-        held = (one for one in self._values.values() if isinstance(one, (dict, list)))
-        self._value_ids = set(map(id, held))
-        self._names = {_content(one): name for name, one in reversed(self._values.items())}
-        self.beside = self._extra_keys()
+        self._name_at = {path: name for name, path in self._paths.items()}
+        leaves = {name: self._find_leaf(path) for name, path in self._paths.items()}
+        self._tensors = {id(leaf): name for name, leaf in leaves.items() if type(leaf) is TensorRef}
+        self._values = {name: leaf for name, leaf in leaves.items() if type(leaf) is not TensorRef}
+        containers = (leaf for leaf in self._values.values() if isinstance(leaf, (dict, list)))
+        self._value_ids = set(map(id, containers))
+        self._names = {_fingerprint(leaf): name for name, leaf in reversed(self._values.items())}
+        self.extra_keys = self._check_extra_keys()
 
     def is_item(self, path: Path, node: Any) -> bool:
         """Return True if the node was one item before."""
-        return id(node) in self._value_ids or self._at.get(path) in self._values
+        return id(node) in self._value_ids or self._name_at.get(path) in self._values
 
-    def old_name(self, path: Path, leaf: Any) -> str | None:
-        """Return the name of the item with a leaf, or None for a value in no item.
+    def find_old_name(self, path: Path, leaf: Any) -> str | None:
+        """Return the name of the item with a leaf; None if no item has this value.
 
         Raises:
             NotRepresentable: if a tensor differs from that in the folder.
         """
         if isinstance(leaf, TensorRef):
             if id(leaf) not in self._tensors:
-                what = printable(name_of(path))
+                label = printable(name_of(path))
                 raise unwritable_error(
-                    self._checkpoint, f"{what} differs from the tensor in the folder"
+                    self._checkpoint, f"{label} differs from the tensor in the folder"
                 )
             return self._tensors[id(leaf)]
-        content, at = _content(leaf), self._at.get(path)
-        if at in self._values and _content(self._values[at]) == content:
-            return at
+        content, name = _fingerprint(leaf), self._name_at.get(path)
+        if name in self._values and _fingerprint(self._values[name]) == content:
+            return name
         return self._names.get(content)
 
-    def new_name(self, old: str | None, path: Path) -> str:
+    def make_new_name(self, old: str | None, path: Path) -> str:
         """Return the name of an item after its content moved to `path`.
 
         Raises:
             NotRepresentable: if its name is not derived from the path.
         """
-        at = self._at.get(path)
+        at = self._name_at.get(path)
         if at is not None and (old in (None, at) or at in self._values):
             return at
         if old is not None and old != _join_path(self._paths[old]):
@@ -259,27 +273,32 @@ class _Known:
             )
         return _join_path(path)
 
-    def _leaf(self, path: Path) -> Any:
+    def _find_leaf(self, path: Path) -> Any:
+        """Return the value or tensor at a path when the folder was opened."""
         node = self._checkpoint.original
         for key in path:  # the index has parameter numbers as text
             node = node[int(key) if isinstance(node, dict) and key not in node else key]
         return node.find() if isinstance(node, Opaque) and node.find else node
 
-    def _extra_keys(self) -> set[Any]:
+    def _check_extra_keys(self) -> set[Any]:
         """Return the keys of content in another file of the folder, which must be unchanged."""
-        was, now = self._checkpoint.original, self._checkpoint.root
-        keys = set(was) - {path[0] for path in self._at}
-        kept = {key for key in keys & now.keys() if _content(was[key]) == _content(now[key])}
+        old_root, new_root = self._checkpoint.original, self._checkpoint.root
+        keys = set(old_root) - {path[0] for path in self._name_at}
+        kept = {
+            key
+            for key in keys & new_root.keys()
+            if _fingerprint(old_root[key]) == _fingerprint(new_root[key])
+        }
         if keys - kept:
-            what = listed(sorted(printable(str(key)) for key in keys - kept))
+            changed = listed(sorted(printable(str(key)) for key in keys - kept))
             raise unwritable_error(
-                self._checkpoint, f"{what} is in a file of its own, which is not rewritten"
+                self._checkpoint, f"{changed} is in a file of its own, which is not rewritten"
             )
         return keys
 
 
-def _content(node: Any) -> tuple[bytes, tuple[int, ...]]:
-    """Return a value that is equal for equal content."""
+def _fingerprint(node: Any) -> tuple[bytes, tuple[int, ...]]:
+    """Return the pickle of a node and the ids of its storages: equal for equal content."""
     encoded = encode(node)
     return encoded.data, tuple(map(id, encoded.storages))
 
@@ -293,7 +312,7 @@ def unwritable_error(checkpoint: Checkpoint, why: str) -> NotRepresentable:
     )
 
 
-def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
+def _to_plain_tensor(name: str, tensor: TensorRef, file: str) -> TensorRef:
     """Return a tensor with the same elements, in row-major order on the CPU."""
     if not tensor.has_content:
         raise NotRepresentable(
@@ -303,12 +322,18 @@ def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
         )
     data = row_major_data(tensor, printable(name), file)
     shape = tensor.sizes
-    whole = tensor.storage if tensor.is_verbatim else None
-    known = whole.crc32 if whole and whole.nbytes == data.length and not whole.compressed else None
-    return make_plain_tensor(name, tensor.dtype, shape, data, crc32=known)
+    storage = tensor.storage if tensor.is_verbatim else None
+    crc = (
+        storage.crc32
+        if storage and storage.nbytes == data.length and not storage.compressed
+        else None
+    )
+    return make_plain_tensor(name, tensor.dtype, shape, data, crc32=crc)
 
 
-def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) -> Iterator[str]:
+def _describe_omissions(
+    root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]
+) -> Iterator[str]:
     """Yield the content that is left out of the folder, as phrases."""
     yield from describe_losses(
         {name: leaf for name, (_, leaf) in entries.items() if isinstance(leaf, TensorRef)}
@@ -322,36 +347,43 @@ def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) 
         yield "attributes of dicts, such as _metadata"
 
 
-def _new(module: str, name: str, state: Mapping[str, Any] | tuple[Any, ...] | None) -> Opaque:
+def _make_object(
+    module: str, name: str, state: Mapping[str, Any] | tuple[Any, ...] | None
+) -> Opaque:
+    """Return an object of a torch class, with its state."""
     steps = [] if state is None else [("build", state)]
     return Opaque(Global(module, name), maker="newobj", args=(), steps=steps)
 
 
-def _with(node: Opaque, **state: Any) -> Opaque:
+def _replace_state(node: Opaque, **state: Any) -> Opaque:
+    """Return an object with some attributes replaced."""
     return replace(node, steps=[("build", {**node.attributes, **state})])
 
 
-def _index(name: str, offset: Size | None) -> Opaque:
+def _make_index_key(name: str, offset: Size | None) -> Opaque:
+    """Return the `MetadataIndex` of an item; `offset` is None for a value."""
     state = {"fqn": name, "index": None} | ({} if offset is None else {"offset": offset})
-    return _new(f"{_DCP}.metadata", "MetadataIndex", state)
+    return _make_object(f"{_DCP}.metadata", "MetadataIndex", state)
 
 
-def _bytes() -> Opaque:
-    return _new(f"{_DCP}.metadata", "BytesStorageMetadata", None)
+def _describe_value() -> Opaque:
+    """Return the description of a value in the index."""
+    return _make_object(f"{_DCP}.metadata", "BytesStorageMetadata", None)
 
 
 def _describe_tensor(tensor: TensorRef) -> Opaque:
+    """Return the description of a tensor in the index, with one chunk."""
     layout = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory = Opaque(Global(_SHARDED, "MEM_FORMAT_ENCODING"), (0,))
-    properties = (Global("torch", tensor.dtype), layout, False, memory, False)
+    memory_format = Opaque(Global(_SHARDED, "MEM_FORMAT_ENCODING"), (0,))
+    properties = (Global("torch", tensor.dtype), layout, False, memory_format, False)
     shape = Size(tensor.sizes)
     chunk = {"offsets": Size((0,) * len(shape)), "sizes": shape}
-    return _new(
+    return _make_object(
         f"{_DCP}.metadata",
         "TensorStorageMetadata",
         {
-            "properties": _new(_SHARDED, "TensorProperties", properties),
+            "properties": _make_object(_SHARDED, "TensorProperties", properties),
             "size": shape,
-            "chunks": [_new(f"{_DCP}.metadata", "ChunkStorageMetadata", chunk)],
+            "chunks": [_make_object(f"{_DCP}.metadata", "ChunkStorageMetadata", chunk)],
         },
     )

@@ -38,13 +38,13 @@ class Megatron(Format):
         """Return a dict of the trees of all ranks, by folder name."""
         files = find_rank_files(probe)
         with open_together(files, probe.limits, TORCH_FILES) as ranks:
-            roots = {os.path.basename(os.path.dirname(one.path)): one.root for one in ranks}
-            made = Checkpoint(roots, self.name, probe.path)
-            held = [int(name.removeprefix("mp_rank_")) for name in roots]
-            world = max(_world(ranks[0]), len(files))
-            check_ranks(held, world, "mp_rank_{rank:02d}", probe.path, "copy it as well")
-            what = f"{counted(len(files), 'Megatron rank')}"
-            return combine_details(ranks, made, notes=(what, *ranks[0].details.notes))
+            roots = {os.path.basename(os.path.dirname(rank.path)): rank.root for rank in ranks}
+            checkpoint = Checkpoint(roots, self.name, probe.path)
+            numbers = [int(name.removeprefix("mp_rank_")) for name in roots]
+            world_size = max(_read_world_size(ranks[0]), len(files))
+            check_ranks(numbers, world_size, "mp_rank_{rank:02d}", probe.path, "copy it as well")
+            note = f"{counted(len(files), 'Megatron rank')}"
+            return combine_details(ranks, checkpoint, notes=(note, *ranks[0].details.notes))
 
 
 MEGATRON = Megatron()
@@ -60,12 +60,12 @@ def find_rank_files(probe: Probe) -> list[str]:
     folders = [
         os.path.join(probe.path, name) for name in sorted(filter(is_rank_folder, probe.entries))
     ]
-    found = [os.path.join(folder, name) for folder in folders for name in _FILES]
-    files = [path for path in found if probe.place.is_file(path)]
+    candidates = [os.path.join(folder, name) for folder in folders for name in _FILES]
+    files = [path for path in candidates if probe.place.is_file(path)]
     return files if len(files) == len(folders) else []
 
 
-def _world(rank: Checkpoint) -> int:
+def _read_world_size(rank: Checkpoint) -> int:
     """Return the number of ranks in the arguments of the run, or 0."""
     args = rank.root.get("args") if isinstance(rank.root, dict) else None
     stated = args.attributes.get("tensor_model_parallel_size") if isinstance(args, Opaque) else None

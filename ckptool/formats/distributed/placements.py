@@ -29,21 +29,25 @@ Rows = tuple[tuple[Run, ...], ...]
 """By axis, the rows of the full tensor in a part, in its order."""
 
 
-def check_ranks(held: Collection[int], world: int, called: str, folder: str, hint: str) -> None:
-    """Refuse a folder without the files of exactly `world` ranks, each named `called`.
+def check_ranks(
+    ranks: Collection[int], world: int, name_pattern: str, folder: str, hint: str
+) -> None:
+    """Refuse a folder without the files of exactly `world` ranks, each named `name_pattern`.
 
     Raises:
         FileMissing: if a rank has no file; the error has this `hint`.
         CorruptFile: if there are files of more ranks.
     """
-    known = frozenset(held)  # `held` may be a list with a rank twice
-    missing = next((rank for rank in range(world) if rank not in known), None)
+    distinct = frozenset(ranks)  # `ranks` may be a list with a rank twice
+    missing = next((rank for rank in range(world) if rank not in distinct), None)
     if missing is not None:
-        what = f"the file of rank {missing} of {world} is missing: {called.format(rank=missing)}"
-        raise FileMissing(what, file=folder, hint=hint)
-    if len(held) > world:
-        what = f"has the files of {len(held)} ranks, but {world} ranks saved it"
-        raise CorruptFile(what, file=folder, hint=ONE_SAVE)
+        message = (
+            f"the file of rank {missing} of {world} is missing: {name_pattern.format(rank=missing)}"
+        )
+        raise FileMissing(message, file=folder, hint=hint)
+    if len(ranks) > world:
+        message = f"has the files of {len(ranks)} ranks, but {world} ranks saved it"
+        raise CorruptFile(message, file=folder, hint=ONE_SAVE)
 
 
 class LocalShard(NamedTuple):
@@ -61,8 +65,9 @@ class LocalShard(NamedTuple):
         """
         sizes = tuple(sum(stop - start for start, stop in axis) for axis in self.rows)
         if self.local.shape != sizes and (self.local.numel or 0 not in sizes):
-            what = f"its part has shape {list(self.local.shape)}, expected {list(sizes)}"
-            raise CorruptFile(what, file=file)
+            message = f"its part has shape {list(self.local.shape)}, expected {list(sizes)}"
+            raise CorruptFile(message, file=file)
+        # By axis, each run of rows with its start in the part.
         axes = [
             list(zip(axis, accumulate((stop - start for start, stop in axis), initial=0)))  # noqa: B905
             for axis in self.rows
@@ -70,61 +75,79 @@ class LocalShard(NamedTuple):
         for box in product(*axes) if self.local.numel else ():
             starts = tuple(start for (start, _), _ in box)
             size = tuple(stop - start for (start, stop), _ in box)
-            cut = tuple(slice(at, at + n) for (_, at), n in zip(box, size, strict=True))
-            view = self.local if size == sizes else self.local[cut]
+            slices = tuple(slice(at, at + n) for (_, at), n in zip(box, size, strict=True))
+            view = self.local if size == sizes else self.local[slices]
             yield Tile(starts, size, row_major_data(view, "its part", file))
 
 
-def find_local_shards(every: Sequence[TensorRef]) -> list[list[LocalShard]]:
+def find_local_shards(tensors: Sequence[TensorRef]) -> list[list[LocalShard]]:
     """Return the parts of one tensor in each rank, in order.
 
     Raises:
         CorruptFile: if the ranks contradict each other.
         UnsupportedFormat: if a placement is unknown, or a sum is pending.
     """
-    if not every[0].class_name.endswith("DTensor"):
-        return [list(_shards(one)) for one in every]
-    specs = [_spec(one, rank) for rank, one in enumerate(every)]
-    steps = specs[0][1]
-    if any(own != steps for _, own, _ in specs):
+    if not tensors[0].class_name.endswith("DTensor"):
+        return [list(_parse_shards(tensor)) for tensor in tensors]
+    specs = [_parse_dtensor(tensor, rank) for rank, tensor in enumerate(tensors)]
+    mesh_placements = specs[0][1]
+    if any(placements != mesh_placements for _, placements, _ in specs):
         raise CorruptFile("the ranks have different placements")
-    sizes = [max(axis) + 1 for axis in zip(*(place for _, _, place in specs), strict=True)]
-    shape = every[0].sizes
+    sizes = [
+        max(axis) + 1 for axis in zip(*(coordinate for _, _, coordinate in specs), strict=True)
+    ]
+    shape = tensors[0].sizes
     return [
-        [LocalShard(local, find_owned_rows(shape, zip(steps, sizes, place, strict=True)))]
-        for local, _, place in specs
+        [
+            LocalShard(
+                local, find_owned_rows(shape, zip(mesh_placements, sizes, coordinate, strict=True))
+            )
+        ]
+        for local, _, coordinate in specs
     ]
 
 
-def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], tuple[int, ...]]:
+def _parse_dtensor(
+    tensor: TensorRef, rank: int
+) -> tuple[TensorRef, list[tuple[str, Any]], tuple[int, ...]]:
     """Return a DTensor's local part, its placements, and the position of its rank in the mesh."""
-    match one.parts:
+    match tensor.parts:
         case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
-            mesh, steps = attributes_of(spec.attributes.get("mesh")), spec.attributes["placements"]
+            mesh, placements = (
+                attributes_of(spec.attributes.get("mesh")),
+                spec.attributes["placements"],
+            )
         case _:
             raise UnsupportedFormat("its DTensor has an unknown form")
-    place = parse_sizes(mesh.get("_coordinate_on_dim"))
-    if not isinstance(steps, tuple) or len(place) != len(steps):
+    coordinate = parse_sizes(mesh.get("_coordinate_on_dim"))
+    if not isinstance(placements, tuple) or len(coordinate) != len(placements):
         raise UnsupportedFormat(f"the position of rank {rank} in its mesh is missing")
     if mesh.get("_rank", rank) != rank:
         raise CorruptFile(f"the file of rank {rank} was saved by rank {mesh['_rank']}")
-    return local, [(getattr(s, "class_name", ""), attributes_of(s)) for s in steps], place
+    return (
+        local,
+        [
+            (getattr(placement, "class_name", ""), attributes_of(placement))
+            for placement in placements
+        ],
+        coordinate,
+    )
 
 
-def _shards(one: TensorRef) -> Iterator[LocalShard]:
+def _parse_shards(tensor: TensorRef) -> Iterator[LocalShard]:
     """Yield the parts of a ShardedTensor in a rank."""
-    match (one.parts or {}).get("state"):
+    match (tensor.parts or {}).get("state"):
         case (list() as shards, *_):
-            held = map(attributes_of, shards)
+            states = map(attributes_of, shards)
         case _:
             raise UnsupportedFormat("its ShardedTensor has an unknown form")
-    for shard in held:
-        place, local = attributes_of(shard.get("metadata")), shard.get("tensor")
+    for shard in states:
+        metadata, local = attributes_of(shard.get("metadata")), shard.get("tensor")
         offsets, sizes = (
-            parse_sizes(place.get("shard_offsets")),
-            parse_sizes(place.get("shard_sizes")),
+            parse_sizes(metadata.get("shard_offsets")),
+            parse_sizes(metadata.get("shard_sizes")),
         )
-        if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(one.shape):
+        if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(tensor.shape):
             raise UnsupportedFormat("its ShardedTensor has an unknown form")
         yield LocalShard(
             local, tuple(((at, at + n),) for at, n in zip(offsets, sizes, strict=True))
@@ -143,34 +166,34 @@ def find_owned_rows(
     Raises:
         UnsupportedFormat: if a placement is unknown, or a sum is pending (`Partial`).
     """
-    held: list[list[Run]] = [[(0, size)] for size in shape]
-    for (name, found), ranks, rank in steps:
+    owned: list[list[Run]] = [[(0, size)] for size in shape]
+    for (name, attributes), ranks, rank in steps:
         kind = name.rpartition(".")[2]
         if kind == "Replicate":
             continue
-        where = parse_sizes((found.get("dim"), found.get("split_factor", 1)))
-        axis, factor = where or (len(shape), 1)
+        axis_and_factor = parse_sizes((attributes.get("dim"), attributes.get("split_factor", 1)))
+        axis, factor = axis_and_factor or (len(shape), 1)
         is_known = kind in ("Shard", "_StridedShard") and axis < len(shape)
         if not is_known or not 1 <= factor <= _MOST_RUNS:
             why = ": a sum is pending" if kind.endswith("Partial") else ""
             raise UnsupportedFormat(f"its placement {printable(kind)} is not supported{why}")
-        parts = (_share(held[axis], factor, part) for part in range(factor))
-        held[axis] = [run for part in parts for run in _share(part, ranks, rank)]
-        if prod(map(len, held)) > _MOST_RUNS:
+        parts = (_take_share(owned[axis], factor, part) for part in range(factor))
+        owned[axis] = [run for part in parts for run in _take_share(part, ranks, rank)]
+        if prod(map(len, owned)) > _MOST_RUNS:
             raise UnsupportedFormat(f"a rank has more than {_MOST_RUNS:,} pieces of it")
-    return tuple(map(tuple, held))
+    return tuple(map(tuple, owned))
 
 
-def _share(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
+def _take_share(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
     """Return one of `parts` shares of rows, as in torch.chunk; the last may be empty."""
     size = -(-sum(stop - start for start, stop in runs) // parts)
-    first, found = part * size, []
+    first, taken = part * size, []
     for begin, end in runs:
         low, high = begin + max(first, 0), min(end, begin + first + size)
         if low < high:
-            found.append((low, high))
+            taken.append((low, high))
         first -= end - begin
-    return found
+    return taken
 
 
 def attributes_of(node: Any) -> dict[Any, Any]:
@@ -182,19 +205,21 @@ def parse_sizes(value: Any) -> tuple[int, ...]:
     """Return a list of sizes as a tuple; empty for anything else, or too many."""
     if not isinstance(value, (list, tuple)) or len(value) > DEFAULT_LIMITS.max_dimensions:
         return ()
-    return tuple(value) if all(type(one) is int and one >= 0 for one in value) else ()
+    return tuple(value) if all(type(size) is int and size >= 0 for size in value) else ()
 
 
-def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
+def row_major_data(tensor: TensorRef, label: str, file: str) -> ByteRange:
     """Return the elements of a tensor in row-major order.
 
     Raises:
-        UnsupportedFormat: if it has no plain elements; the message shows `place` and `file`.
+        UnsupportedFormat: if it has no plain elements; the message shows `label` and `file`.
     """
     if not tensor.has_content or tensor.storage is None or tensor.storage.data is None:
-        raise UnsupportedFormat(f"{place} is a {tensor.kind} tensor", file=file)
+        raise UnsupportedFormat(f"{label} is a {tensor.kind} tensor", file=file)
     if tensor.flags or tensor.storage.byteorder == "big":
-        held = MemorySource(tensor.read(), file)  # for example lazily conjugated: read into memory
-        held.made_of, held.rearranges = (tensor.storage.data,), True
-        return ByteRange(held, 0, held.size)
+        source = MemorySource(
+            tensor.read(), file
+        )  # for example lazily conjugated: read into memory
+        source.made_of, source.rearranges = (tensor.storage.data,), True
+        return ByteRange(source, 0, source.size)
     return tensor.row_major

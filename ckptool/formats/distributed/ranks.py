@@ -56,19 +56,19 @@ class FsdpRanks(Format):
         """Return the tree of rank 0, each tensor joined from the files of all ranks."""
         with open_together(find_rank_files(probe), probe.limits, TORCH_FILES) as ranks:
             root, differing = _join_ranks(ranks, probe.path)
-        joined = {os.path.basename(one.path) for one in ranks}
+        joined = {os.path.basename(rank.path) for rank in ranks}
         others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)
-        left = [f"rank files of other states ({listed(others)})"] if others else []
+        unread = [f"rank files of other states ({listed(others)})"] if others else []
         if differing:
-            left.append(f"different copies in the files of other ranks: {few(differing)}")
-        what = (
+            unread.append(f"different copies in the files of other ranks: {few(differing)}")
+        note = (
             f"joined {counted(len(ranks), 'rank file')}; plain tensors and values are from rank 0"
         )
         return combine_details(
             ranks,
             Checkpoint(root, self.name, probe.path),
-            notes=(what, *ranks[0].details.notes),
-            left_behind=tuple(left),
+            notes=(note, *ranks[0].details.notes),
+            left_behind=tuple(unread),
         )
 
 
@@ -78,11 +78,11 @@ FSDP_RANKS = FsdpRanks()
 def parse_rank_name(path: str) -> tuple[str, int] | None:
     """Return the pattern of a rank file, `model_world_size_4_rank_{rank}.pt`, and its rank.
 
-    None: it is not the name of a rank file.
+    None if the name is not that of a rank file.
     """
     name = os.path.basename(path)
-    found = _NAMES.fullmatch(name)
-    return found and (f"{found[1]}{{rank}}{name[found.end('rank') :]}", int(found["rank"]))
+    match = _NAMES.fullmatch(name)
+    return match and (f"{match[1]}{{rank}}{name[match.end('rank') :]}", int(match["rank"]))
 
 
 def is_model_rank_file(path: str) -> bool:
@@ -99,81 +99,85 @@ def find_rank_files(probe: Probe) -> tuple[str, ...]:
         UnsupportedFormat: if there are several sets.
     """
     sets: dict[str, dict[int, str]] = {}
-    wanted = set(filter(is_model_rank_file, probe.entries)) or probe.entries
-    for name in wanted:
-        if (found := parse_rank_name(name)) is not None:
-            sets.setdefault(found[0], {})[found[1]] = os.path.join(probe.path, name)
+    names = set(filter(is_model_rank_file, probe.entries)) or probe.entries
+    for name in names:
+        if (parsed := parse_rank_name(name)) is not None:
+            sets.setdefault(parsed[0], {})[parsed[1]] = os.path.join(probe.path, name)
     if len(sets) > 1:
-        what = f"has {len(sets)} sets of rank files: {listed(sorted(sets))}"
+        message = f"has {len(sets)} sets of rank files: {listed(sorted(sets))}"
         first = shell(os.path.join(probe.path, min(sets).format(rank="*")))
         hint = f"choose one set: ckptool list {first}"
-        raise UnsupportedFormat(what, file=probe.path, hint=hint)
-    ((called, files),) = sets.items()
-    stated = re.search(r"world_size_(\d+)", called)
-    world = int(stated[1]) if stated else max(files) + 1
+        raise UnsupportedFormat(message, file=probe.path, hint=hint)
+    ((pattern, files),) = sets.items()
+    match = re.search(r"world_size_(\d+)", pattern)
+    world = int(match[1]) if match else max(files) + 1
     hint = "copy it as well; open the file of one rank with ckptool list FILE"
-    check_ranks(files, world, called, probe.path, hint)
+    check_ranks(files, world, pattern, probe.path, hint)
     return tuple(files[rank] for rank in range(world))
 
 
 def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
     """Return the tree of rank 0 with full tensors, and the tensors with different copies."""
     differing: list[str] = []
-    leaves = [dict(walk(one.root)) for one in ranks]
-    whole: dict[int, TensorRef] = {}
+    leaves = [dict(walk(rank.root)) for rank in ranks]
+    joined_tensors: dict[int, TensorRef] = {}
     storages: dict[Any, Storage] = {}
-    for path in dict.fromkeys(path for found in leaves for path in found):
+    for path in dict.fromkeys(path for rank_leaves in leaves for path in rank_leaves):
         try:
             if FLAT.search(str(path[-1] if path else "")):
                 raise UnsupportedFormat(
                     "is a flat FSDP parameter, without the names and shapes of its parameters",
                     hint=_FULL,
                 )
-            for one, found in zip(ranks, leaves, strict=True):
-                _check_alike(ranks, one, leaves[0].get(path, found), found.get(path, leaves[0]))
+            for rank, rank_leaves in zip(ranks, leaves, strict=True):
+                _check_alike(
+                    ranks, rank, leaves[0].get(path, rank_leaves), rank_leaves.get(path, leaves[0])
+                )
             first = leaves[0][path]
             if not isinstance(first, TensorRef):
                 continue
-            every = [found[path] for found in leaves]
-            copies: list[tuple[Any, TensorRef]] = [((), one) for one in every]
+            tensors = [rank_leaves[path] for rank_leaves in leaves]
+            copies: list[tuple[Any, TensorRef]] = [((), tensor) for tensor in tensors]
             if first.is_spread:
-                parts = find_local_shards(every)
-                copies = [(one.rows, one.local) for held in parts for one in held]
-                whole[id(first)] = _join_tensor(ranks, first, parts, storages)
-            if _differ(copies):
+                parts = find_local_shards(tensors)
+                copies = [(shard.rows, shard.local) for shards in parts for shard in shards]
+                joined_tensors[id(first)] = _join_tensor(ranks, first, parts, storages)
+            if _has_different_copies(copies):
                 differing.append(name_of(path))
         except CheckpointError as error:
             error.message = f"{printable(name_of(path))!r}: {error.message}"
             error.file = error.file or folder
             error.advise(error.hint or (ONE_SAVE if isinstance(error, CorruptFile) else _FULL))
             raise
-    if not whole and len(ranks) > 1:
+    if not joined_tensors and len(ranks) > 1:
         what = "has rank files that do not state which part of a tensor they contain (DTensor)"
         raise UnsupportedFormat(what, file=folder, hint=_FULL)
-    return _replace_tensors(ranks[0].root, whole), differing
+    return _replace_tensors(ranks[0].root, joined_tensors), differing
 
 
-def _differ(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
+def _has_different_copies(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
     """Return True if copies of the same rows differ, by the checksums in their files."""
-    known: dict[Any, Any] = {}
-    for rows, one in copies:
-        if one.numel and one.storage is not None and one.storage.crc32 is not None:
-            layout = rows, one.shape, one.stride, one.offset, one.storage.nbytes
-            if known.setdefault(layout, one.storage.crc32) != one.storage.crc32:
+    checksums: dict[Any, Any] = {}
+    for rows, tensor in copies:
+        if tensor.numel and tensor.storage is not None and tensor.storage.crc32 is not None:
+            layout = rows, tensor.shape, tensor.stride, tensor.offset, tensor.storage.nbytes
+            if checksums.setdefault(layout, tensor.storage.crc32) != tensor.storage.crc32:
                 return True
     return False
 
 
-def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other: Any) -> None:
+def _check_alike(ranks: Sequence[Checkpoint], rank: Checkpoint, first: Any, other: Any) -> None:
     """Refuse leaves at one path that differ between the ranks of one save."""
-    files = f"{os.path.basename(ranks[0].path)} and {os.path.basename(one.path)}"
+    files = f"{os.path.basename(ranks[0].path)} and {os.path.basename(rank.path)}"
     if type(first) is not type(other):
         raise CorruptFile(f"is missing in one of {files}, or has another type there")
     if isinstance(first, TensorRef):
-        for what in ("class_name", "dtype", "shape"):
-            own, its = getattr(first, what), getattr(other, what)
-            if own != its:
-                raise CorruptFile(f"has a different {what} in {files}: {own} and {its}")
+        for attribute in ("class_name", "dtype", "shape"):
+            first_value, other_value = getattr(first, attribute), getattr(other, attribute)
+            if first_value != other_value:
+                raise CorruptFile(
+                    f"has a different {attribute} in {files}: {first_value} and {other_value}"
+                )
     elif isinstance(first, _VALUES) and repr(first) != repr(other):
         values = f"{printable(repr(first))} and {printable(repr(other))}"
         raise CorruptFile(f"is different in {files}: {values}")
@@ -182,24 +186,24 @@ def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other
 def _join_tensor(
     ranks: Sequence[Checkpoint],
     first: TensorRef,
-    every: Sequence[Sequence[LocalShard]],
+    rank_parts: Sequence[Sequence[LocalShard]],
     storages: dict[Any, Storage],
 ) -> TensorRef:
     """Return a tensor joined from the parts of all ranks; ties share a storage."""
     shape = first.sizes
     tiles: dict[tuple[Any, Any], Tile] = {}
-    seen: list[Any] = [first.dtype, shape]
-    for one, parts in zip(ranks, every, strict=True):
+    identity: list[Any] = [first.dtype, shape]
+    for rank, parts in zip(ranks, rank_parts, strict=True):
         for part in parts:
             local = part.local
             if local.dtype != first.dtype:
-                what = f"its part is {local.dtype}, expected {first.dtype}"
-                raise CorruptFile(what, file=one.path)
+                message = f"its part is {local.dtype}, expected {first.dtype}"
+                raise CorruptFile(message, file=rank.path)
             if local.numel:
-                seen.append((id(local.storage), local.offset, local.stride, part.rows))
-            for tile in part.cut_tiles(one.path):  # the rows of a replica are the same
+                identity.append((id(local.storage), local.offset, local.stride, part.rows))
+            for tile in part.cut_tiles(rank.path):  # the rows of a replica are the same
                 tiles.setdefault((tile.offsets, tile.sizes), tile)
-    key = tuple(seen)
+    key = tuple(identity)
     if key not in storages:
         data = tiled(ranks[0].path, shape, first.itemsize, list(tiles.values()))
         storages[key] = Storage(f"joined/{len(storages)}", data, data.length)
@@ -214,16 +218,19 @@ def _join_tensor(
     )
 
 
-def _replace_tensors(root: Any, whole: Mapping[int, TensorRef]) -> Any:
-    def mapping(node: dict[Any, Any]) -> dict[Any, Any]:
+def _replace_tensors(root: Any, joined_tensors: Mapping[int, TensorRef]) -> Any:
+    """Return the tree with joined tensors, given by the id of the tensors to replace."""
+
+    def replace_values(node: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a dict with joined tensors as values."""
         return copy_with_items(
-            node, ((key, whole.get(id(value), value)) for key, value in node.items())
+            node, ((key, joined_tensors.get(id(value), value)) for key, value in node.items())
         )
 
-    made = rebuild(root, mapping=mapping)
-    for path, leaf in walk(made):
+    tree = rebuild(root, mapping=replace_values)
+    for path, leaf in walk(tree):
         if isinstance(leaf, TensorRef) and leaf.is_spread:
             raise UnsupportedFormat(
                 f"{printable(name_of(path))!r} is not in a dict, so it cannot be joined"
             )
-    return made
+    return tree

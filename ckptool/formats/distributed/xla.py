@@ -65,27 +65,31 @@ class XlaXser(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of the file with tensors instead of references."""
-        found = TORCH_ZIP.read(probe)
-        known: dict[str, TensorRef] = {}
+        checkpoint = TORCH_ZIP.read(probe)
+        tensors: dict[str, TensorRef] = {}
 
-        def leaf(node: Any) -> Any:
+        def replace_reference(node: Any) -> Any:
+            """Return the tensor that a reference stands for; any other node unchanged."""
             if not _is_reference(node):
                 return node
             path = os.path.join(f"{probe.path}.tensors", f"tensor_{node.attributes.get('tid')}.pt")
-            if path not in known:
-                known[path] = _read_tensor(path, probe.limits)
-            return known[path]
+            if path not in tensors:
+                tensors[path] = _read_tensor(path, probe.limits)
+            return tensors[path]
 
-        root = rebuild(found.root, leaf)
-        size = sum(map(probe.place.size, known))
+        root = rebuild(checkpoint.root, replace_reference)
+        size = sum(map(probe.place.size, tensors))
         details = replace(
-            found.details,
-            size=found.details.size + size,
-            globals=tuple(one for one in found.details.globals if one != _REFERENCE),
-            storage_bytes=sum(one.nbytes for one in known.values()),
-            notes=(*found.details.notes, f"{counted(len(known), 'tensor')} in files next to it"),
+            checkpoint.details,
+            size=checkpoint.details.size + size,
+            globals=tuple(name for name in checkpoint.details.globals if name != _REFERENCE),
+            storage_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+            notes=(
+                *checkpoint.details.notes,
+                f"{counted(len(tensors), 'tensor')} in files next to it",
+            ),
         )
-        return replace(found, root=root, format=self.name, details=details)
+        return replace(checkpoint, root=root, format=self.name, details=details)
 
 
 def _is_reference(node: Any) -> bool:
@@ -93,13 +97,14 @@ def _is_reference(node: Any) -> bool:
 
 
 def _read_tensor(path: str, limits: Limits) -> TensorRef:
-    found = read_torch_file(path, limits)
-    if not isinstance(found, TensorRef) or found.storage is None:
+    """Return the tensor in a file of its own."""
+    tensor = read_torch_file(path, limits)
+    if not isinstance(tensor, TensorRef) or tensor.storage is None:
         raise CorruptFile(
             "does not contain a tensor, as expected from the file that refers to it", file=path
         )
     key = os.path.splitext(os.path.basename(path))[0]
-    return replace(found, storage=replace(found.storage, key=key))
+    return replace(tensor, storage=replace(tensor.storage, key=key))
 
 
 class XlaFsdp(Format):
@@ -128,9 +133,9 @@ class XlaFsdp(Format):
         rules = add_error_context(probe.path, hint=ONE_SAVE, rules_of="torch_xla")
         with open_together(paths, probe.limits, TORCH_FILES) as ranks, rules:
             root, notes = _join_ranks(ranks, probe.path)
-        what = f"joined {counted(len(ranks), 'torch_xla FSDP rank file')}"
-        made = Checkpoint(root, self.name, probe.path)
-        return combine_details(ranks, made, notes=(what, *notes))
+        note = f"joined {counted(len(ranks), 'torch_xla FSDP rank file')}"
+        checkpoint = Checkpoint(root, self.name, probe.path)
+        return combine_details(ranks, checkpoint, notes=(note, *notes))
 
 
 XLA_XSER, XLA_FSDP = XlaXser(), XlaFsdp()
@@ -145,25 +150,29 @@ def find_tensor_files(probe: Probe) -> list[str]:
 
 def find_rank_files(probe: Probe) -> list[str]:
     """Return the rank files of a folder, in the order of the ranks."""
-    found = [one for name in probe.entries if (one := _RANK.fullmatch(name))]
-    found.sort(key=lambda one: int(one["rank"]))
-    return [os.path.join(probe.path, one.string) for one in found]
+    matches = [match for name in probe.entries if (match := _RANK.fullmatch(name))]
+    matches.sort(key=lambda match: int(match["rank"]))
+    return [os.path.join(probe.path, match.string) for match in matches]
 
 
 def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], list[str]]:
     """Return the tree of rank 0 with full parameters, and notes."""
-    books = [one.root["shard_metadata"] for one in ranks]
-    world = books[0]["world_size"]
-    stated = [one["rank"] for one in books]
-    called = f"rank-{{rank}}-of-{world}"
-    check_ranks(stated, world, called, folder, "copy it as well")
-    if stated != list(range(world)) or any(one["world_size"] != world for one in books):
-        what = f"has the files of ranks {listed(map(str, stated))}, but the world size is {world}"
-        raise CorruptFile(what, hint=ONE_SAVE)
+    shard_metadata = [rank.root["shard_metadata"] for rank in ranks]
+    world = shard_metadata[0]["world_size"]
+    stated = [metadata["rank"] for metadata in shard_metadata]
+    pattern = f"rank-{{rank}}-of-{world}"
+    check_ranks(stated, world, pattern, folder, "copy it as well")
+    if stated != list(range(world)) or any(
+        metadata["world_size"] != world for metadata in shard_metadata
+    ):
+        message = (
+            f"has the files of ranks {listed(map(str, stated))}, but the world size is {world}"
+        )
+        raise CorruptFile(message, hint=ONE_SAVE)
     infos = {
         f"{prefix}.{suffix}" if prefix else suffix: (prefix, info)
-        for prefix, every in books[0]["shard_info"].items()
-        for suffix, info in every.items()
+        for prefix, parameters in shard_metadata[0]["shard_info"].items()
+        for suffix, info in parameters.items()
     }
     model, unflattened = OrderedMap(), OrderedMap()  # in the order of torch_xla's own
     for name, first in ranks[0].root["model"].items():
@@ -172,54 +181,56 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any
                 raise CorruptFile(
                     f"shard_info does not list {printable(name)!r}", file=ranks[0].path
                 )
-            model[_bare(name)] = first  # a buffer, which all ranks have
+            model[_strip_wrappers(name)] = first  # a buffer, which all ranks have
             continue
         prefix, info = infos[name]
-        parts = [(one.root["model"].get(name), one.path) for one in ranks]
+        parts = [(rank.root["model"].get(name), rank.path) for rank in ranks]
         full = f"{prefix}.{info['_orig_name']}" if prefix else info["_orig_name"]
-        flat = books[0]["flatten_info"].get(full)
-        for key, one in _parameters(full, parse_sizes(info["_orig_size"]), flat, parts):
-            (model if flat is None else unflattened)[_bare(key)] = one
-    root = {key: one for key, one in ranks[0].root.items() if key != "shard_metadata"}
+        flat = shard_metadata[0]["flatten_info"].get(full)
+        for key, tensor in _split_parameter(full, parse_sizes(info["_orig_size"]), flat, parts):
+            (model if flat is None else unflattened)[_strip_wrappers(key)] = tensor
+    root = {key: node for key, node in ranks[0].root.items() if key != "shard_metadata"}
     notes = []
     if any(True for _ in find_tensors([root.get("optimizer")])):
         del root["optimizer"]
         notes.append("left out the optimizer state, which is in parts of flat parameters")
-    if books[0].get("buffer_info"):
-        names = sorted(map(_bare, books[0]["buffer_info"]))
+    if shard_metadata[0].get("buffer_info"):
+        names = sorted(map(_strip_wrappers, shard_metadata[0]["buffer_info"]))
         notes.append(f"buffers had another dtype in the model: {listed(names)}")
     model.update(unflattened)
     return {**root, "model": model}, notes
 
 
-def _bare(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def _parameters(
+def _split_parameter(
     name: str, shape: tuple[int, ...], flat: Any, parts: Sequence[tuple[Any, str]]
 ) -> Iterator[tuple[str, TensorRef]]:
-    """Yield the parameters in the concatenated parts of all ranks."""
+    """Yield the key and tensor of each parameter in the concatenated parts of all ranks."""
     first = parts[0][0]
     for part, path in parts:
         if not isinstance(part, TensorRef) or part.dtype != first.dtype:
             raise CorruptFile(f"{printable(name)!r} has another dtype than in rank 0", file=path)
         if len(part.shape) > 1 and part.shape[1:] != shape[1:]:
-            what = (
+            message = (
                 f"{printable(name)!r} of shape {list(shape)} has a part of shape {list(part.shape)}"
             )
-            raise CorruptFile(what, file=path, hint=ONE_SAVE)
-    whole = joined([row_major_data(part, printable(name), path) for part, path in parts])
-    below = name.rpartition(".")[0]
-    named = [(name, shape)]
+            raise CorruptFile(message, file=path, hint=ONE_SAVE)
+    joined_data = joined([row_major_data(part, printable(name), path) for part, path in parts])
+    parent = name.rpartition(".")[0]
+    keys_and_shapes = [(name, shape)]
     if flat is not None:
-        paths = (f"{below}.{one}" if below else one for one in flat[0])
-        named = list(zip(paths, map(parse_sizes, flat[1]), strict=True))
-    held, start = whole.length // first.itemsize, 0
-    if prod(shape) != sum(prod(one) for _, one in named) or prod(shape) > held:
-        what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
-        raise CorruptFile(what, file=parts[0][1], hint=ONE_SAVE)
-    for key, size in named:
-        data = whole.slice(start, prod(size) * first.itemsize)
+        paths = (f"{parent}.{suffix}" if parent else suffix for suffix in flat[0])
+        keys_and_shapes = list(zip(paths, map(parse_sizes, flat[1]), strict=True))
+    available, start = joined_data.length // first.itemsize, 0
+    if prod(shape) != sum(prod(size) for _, size in keys_and_shapes) or prod(shape) > available:
+        message = (
+            f"{printable(name)!r} of shape {list(shape)} has {available:,} elements in all ranks"
+        )
+        raise CorruptFile(message, file=parts[0][1], hint=ONE_SAVE)
+    for key, size in keys_and_shapes:
+        data = joined_data.slice(start, prod(size) * first.itemsize)
         start += data.length
         yield key, make_plain_tensor(key, first.dtype, size, data, first.device)

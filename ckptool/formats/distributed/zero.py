@@ -101,9 +101,11 @@ class _Vector(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return self.data.length // BY_NAME[self.dtype].itemsize
 
     def cut(self, start: int, count: int) -> ByteRange:
+        """Return the bytes of `count` elements from `start`."""
         itemsize = BY_NAME[self.dtype].itemsize
         return self.data.slice(start * itemsize, count * itemsize)
 
@@ -136,32 +138,32 @@ class DeepSpeed(Format):
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for the folder of a DeepSpeed run, or of one step."""
-        return probe.compute_once(_folder) is not None
+        return probe.compute_once(_find_step_folder) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of rank 0 with full tensors."""
-        step = _step(probe)
+        step = _parse_step(probe)
         own = (step.models[0], *step.optims)
         with open_together(own, probe.limits, TORCH_FILES) as (first, *optims):
             frozen = isinstance(first.root, dict) and first.root.get("frozen_param_shapes")
-            rest = step.models[1:] if frozen else ()  # these have nothing else
-            with open_together(rest, probe.limits, TORCH_FILES) as others:
+            other_models = step.models[1:] if frozen else ()  # these have nothing else
+            with open_together(other_models, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
                 with add_error_context(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed"):
-                    made = _join_files(step, models, optims, probe.limits)
+                    checkpoint = _join_files(step, models, optims, probe.limits)
         return combine_details(
             files,
-            replace(made, path=probe.path),
+            replace(checkpoint, path=probe.path),
             size=sum(map(probe.place.size, step.files)),
-            writer=" ".join(("DeepSpeed", str(made.root.get("ds_version", "")))).strip(),
-            notes=made.details.notes,
+            writer=" ".join(("DeepSpeed", str(checkpoint.root.get("ds_version", "")))).strip(),
+            notes=checkpoint.details.notes,
         )
 
 
 DEEPSPEED = DeepSpeed()
 
 
-def _folder(probe: Probe) -> str | None:
+def _find_step_folder(probe: Probe) -> str | None:
     """Return the folder of the step: the folder itself, or that in `latest`."""
     if any(map(_MODEL.fullmatch, probe.entries)):
         return probe.path
@@ -180,7 +182,7 @@ def _folder(probe: Probe) -> str | None:
 
 def is_step(probe: Probe) -> bool:
     """Return True for the folder of one DeepSpeed step."""
-    return probe.compute_once(_folder) == probe.path
+    return probe.compute_once(_find_step_folder) == probe.path
 
 
 def is_step_file(path: str) -> bool:
@@ -195,13 +197,16 @@ def find_step_files(probe: Probe) -> tuple[str, ...]:
     Raises:
         FileMissing, UnsupportedFormat: as in `DeepSpeed.read`.
     """
-    step = _step(probe)
+    step = _parse_step(probe)
     top = os.path.join(step.folder, _UNIVERSAL)
     names = sorted(probe.place.names(top)) if step.is_universal else []
-    return (*step.files, *(file for name in names for file in _files_of(os.path.join(top, name))))
+    return (
+        *step.files,
+        *(file for name in names for file in _list_parameter_files(os.path.join(top, name))),
+    )
 
 
-def _files_of(folder: str) -> list[str]:
+def _list_parameter_files(folder: str) -> list[str]:
     """Return the files of one parameter in a universal folder, the master first."""
     if not place_of(folder).is_folder(folder):
         return [folder] if folder.endswith(".pt") else []
@@ -210,111 +215,124 @@ def _files_of(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in ordered]
 
 
-def _step(probe: Probe) -> _Step:
-    folder = probe.compute_once(_folder) or probe.path
+def _parse_step(probe: Probe) -> _Step:
+    """Return the files of a step, checked to be complete."""
+    folder = probe.compute_once(_find_step_folder) or probe.path
     names = sorted(probe.place.names(folder))
-    found = {name: m for name in names if (m := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name))}
-    apart = [name for name in names if _APART.fullmatch(name)]
-    apart += [name for name, one in found.items() if int(one["mp"])]
-    if apart:
-        what = "has files with pipeline, expert or tensor parallelism, whose parts are not"
-        hint = f"open one of them: ckptool list {shell(os.path.join(folder, apart[0]))}"
-        raise UnsupportedFormat(f"{what} joined: {few(apart)}", file=folder, hint=hint)
-    models = {int(one["rank"] or 0): name for name, one in found.items() if one.re is _MODEL}
-    optims = {int(one["rank"]): name for name, one in found.items() if one.re is _OPTIM}
-    spread = any(one.re is _MODEL and one["rank"] for one in found.values())
+    matches = {name: m for name in names if (m := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name))}
+    unsupported = [name for name in names if _APART.fullmatch(name)]
+    unsupported += [name for name, match in matches.items() if int(match["mp"])]
+    if unsupported:
+        message = "has files with pipeline, expert or tensor parallelism, whose parts are not"
+        hint = f"open one of them: ckptool list {shell(os.path.join(folder, unsupported[0]))}"
+        raise UnsupportedFormat(f"{message} joined: {few(unsupported)}", file=folder, hint=hint)
+    models = {
+        int(match["rank"] or 0): name for name, match in matches.items() if match.re is _MODEL
+    }
+    optims = {int(match["rank"]): name for name, match in matches.items() if match.re is _OPTIM}
+    is_sliced = any(match.re is _MODEL and match["rank"] for match in matches.values())
     is_universal = _UNIVERSAL in names and not optims
     step = _Step(
         folder,
         tuple(os.path.join(folder, models[rank]) for rank in sorted(models)),
         tuple(os.path.join(folder, optims[rank]) for rank in sorted(optims)),
-        spread,
+        is_sliced,
         is_universal,
     )
     world = max((*models, *optims)) + 1
-    _check_ranks(step, models, world if spread else 1)
-    if optims or (spread and not is_universal):
+    _check_ranks(step, models, world if is_sliced else 1)
+    if optims or (is_sliced and not is_universal):
         _check_ranks(step, optims, world)
     return step
 
 
 def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
+    """Refuse a step without the files of exactly `world` ranks."""
     name = next(iter(files.values()), "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    called, hint = re.sub(r"(?<=zero_pp_rank_)\d+", "{rank}", name), ONE_SAVE
+    name_pattern, hint = re.sub(r"(?<=zero_pp_rank_)\d+", "{rank}", name), ONE_SAVE
     if not step.has_slices:
-        alone = shell(os.path.join(step.folder, "mp_rank_00_model_states.pt"))
+        model_file = shell(os.path.join(step.folder, "mp_rank_00_model_states.pt"))
         hint = (
-            f"copy it as well, or convert only the weights: ckptool convert {alone} OUT "
+            f"copy it as well, or convert only the weights: ckptool convert {model_file} OUT "
             "--model-only"
         )
-    check_ranks(files, world, called, step.folder, hint)
+    check_ranks(files, world, name_pattern, step.folder, hint)
 
 
 def _join_files(
     step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
 ) -> Checkpoint:
     """Return the tree of rank 0 with full tensors, with notes and the casts of its weights."""
-    first = _mapping(models[0].root, models[0].path)
+    first = _require_dict(models[0].root, models[0].path)
     module = first.get("module")
     if not isinstance(module, dict):
         raise UnsupportedFormat("has no weights under 'module'", file=models[0].path)
-    own = [_mapping(one.root, one.path, "optimizer_state_dict") for one in optims]
-    files = [one.path for one in optims]
+    rank_states = [_require_dict(file.root, file.path, "optimizer_state_dict") for file in optims]
+    files = [file.path for file in optims]
     if step.is_universal:
         path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
-        own, files = [_mapping(read_torch_file(path, limits), path)], [path]
-    if not own:
+        rank_states, files = [_require_dict(read_torch_file(path, limits), path)], [path]
+    if not rank_states:
         no_optimizer = ("the folder has no optimizer file",)
-        return _with_notes(first, () if first.get("optimizer") else no_optimizer)
-    shapes = _shapes(first.get("param_shapes"))
+        return _make_checkpoint(first, () if first.get("optimizer") else no_optimizer)
+    shapes = _parse_shapes(first.get("param_shapes"))
     if not step.is_universal:
-        _check_alike(step, own, files)
-    groups = _groups(own, files, shapes, vectors=not step.is_universal)
+        _check_alike(step, rank_states, files)
+    groups = _collect_groups(rank_states, files, shapes, vectors=not step.is_universal)
     if step.is_universal:
-        states = _universal(step.folder, groups, limits)
+        states = _read_universal(step.folder, groups, limits)
     else:
-        states = _states(groups, own, files, has_slices=step.has_slices)
+        states = _collect_states(groups, rank_states, files, has_slices=step.has_slices)
     for group in groups:
         for name in group.shapes:
-            states[name] |= {key: _own(f"{name}/{key}", n) for key, n in group.others.items()}
+            states[name] |= {
+                key: _copy_group_node(f"{name}/{key}", node) for key, node in group.others.items()
+            }
     optimizer = {
         "state": states,
-        "param_groups": _param_groups(own[0], [list(one.shapes) for one in groups]),
-        **{key: _number(one) for key, one in own[0].items() if key not in _BOOKS},
+        "param_groups": _name_param_groups(
+            rank_states[0], [list(group.shapes) for group in groups]
+        ),
+        **{key: _unwrap_enum(node) for key, node in rank_states[0].items() if key not in _BOOKS},
     }
     notes = [f"joined {counted(len(step.files), 'DeepSpeed file')}"]
-    kept = {key for one in groups for key in one.vectors}
-    held = (one.items() for one in _base(own[0])[0].values())
-    left = {str(key) for items in held for key, one in items if _is_long(one) and key not in kept}
-    if left and optims:
-        notes.append(f"left out the 8-bit optimizer state: {listed(sorted(left))}")
-    whole = {key: one for key, one in first.items() if key not in _PARTS}
-    whole["optimizer"] = optimizer
+    kept = {key for group in groups for key in group.vectors}
+    items = (
+        item for state in _split_base_state(rank_states[0])[0].values() for item in state.items()
+    )
+    skipped = {str(key) for key, node in items if _has_dimensions(node) and key not in kept}
+    if skipped and optims:
+        notes.append(f"left out the 8-bit optimizer state: {listed(sorted(skipped))}")
+    entries = {key: node for key, node in first.items() if key not in _PARTS}
+    entries["optimizer"] = optimizer
     if not step.has_slices:
-        return _with_notes(copy_with_items(first, whole), notes)
+        return _make_checkpoint(copy_with_items(first, entries), notes)
     weights = _cast_masters(module, states)
-    whole["module"] = _weights(first, models, weights.root["module"])
+    entries["module"] = _join_weights(first, models, weights.root["module"])
     return replace(
-        _with_notes(copy_with_items(first, whole), (*notes, *weights.details.notes)),
+        _make_checkpoint(copy_with_items(first, entries), (*notes, *weights.details.notes)),
         changes=weights.changes,
         reports=weights.reports,
     )
 
 
-def _with_notes(root: Any, notes: Sequence[str]) -> Checkpoint:
+def _make_checkpoint(root: Any, notes: Sequence[str]) -> Checkpoint:
+    """Return a checkpoint with these notes, which has no path yet."""
     return Checkpoint(root, DEEPSPEED.name, "", Details(notes=tuple(notes)))
 
 
-def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> None:
+def _check_alike(
+    step: _Step, rank_states: Sequence[Mapping[Any, Any]], files: Sequence[str]
+) -> None:
     """Raise an error unless the files are those of all ranks of one save."""
-    stated = own[0].get("partition_count")
+    stated = rank_states[0].get("partition_count")
     world = max(stated, default=None) if isinstance(stated, list) else stated
     if type(world) is int:
         names = {rank: os.path.basename(file) for rank, file in enumerate(files)}
         _check_ranks(step, names, world)
-    first = _marks(own[0])
-    for one, file in zip(own[1:], files[1:], strict=True):
-        marks = _marks(one)
+    first = _list_fingerprints(rank_states[0])
+    for state, file in zip(rank_states[1:], files[1:], strict=True):
+        marks = _list_fingerprints(state)
         pairs = zip(first, marks, strict=False)
         if len(marks) != len(first) or any(None not in pair and len({*pair}) > 1 for pair in pairs):
             what = (
@@ -323,82 +341,96 @@ def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[
             raise CorruptFile(what, file=file, hint=ONE_SAVE)
 
 
-def _marks(own: Mapping[Any, Any]) -> list[bytes | int | None]:
+def _list_fingerprints(rank_state: Mapping[Any, Any]) -> list[bytes | int | None]:
     """Return the facts that are equal in every rank's file of one save, without vectors.
 
     For a tensor it is the checksum; None if the file does not state it.
     """
-    states, groups = _base(own)
-    parts = (_number(own.get("zero_stage")), own.get("partition_count"), own.get("ds_version"))
-    marks: list[bytes | int | None] = [encode(one).data for one in parts]
-    for held in (*groups, *states.values()):
-        for key, value in (held or {}).items():
+    states, groups = _split_base_state(rank_state)
+    parts = (
+        _unwrap_enum(rank_state.get("zero_stage")),
+        rank_state.get("partition_count"),
+        rank_state.get("ds_version"),
+    )
+    fingerprints: list[bytes | int | None] = [encode(fact).data for fact in parts]
+    for mapping in (*groups, *states.values()):
+        for key, value in (mapping or {}).items():
             if not isinstance(value, TensorRef):
-                marks.append(encode((key, value)).data)
-            elif not _is_long(value):
-                marks.append(value.storage.crc32 if value.storage else None)
-    return marks
+                fingerprints.append(encode((key, value)).data)
+            elif not _has_dimensions(value):
+                fingerprints.append(value.storage.crc32 if value.storage else None)
+    return fingerprints
 
 
-def _base(own: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], list[dict[Any, Any]]]:
+def _split_base_state(
+    rank_state: Mapping[Any, Any],
+) -> tuple[Mapping[Any, Any], list[dict[Any, Any]]]:
     """Return the optimizer's state of each vector by number, and its groups."""
-    base = own.get("base_optimizer_state", own.get("optimizer_state_dict", own))
+    base = rank_state.get(
+        "base_optimizer_state", rank_state.get("optimizer_state_dict", rank_state)
+    )
     if isinstance(base, list):  # elastic: only the states
         return dict(enumerate(base)), []
     return base.get("state") or {}, base.get("param_groups") or []
 
 
-def _groups(
-    own: Sequence[Mapping[Any, Any]], files: Sequence[str], shapes: Sequence[Any], *, vectors: bool
+def _collect_groups(
+    rank_states: Sequence[Mapping[Any, Any]],
+    files: Sequence[str],
+    shapes: Sequence[Any],
+    *,
+    vectors: bool,
 ) -> list[_Group]:
-    """Return the parameters of each vector; with `vectors`, the elements of all ranks."""
-    flat = [
-        _flat(one, file) if vectors else [None] * len(shapes)
-        for one, file in zip(own, files, strict=True)
+    """Return the parameters of each vector; with `vectors`, also their elements in all ranks."""
+    rank_masters = [
+        _find_masters(rank_state, file) if vectors else [None] * len(shapes)
+        for rank_state, file in zip(rank_states, files, strict=True)
     ]
-    if any(len(one) != len(shapes) for one in flat):
-        numbers = listed(str(len(one)) for one in flat)
-        what = f"has {len(shapes)} parameter groups, but its ranks have {numbers} vectors"
-        raise UnsupportedFormat(what, file=files[0], hint=_SCRIPT)
-    states = [_base(one)[0] for one in own]
+    if any(len(masters) != len(shapes) for masters in rank_masters):
+        numbers = listed(str(len(masters)) for masters in rank_masters)
+        message = f"has {len(shapes)} parameter groups, but its ranks have {numbers} vectors"
+        raise UnsupportedFormat(message, file=files[0], hint=_SCRIPT)
+    states = [_split_base_state(rank_state)[0] for rank_state in rank_states]
     groups = []
-    for number, of_group in enumerate(shapes):
-        every = [one.get(number) or {} for one in states]
-        keys = [key for key, one in every[0].items() if _is_long(one)] if vectors else []
-        if any(every[0][key].dtype == "uint8" for key in keys):
+    for number, group_shapes in enumerate(shapes):
+        group_states = [state.get(number) or {} for state in states]
+        first = group_states[0]
+        keys = [key for key, node in first.items() if _has_dimensions(node)] if vectors else []
+        if any(first[key].dtype == "uint8" for key in keys):
             keys = []  # 8-bit states are in blocks, with scales next to them
-        nodes = {MASTER: [one[number] for one in flat]} if vectors else {}
-        nodes |= {key: [one.get(key) for one in every] for key in keys}
-        found = {
-            kind: [_vector(node, file) for node, file in zip(of_ranks, files, strict=True)]
+        nodes = {MASTER: [masters[number] for masters in rank_masters]} if vectors else {}
+        nodes |= {key: [state.get(key) for state in group_states] for key in keys}
+        by_kind = {
+            kind: [_make_vector(node, file) for node, file in zip(of_ranks, files, strict=True)]
             for kind, of_ranks in nodes.items()
         }
-        others = {key: one for key, one in every[0].items() if not _is_long(one)}
-        groups.append(_Group(of_group, found, others))
+        others = {key: node for key, node in first.items() if not _has_dimensions(node)}
+        groups.append(_Group(group_shapes, by_kind, others))
     return groups
 
 
-def _is_long(node: Any) -> bool:
+def _has_dimensions(node: Any) -> bool:
     return isinstance(node, TensorRef) and bool(node.shape)
 
 
-def _flat(own: Mapping[Any, Any], file: str) -> list[Any]:
+def _find_masters(rank_state: Mapping[Any, Any], file: str) -> list[Any]:
     """Return the flat vectors of fp32 masters in a rank's file."""
-    found = own.get("fp32_flat_groups", own.get("single_partition_of_fp32_groups"))
-    if not isinstance(found, (list, TensorRef)):
+    masters = rank_state.get("fp32_flat_groups", rank_state.get("single_partition_of_fp32_groups"))
+    if not isinstance(masters, (list, TensorRef)):
         raise UnsupportedFormat("has no fp32 master weights of ZeRO", file=file, hint=_SCRIPT)
-    return found if isinstance(found, list) else [found]
+    return masters if isinstance(masters, list) else [masters]
 
 
-def _vector(node: Any, file: str) -> _Vector:
+def _make_vector(node: Any, file: str) -> _Vector:
+    """Return a tensor with one dimension as a vector of its file."""
     if not isinstance(node, TensorRef) or len(node.shape) != 1:
         raise CorruptFile("an optimizer vector does not have one dimension", file=file)
     return _Vector(node.dtype, node.device, row_major_data(node, "a vector", file), file)
 
 
-def _states(
+def _collect_states(
     groups: Sequence[_Group],
-    own: Sequence[Mapping[Any, Any]],
+    rank_states: Sequence[Mapping[Any, Any]],
     files: Sequence[str],
     *,
     has_slices: bool,
@@ -407,89 +439,106 @@ def _states(
     states: dict[str, dict[Any, Any]] = {}
     for number, group in enumerate(groups):
         if has_slices:
-            pieces = _find_sliced(group, len(files))
+            pieces = _find_even_slices(group, len(files))
         else:
-            mapped = [_at(one.get("param_slice_mappings"), number) for one in own]
-            paddings = _at(own[0].get("param_alignment_paddings"), number)
-            every = all(isinstance(one, dict) for one in mapped)
-            pieces = _find_mapped(group, mapped) if every else _find_in_row(group, paddings)
+            mappings = [
+                _get_item(state.get("param_slice_mappings"), number) for state in rank_states
+            ]
+            paddings = _get_item(rank_states[0].get("param_alignment_paddings"), number)
+            has_mappings = all(isinstance(mapping, dict) for mapping in mappings)
+            pieces = (
+                _find_stated_slices(group, mappings)
+                if has_mappings
+                else _find_consecutive_slices(group, paddings)
+            )
         for name, shape in group.shapes.items():
             states[name] = {
-                kind: _tensor(
-                    name if kind == MASTER else f"{name}/{kind}", shape, every, pieces[name]
+                kind: _make_tensor(
+                    name if kind == MASTER else f"{name}/{kind}", shape, vectors, pieces[name]
                 )
-                for kind, every in group.vectors.items()
+                for kind, vectors in group.vectors.items()
             }
     return states
 
 
-def _find_sliced(group: _Group, world: int) -> dict[str, Find]:
+def _find_even_slices(group: _Group, world: int) -> dict[str, Find]:
     """Find the slices of stage 3: every rank has equally many elements of each, padded."""
     # deepspeed/utils/zero_to_fp32.py, zero3_partitioned_param_info: ceil(numel / world) elements.
     start, pieces = 0, dict[str, Find]()
     for name, shape in group.shapes.items():
-        pieces[name] = partial(_slices, start, prod(shape), world)
+        pieces[name] = partial(_slice_evenly, start, prod(shape), world)
         start += -(-prod(shape) // world)
     return pieces
 
 
-def _slices(start: int, numel: int, world: int) -> list[Piece]:
+def _slice_evenly(start: int, numel: int, world: int) -> list[Piece]:
+    """Return the pieces of a parameter with equally many elements in each rank, the last padded."""
     count = -(-numel // world)
-    rest = (numel - rank * count for rank in range(world))
-    return [(rank, start, min(n, count)) for rank, n in enumerate(rest) if n > 0]
+    remaining = (numel - rank * count for rank in range(world))
+    return [(rank, start, min(n, count)) for rank, n in enumerate(remaining) if n > 0]
 
 
-def _find_mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, Find]:
+def _find_stated_slices(group: _Group, mappings: Sequence[Mapping[Any, Any]]) -> dict[str, Find]:
     """Find the slices stated in each rank's file."""
     pieces: dict[str, list[Piece]] = {name: [] for name in group.shapes}
-    for rank, one in enumerate(mapped):
-        for name, address in one.items():
-            found = attributes_of(address)
-            pieces[name].append((rank, index(found["start"]), index(found["numel"])))
-    return {name: every.copy for name, every in pieces.items()}
+    for rank, mapping in enumerate(mappings):
+        for name, address in mapping.items():
+            attributes = attributes_of(address)
+            pieces[name].append((rank, index(attributes["start"]), index(attributes["numel"])))
+    return {name: parameter_pieces.copy for name, parameter_pieces in pieces.items()}
 
 
-def _find_in_row(group: _Group, paddings: Any) -> dict[str, Find]:
+def _find_consecutive_slices(group: _Group, paddings: Any) -> dict[str, Find]:
     """Find the slices in the concatenated vectors of all ranks, with parameters in order."""
     vectors = group.vectors[MASTER]
-    ends = list(accumulate(one.numel for one in vectors))
+    ends = list(accumulate(vector.numel for vector in vectors))
     start, pieces = 0, dict[str, Find]()
     for number, (name, shape) in enumerate(group.shapes.items()):
         stop = start + prod(shape)
-        every = [
-            (rank, max(start - end + one.numel, 0), min(stop, end) - max(start, end - one.numel))
-            for rank, (one, end) in enumerate(zip(vectors, ends, strict=True))
-            if max(start, end - one.numel) < min(stop, end)
+        parameter_pieces = [
+            (
+                rank,
+                max(start - end + vector.numel, 0),
+                min(stop, end) - max(start, end - vector.numel),
+            )
+            for rank, (vector, end) in enumerate(zip(vectors, ends, strict=True))
+            if max(start, end - vector.numel) < min(stop, end)
         ]
-        pieces[name] = every.copy
-        padding = _at(paddings, number)
+        pieces[name] = parameter_pieces.copy
+        padding = _get_item(paddings, number)
         start = stop + (padding if type(padding) is int and padding > 0 else 0)
     # deepspeed/utils/zero_to_fp32.py, zero2_align: the whole vector is padded to 2 * world.
     align = 2 * len(vectors)
     if -(-start // align) != -(-ends[-1] // align):
-        what = f"the parameters need {start:,} elements, but the ranks have {ends[-1]:,}"
-        raise CorruptFile(what, file=vectors[0].file, hint=ONE_SAVE)
+        message = f"the parameters need {start:,} elements, but the ranks have {ends[-1]:,}"
+        raise CorruptFile(message, file=vectors[0].file, hint=ONE_SAVE)
     return pieces
 
 
-def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find: Find) -> TensorRef:
+def _make_tensor(
+    name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find: Find
+) -> TensorRef:
     """Return the tensor made of pieces of the ranks' vectors."""
     first, pieces = vectors[0], find()
     for rank, start, count in pieces:
-        one = vectors[rank]
-        if one.dtype != first.dtype:
-            what = (
-                f"{printable(name)!r} is {first.dtype} in the first file and {one.dtype} in this "
-                "file"
+        vector = vectors[rank]
+        if vector.dtype != first.dtype:
+            message = (
+                f"{printable(name)!r} is {first.dtype} in the first file and {vector.dtype} in "
+                "this file"
             )
-            raise CorruptFile(what, file=one.file, hint=ONE_SAVE)
-        if start + count > one.numel:
-            what = f"{printable(name)!r} needs elements {start:,} to {start + count:,} of a vector"
-            raise CorruptFile(f"{what} with {one.numel:,} elements", file=one.file, hint=ONE_SAVE)
-    held = sum(count for _, _, count in pieces)
-    if held != prod(shape):
-        what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
-        raise CorruptFile(what, file=first.file, hint=ONE_SAVE)
+            raise CorruptFile(message, file=vector.file, hint=ONE_SAVE)
+        if start + count > vector.numel:
+            message = (
+                f"{printable(name)!r} needs elements {start:,} to {start + count:,} of a vector"
+            )
+            raise CorruptFile(
+                f"{message} with {vector.numel:,} elements", file=vector.file, hint=ONE_SAVE
+            )
+    total = sum(count for _, _, count in pieces)
+    if total != prod(shape):
+        message = f"{printable(name)!r} of shape {list(shape)} has {total:,} elements in all ranks"
+        raise CorruptFile(message, file=first.file, hint=ONE_SAVE)
     if len(pieces) > 1:  # found on reading: thousands of ranks have millions of pieces
         size = prod(shape) * BY_NAME[first.dtype].itemsize
         data = late(first.file, size, partial(_join_pieces, vectors, find))
@@ -499,10 +548,11 @@ def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find:
 
 
 def _join_pieces(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, None]:
+    """Return the bytes of all pieces in order, without a CRC-32."""
     return joined([vectors[rank].cut(start, count) for rank, start, count in find()]), None
 
 
-def _own(name: str, node: Any) -> Any:
+def _copy_group_node(name: str, node: Any) -> Any:
     """Return a group's node for one of its parameters, numbers in their own storage."""
     if isinstance(node, TensorRef) and node.storage is not None:
         return replace(node, storage=replace(node.storage, key=name))
@@ -515,129 +565,145 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
     The placeholder of a weight in the file of rank 0 has its dtype. A master with this dtype, or
     with an unknown one, is the weight, and is removed from the optimizer state.
     """
-    types: dict[str | None, dict[str, TensorRef]] = {}
+    by_dtype: dict[str | None, dict[str, TensorRef]] = {}
     for name, state in states.items():
-        dtype = one.dtype if isinstance(one := module.get(name), TensorRef) else None
-        known = dtype is not None and BY_NAME[dtype].floating
-        types.setdefault(dtype if known else None, {})[name] = state[MASTER]
+        placeholder = module.get(name)
+        dtype = placeholder.dtype if isinstance(placeholder, TensorRef) else None
+        is_floating = dtype is not None and BY_NAME[dtype].floating
+        by_dtype.setdefault(dtype if is_floating else None, {})[name] = state[MASTER]
     from ckptool.transforms import Cast  # the only reader that computes, as training did
 
-    found, made, notes = dict[str, TensorRef](), _with_notes({}, ()), list[str]()
+    trained, cast_checkpoint, notes = dict[str, TensorRef](), _make_checkpoint({}, ()), list[str]()
     changes = list[Change]()
-    for dtype, masters in types.items():
+    for dtype, masters in by_dtype.items():
         weights = counted(len(masters), "weight")
         if dtype is None:
-            what = "fp32, as in the master weights, because no file states their dtype in training"
-            notes.append(f"kept {weights} {what}: {few(list(masters))}")
-        elif any(one.dtype != dtype for one in masters.values()):
-            what = f"rounded {weights} to {dtype} from the fp32 master weights, as in training"
-            notes.append(f"{what}; use --master (master=True) for the master weights")
+            message = (
+                "fp32, as in the master weights, because no file states their dtype in training"
+            )
+            notes.append(f"kept {weights} {message}: {few(list(masters))}")
+        elif any(master.dtype != dtype for master in masters.values()):
+            message = f"rounded {weights} to {dtype} from the fp32 master weights, as in training"
+            notes.append(f"{message}; use --master (master=True) for the master weights")
             changes.append(Change("cast", notes[-1], len(masters)))
             cast = Cast(dtype, cast_optimizer=True, allow_overflow=True, raw=True)
-            made = cast(made.with_root({"module": masters}))
-            masters = made.root["module"]
-        found |= masters
+            cast_checkpoint = cast(cast_checkpoint.with_root({"module": masters}))
+            masters = cast_checkpoint.root["module"]
+        trained |= masters
     for name, state in states.items():
-        if found[name] is state[MASTER]:
+        if trained[name] is state[MASTER]:
             del state[MASTER]
     return replace(
-        _with_notes({"module": found}, notes), changes=tuple(changes), reports=made.reports
+        _make_checkpoint({"module": trained}, notes),
+        changes=tuple(changes),
+        reports=cast_checkpoint.reports,
     )
 
 
-def _weights(
+def _join_weights(
     first: Mapping[Any, Any], models: Sequence[Checkpoint], trained: Mapping[str, TensorRef]
 ) -> dict[Any, Any]:
     """Return the state dict of stage 3: `trained` weights, frozen ones, ties, and its buffers."""
-    module, found = first["module"], dict(trained)
+    module, weights = first["module"], dict(trained)
     frozen = first.get("frozen_param_shapes")
     if isinstance(frozen, dict):
-        parts = [_mapping(one.root, one.path, "frozen_param_fragments") for one in models]
-        for name, shape in _shapes([frozen])[0].items():
+        parts = [_require_dict(file.root, file.path, "frozen_param_fragments") for file in models]
+        for name, shape in _parse_shapes([frozen])[0].items():
             vectors = [
-                _vector(part.get(name), one.path) for part, one in zip(parts, models, strict=True)
+                _make_vector(part.get(name), file.path)
+                for part, file in zip(parts, models, strict=True)
             ]
             group = _Group({name: shape}, {}, {})
-            found[name] = _tensor(name, shape, vectors, _find_sliced(group, len(models))[name])
+            weights[name] = _make_tensor(
+                name, shape, vectors, _find_even_slices(group, len(models))[name]
+            )
     ties = first.get("shared_params")
     for name, kept in ties.items() if isinstance(ties, dict) else ():
-        if kept in found:
-            found[name] = found[kept]
-    kept = {*found, *(first.get("buffer_names") or ())}
-    for name, one in module.items():
-        if isinstance(one, TensorRef) and one.shape == (0,) and name not in kept:
-            what = f"the weight {printable(str(name))!r} is not in any file"
-            raise CorruptFile(what, file=models[0].path, hint=ONE_SAVE)
-    return copy_with_items(module, {**module, **found})
+        if kept in weights:
+            weights[name] = weights[kept]
+    stored_names = {*weights, *(first.get("buffer_names") or ())}
+    for name, node in module.items():
+        if isinstance(node, TensorRef) and node.shape == (0,) and name not in stored_names:
+            message = f"the weight {printable(str(name))!r} is not in any file"
+            raise CorruptFile(message, file=models[0].path, hint=ONE_SAVE)
+    return copy_with_items(module, {**module, **weights})
 
 
-def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[str, dict[Any, Any]]:
+def _read_universal(
+    folder: str, groups: Sequence[_Group], limits: Limits
+) -> dict[str, dict[Any, Any]]:
+    """Return the states of each parameter from its folder in a universal checkpoint."""
     top = os.path.join(folder, _UNIVERSAL)
     names, states = place_of(top).names(top), {}
     hint = "create the folder again with ds_to_universal.py"
     for group in groups:
-        known: set[str] = set()
+        kinds: set[str] = set()
         for name, shape in group.shapes.items():
             if name not in names:
-                what = f"the folder of {printable(name)!r} is missing"
-                raise FileMissing(what, file=top, hint=hint)
+                message = f"the folder of {printable(name)!r} is missing"
+                raise FileMissing(message, file=top, hint=hint)
             states[name] = {
-                os.path.basename(file)[: -len(".pt")]: _stored(name, file, shape, limits)
-                for file in _files_of(os.path.join(top, name))
+                os.path.basename(file)[: -len(".pt")]: _read_state(name, file, shape, limits)
+                for file in _list_parameter_files(os.path.join(top, name))
             }
-            known = known or set(states[name])
-            for kind in sorted(known ^ set(states[name])):
-                what = f"only one of {printable(name)!r} and"
+            kinds = kinds or set(states[name])
+            for kind in sorted(kinds ^ set(states[name])):
+                message = f"only one of {printable(name)!r} and"
                 other = printable(next(iter(group.shapes)))
-                raise FileMissing(f"{what} {other!r} has {kind}.pt", file=top, hint=hint)
+                raise FileMissing(f"{message} {other!r} has {kind}.pt", file=top, hint=hint)
     return states
 
 
-def _stored(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any:
-    found = read_torch_file(path, limits)
-    if isinstance(found, dict):
-        found = found.get("param")
-    if not isinstance(found, TensorRef):
-        return found
-    if len(found.shape) == 1 and found.shape != shape and found.numel >= prod(shape):
-        vector = _vector(found, path)  # stage 3: flat
-        return _tensor(name, shape, [vector], partial(_slices, 0, prod(shape), 1))
-    return replace(found, requires_grad=False, wrapping=())
+def _read_state(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any:
+    """Return one state of a parameter: a tensor of its shape, or a number."""
+    node = read_torch_file(path, limits)
+    if isinstance(node, dict):
+        node = node.get("param")
+    if not isinstance(node, TensorRef):
+        return node
+    if len(node.shape) == 1 and node.shape != shape and node.numel >= prod(shape):
+        vector = _make_vector(node, path)  # stage 3: flat
+        return _make_tensor(name, shape, [vector], partial(_slice_evenly, 0, prod(shape), 1))
+    return replace(node, requires_grad=False, wrapping=())
 
 
-def _param_groups(own: Mapping[Any, Any], names: Sequence[list[str]]) -> list[dict[Any, Any]]:
-    """Return the optimizer groups with their parameter names."""
-    groups = _base(own)[1]
-    numbers = [number for one in groups for number in one.get("params", ())]
+def _name_param_groups(
+    rank_state: Mapping[Any, Any], names: Sequence[list[str]]
+) -> list[dict[Any, Any]]:
+    """Return the optimizer groups with parameter names in place of vector numbers."""
+    groups = _split_base_state(rank_state)[1]
+    numbers = [number for group in groups for number in group.get("params", ())]
     if numbers != list(range(len(names))):
-        return [{"params": one} for one in names]
+        return [{"params": group_names} for group_names in names]
     return [
-        {**one, "params": [name for number in one["params"] for name in names[number]]}
-        for one in groups
+        {**group, "params": [name for number in group["params"] for name in names[number]]}
+        for group in groups
     ]
 
 
-def _shapes(groups: Any) -> list[dict[str, tuple[int, ...]]]:
+def _parse_shapes(groups: Any) -> list[dict[str, tuple[int, ...]]]:
     """Return the names and shapes in `param_shapes`: one dict per group, or a single one."""
-    found = [dict(group) for group in (groups if isinstance(groups, list) else [groups])]
-    for name, shape in (item for group in found for item in group.items()):
+    shapes = [dict(group) for group in (groups if isinstance(groups, list) else [groups])]
+    for name, shape in (item for group in shapes for item in group.items()):
         if not isinstance(name, str) or parse_sizes(shape) != shape:
             raise CorruptFile(f"has no valid shape of the parameter {printable(repr(name))}")
-    return found
+    return shapes
 
 
-def _mapping(root: Any, file: str, key: str | None = None) -> dict[Any, Any]:
-    found = root.get(key) if key and isinstance(root, dict) else root
-    if not isinstance(found, dict):
+def _require_dict(root: Any, file: str, key: str | None = None) -> dict[Any, Any]:
+    """Return the dict at the root of a file, or under a key."""
+    node = root.get(key) if key and isinstance(root, dict) else root
+    if not isinstance(node, dict):
         raise UnsupportedFormat(f"has no dict {printable(key or 'at its root')}", file=file)
-    return found
+    return node
 
 
-def _at(node: Any, number: int) -> Any:
+def _get_item(node: Any, number: int) -> Any:
+    """Return the item of a list, or None."""
     return node[number] if isinstance(node, list) and number < len(node) else None
 
 
-def _number(node: Any) -> Any:
+def _unwrap_enum(node: Any) -> Any:
     """Return the value of a DeepSpeed Enum member, or any other node unchanged."""
     match node:
         case Opaque(args=(number,)) if node.class_name.endswith("ZeroStageEnum"):

@@ -43,8 +43,8 @@ class Cursor:
         begin = self.position
         self.position += length
         if self.position > self.source.size:
-            what = f"the file ends within a value at {begin:,}"
-            raise CorruptFile(what)
+            message = f"the file ends within a value at {begin:,}"
+            raise CorruptFile(message)
         check_limit("the header has", self.position, "bytes", self._end)
         return begin
 

@@ -59,39 +59,39 @@ class Flax(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return True if it starts with a map with a text as first key."""
+        """Return whether the file begins with a map whose first key is text."""
         return _MAP_OF_NAMES.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return one state dict with dotted keys; for a TrainState also its other entries."""
         source = probe.require_source()
         reader = _Reader(source, probe.limits)
-        tree = reader.value(0)
+        tree = reader.read_value(0)
         if reader.position != source.size:
-            rest = source.size - reader.position
-            raise CorruptFile(f"has {rest:,} bytes after its end")
+            trailing = source.size - reader.position
+            raise CorruptFile(f"has {trailing:,} bytes after its end")
         if not isinstance(tree, dict):
             raise CorruptFile("does not contain a dict of arrays")
         root: dict[Any, Any] = _flatten_names(tree, probe.limits)
         if not (reader.unknown or any(find_tensors([tree]))):
             keys = f"has the keys {few(list(map(str, tree)))}" if tree else "is empty"
-            what = f"a MessagePack file without an array: it {keys}"
-            text = f"{probe.path} is {what}"
+            message = f"a MessagePack file without an array: it {keys}"
+            text = f"{probe.path} is {message}"
             hint = "read it with msgpack.unpackb, or give the checkpoint itself"
             raise UnsupportedFormat(text, file=probe.path, hint=hint)
         if _TRAINING in tree:
             if _MODEL not in tree:
                 tree[_MODEL] = {key: tree.pop(key) for key in _VARIABLES if key in tree}
             root = {
-                key: _flatten_names(one, probe.limits) if isinstance(one, dict) else one
-                for key, one in tree.items()
+                key: _flatten_names(node, probe.limits) if isinstance(node, dict) else node
+                for key, node in tree.items()
             }
             if isinstance(root[_MODEL], OrderedMap):
                 root[_MODEL].attributes[OF_THE_MODEL] = {}
         details = Details(
             size=source.size,
             writer="Flax",
-            storage_bytes=sum(one.nbytes for one in find_tensors([root])),
+            storage_bytes=sum(node.nbytes for node in find_tensors([root])),
             left_behind=tuple(reader.unknown),
         )
         return Checkpoint(root, self.name, probe.path, details, sources=(source,))
@@ -101,34 +101,37 @@ FLAX = Flax()
 
 
 def _flatten_names(tree: dict[str, Any], limits: Limits) -> OrderedMap:
-    found, left = OrderedMap(), limits.max_header_bytes
+    """Return the arrays of nested dicts under dotted keys."""
+    flat, bytes_left = OrderedMap(), limits.max_header_bytes
 
     def walk(node: Any, name: str) -> None:
-        nonlocal left
-        left -= len(name)
-        if left < 0:
+        """Add the arrays of a node, whose keys begin with `name`."""
+        nonlocal bytes_left
+        bytes_left -= len(name)
+        if bytes_left < 0:
             raise LimitExceeded("the names of its arrays need too much memory")
         if isinstance(node, dict):
-            for key, one in node.items():
-                walk(one, f"{name}.{key}" if name else key)
-        elif name in found:
+            for key, child in node.items():
+                walk(child, f"{name}.{key}" if name else key)
+        elif name in flat:
             raise CorruptFile(f"two arrays have the name {printable(name)!r}")
         else:
-            found[name] = node
+            flat[name] = node
 
     walk(tree, "")
-    return found
+    return flat
 
 
 class _Reader(Cursor):
     """Reads the values of a file in order, without the bytes of arrays."""
 
     def __init__(self, source: Source, limits: Limits) -> None:
+        """Start at the first byte of `source`."""
         super().__init__(source, limits, is_header=False)
         self.unknown: list[str] = []
         """Notes on arrays with dtypes that torch does not have."""
 
-    def value(self, depth: int) -> Any:
+    def read_value(self, depth: int) -> Any:
         """Return the next value: dicts for maps and lists, a TensorRef for an array."""
         self.charge(_WEIGHT)
         check_limit("values are nested", depth, "deep", self.limits.max_depth)
@@ -141,52 +144,55 @@ class _Reader(Cursor):
             return self.read_numbers(_NUMBERS[code])[0]
         if code <= 0xBF:
             kind = "map" if code <= 0x8F else "list" if code <= 0x9F else "text"
-            return self._of_length(kind, code & (0x1F if kind == "text" else 0x0F), depth)
+            return self._read_sized(kind, code & (0x1F if kind == "text" else 0x0F), depth)
         if 0xD4 <= code <= 0xD8:
-            return self._extension(1 << (code - 0xD4), depth)
+            return self._read_extension(1 << (code - 0xD4), depth)
         if code not in _LENGTHS:
             raise self._damaged_error(f"byte {code:#x} does not begin a value")
         kind, layout = _LENGTHS[code]
-        return self._of_length(kind, self.read_numbers(layout)[0], depth)
+        return self._read_sized(kind, self.read_numbers(layout)[0], depth)
 
-    def _of_length(self, kind: str, length: int, depth: int) -> Any:
+    def _read_sized(self, kind: str, length: int, depth: int) -> Any:
+        """Return the text, bytes, list, map or extension of the stated length."""
         if kind in ("text", "bytes"):
             raw = self.read_bytes(length)
             return raw.decode("utf-8", "replace") if kind == "text" else raw
         if kind == "extension":
-            return self._extension(length, depth)
+            return self._read_extension(length, depth)
         if kind == "list":
-            return {str(number): self.value(depth + 1) for number in range(length)}
-        found: dict[str, Any] = {}
+            return {str(number): self.read_value(depth + 1) for number in range(length)}
+        entries: dict[str, Any] = {}
         for _ in range(length):
-            key = self.value(depth + 1)
-            if isinstance(key, (dict, TensorRef)) or str(key) in found:
+            key = self.read_value(depth + 1)
+            if isinstance(key, (dict, TensorRef)) or str(key) in entries:
                 raise self._damaged_error("a key is not text, or occurs twice")
-            found[str(key)] = self.value(depth + 1)
-        return self._whole(found) if found.get(_CHUNKED) is True else found
+            entries[str(key)] = self.read_value(depth + 1)
+        return self._join_chunks(entries) if entries.get(_CHUNKED) is True else entries
 
-    def _extension(self, length: int, depth: int) -> Any:
+    def _read_extension(self, length: int, depth: int) -> Any:
+        """Return the array, complex number or name of an extension."""
         code = self.read_bytes(1)[0]
         end = self.position + length
         if code not in (*_ARRAYS, _COMPLEX):
             self.skip(length)
             return f"extension {code}"
         if code == _COMPLEX:
-            parts = self.value(depth + 1)
+            parts = self.read_value(depth + 1)
             pair = tuple(parts.values()) if isinstance(parts, dict) else ()
-            if len(pair) != 2 or not all(isinstance(one, (int, float)) for one in pair):
+            if len(pair) != 2 or not all(isinstance(part, (int, float)) for part in pair):
                 raise self._damaged_error("a complex number does not have two numbers")
-            found: Any = complex(*pair)
+            value: Any = complex(*pair)
         else:
-            found = self._array(depth)
+            value = self._read_array(depth)
         if self.position != end:
             raise self._damaged_error("an array does not have its stated length")
-        return found
+        return value
 
-    def _array(self, depth: int) -> Any:
+    def _read_array(self, depth: int) -> Any:
+        """Return the array of an extension: its shape, dtype and bytes."""
         if self.read_bytes(1) != b"\x93":
             raise self._damaged_error("an array does not consist of a shape, a type and bytes")
-        shape, dtype = self._shape(self.value(depth + 1)), self.value(depth + 1)
+        shape, dtype = self._check_shape(self.read_value(depth + 1)), self.read_value(depth + 1)
         kind, layout = _LENGTHS.get(self.read_bytes(1)[0], ("", ""))
         if kind != "bytes":
             raise self._damaged_error("an array has no bytes")
@@ -198,23 +204,24 @@ class _Reader(Cursor):
             return text
         return make_plain_tensor(str(begin), dtype, shape, ByteRange(self.source, begin, length))
 
-    def _whole(self, found: dict[str, Any]) -> TensorRef:
+    def _join_chunks(self, entry: dict[str, Any]) -> TensorRef:
         """Return the array for a dict of chunks."""
-        sizes, chunks = found.get("shape"), found.get("chunks")
+        sizes, chunks = entry.get("shape"), entry.get("chunks")
         parts = list(chunks.values()) if isinstance(chunks, dict) else []
-        if not parts or not all(isinstance(one, TensorRef) for one in parts):
+        if not parts or not all(isinstance(part, TensorRef) for part in parts):
             raise self._damaged_error("a chunked array has no chunks")
-        if len({one.dtype for one in parts}) > 1:
+        if len({part.dtype for part in parts}) > 1:
             raise self._damaged_error("a chunked array has chunks of different dtypes")
-        data, shape = joined([one.data for one in parts]), self._shape(sizes)
+        data, shape = joined([part.data for part in parts]), self._check_shape(sizes)
         return make_plain_tensor(str(self.position), parts[0].dtype, shape, data)
 
-    def _shape(self, sizes: Any) -> tuple[int, ...]:
+    def _check_shape(self, sizes: Any) -> tuple[int, ...]:
+        """Return the shape in a list of sizes."""
         shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
-        if not all(type(one) is int and one >= 0 for one in shape):
+        if not all(type(size) is int and size >= 0 for size in shape):
             raise self._damaged_error("an array has no shape")
         check_limit("an array has", len(shape), "dimensions", self.limits.max_dimensions)
         return shape
 
-    def _damaged_error(self, what: str) -> CheckpointError:
-        return CorruptFile(f"{what}, at {self.position:,}")
+    def _damaged_error(self, fact: str) -> CheckpointError:
+        return CorruptFile(f"{fact}, at {self.position:,}")

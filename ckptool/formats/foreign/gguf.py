@@ -73,6 +73,8 @@ _QUANTIZED = {
 
 
 class _Entry(NamedTuple):
+    """A tensor in the header: its type by number, and its offset in the tensor data."""
+
     name: str
     shape: tuple[int, ...]
     type: int
@@ -93,7 +95,7 @@ class Gguf(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return True if it starts with the magic number."""
+        """Return whether the file begins with the magic number."""
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -106,11 +108,11 @@ class Gguf(Format):
             raise CorruptFile(f"the alignment is {printable(repr(alignment))}")
         start = -(-header.position // alignment) * alignment
         root = OrderedMap()
-        for one in entries:
-            if one.name in root:
-                raise CorruptFile(f"tensor {printable(one.name)!r} occurs twice")
-            root[one.name] = _tensor(source, start, one)
-        texts = {key: str(one) for key, one in facts.items() if key.startswith("general.")}
+        for entry in entries:
+            if entry.name in root:
+                raise CorruptFile(f"tensor {printable(entry.name)!r} occurs twice")
+            root[entry.name] = _make_tensor(source, start, entry)
+        texts = {key: str(value) for key, value in facts.items() if key.startswith("general.")}
         return Checkpoint(
             root,
             self.name,
@@ -118,7 +120,7 @@ class Gguf(Format):
             Details(
                 size=source.size,
                 storage_bytes=source.size - min(start, source.size),
-                notes=tuple(_notes(entries)),
+                notes=tuple(_describe_types(entries)),
                 header=texts,
             ),
             sources=(source,),
@@ -136,32 +138,33 @@ class _Header(Cursor):
         version = self.read_numbers("<4sI")[1]
         if version not in _VERSIONS:
             turned = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            what = "is big-endian" if turned else f"is of version {version}"
-            raise UnsupportedFormat(f"{what}, which is not supported")
+            message = "is big-endian" if turned else f"is of version {version}"
+            raise UnsupportedFormat(f"{message}, which is not supported")
         tensors, pairs = self.read_numbers("<QQ")
         facts = {}
         for _ in range(pairs):
-            key = self._text()
-            value = self._value(*self.read_numbers("<I"))
+            key = self._read_text()
+            value = self._read_value(*self.read_numbers("<I"))
             if value is not None:
                 facts[key] = value
-        return facts, [self._entry() for _ in range(tensors)]
+        return facts, [self._read_entry() for _ in range(tensors)]
 
-    def _entry(self) -> _Entry:
+    def _read_entry(self) -> _Entry:
+        """Return the next tensor of the header."""
         self.charge(_WEIGHT)
-        name = self._text()
+        name = self._read_text()
         (count,) = self.read_numbers("<I")
         check_limit(f"{printable(name)!r} has", count, "dimensions", self.limits.max_dimensions)
         sizes = self.read_numbers(f"<{count}Q")
         return _Entry(name, tuple(reversed(sizes)), *self.read_numbers("<IQ"))
 
-    def _value(self, type: int, depth: int = 0) -> Any:
+    def _read_value(self, type: int, depth: int = 0) -> Any:
         """Return a value; None for a list, which is skipped."""
         self.charge(1)
         if type in _SCALARS:
             return self.read_numbers(_SCALARS[type])[0]
         if type == _STRING:
-            return self._text()
+            return self._read_text()
         if type != _ARRAY or depth > 1:
             raise CorruptFile(f"an entry has the unknown type {type}")
         inner, count = self.read_numbers("<IQ")
@@ -169,46 +172,50 @@ class _Header(Cursor):
             self.skip(count * struct.calcsize(_SCALARS[inner]))
         else:
             for _ in range(count):
-                self._value(inner, depth + 1)
+                self._read_value(inner, depth + 1)
         return None
 
-    def _text(self) -> str:
+    def _read_text(self) -> str:
+        """Return the next text, which follows its length."""
         (length,) = self.read_numbers("<Q")
         return self.read_bytes(length).decode("utf-8", "replace")
 
 
-def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
-    elements, plain = prod(one.shape), _PLAIN.get(one.type)
-    if plain is None and one.type not in _QUANTIZED:
-        return _unknown(source, one, elements)
-    name, block, size = _QUANTIZED.get(one.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
-    if one.shape[-1:] and one.shape[-1] % block:
-        what = (
-            f"tensor {printable(one.name)!r} has rows of {one.shape[-1]} elements, in blocks of "
-            f"{block}"
+def _make_tensor(source: Source, start: int, entry: _Entry) -> TensorRef:
+    """Return the tensor of an entry, dequantized on reading; tensor data begins at `start`."""
+    elements, plain = prod(entry.shape), _PLAIN.get(entry.type)
+    if plain is None and entry.type not in _QUANTIZED:
+        return _make_unreadable_tensor(source, entry, elements)
+    name, block, size = _QUANTIZED.get(entry.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
+    if entry.shape[-1:] and entry.shape[-1] % block:
+        message = (
+            f"tensor {printable(entry.name)!r} has rows of {entry.shape[-1]} elements, in blocks "
+            f"of {block}"
         )
-        raise CorruptFile(what)
-    with add_error_context(source.name, f"tensor {printable(one.name)!r}"):
-        data = ByteRange(source, start + one.offset, elements // block * size)
+        raise CorruptFile(message)
+    with add_error_context(source.name, f"tensor {printable(entry.name)!r}"):
+        data = ByteRange(source, start + entry.offset, elements // block * size)
     if plain is None:
         fill = partial(_dequantize_into, data, str(name), block, size)
-        made = ComputedSource(source.name, elements * 4, fill)
-        made.made_of = (data,)
-        data = ByteRange(made, 0, made.size)
-    return make_plain_tensor(one.name, plain or "float32", one.shape, data)
+        dequantized = ComputedSource(source.name, elements * 4, fill)
+        dequantized.made_of = (data,)
+        data = ByteRange(dequantized, 0, dequantized.size)
+    return make_plain_tensor(entry.name, plain or "float32", entry.shape, data)
 
 
-def _unknown(source: Source, one: _Entry, elements: int) -> TensorRef:
+def _make_unreadable_tensor(source: Source, entry: _Entry, elements: int) -> TensorRef:
     """Return a tensor with an unknown layout: it is listed, but reading it fails."""
-    what = f"tensor {printable(one.name)!r} has GGUF type {one.type}, which ckptool does not know"
+    message = (
+        f"tensor {printable(entry.name)!r} has GGUF type {entry.type}, which ckptool does not know"
+    )
     if elements > 8 * source.size:  # no type has less than one bit per weight
-        raise CorruptFile(f"{what}, and the file is too small for its shape {list(one.shape)}")
+        raise CorruptFile(f"{message}, and the file is too small for its shape {list(entry.shape)}")
 
     def refuse(offset: int, buffer: memoryview) -> None:
-        raise UnsupportedFormat(what, file=source.name)
+        raise UnsupportedFormat(message, file=source.name)
 
     data = ByteRange(ComputedSource(source.name, elements * 4, refuse), 0, elements * 4)
-    return make_plain_tensor(one.name, "float32", one.shape, data)
+    return make_plain_tensor(entry.name, "float32", entry.shape, data)
 
 
 def _dequantize_into(
@@ -222,21 +229,22 @@ def _dequantize_into(
     first, last = offset // (4 * block), -(-(offset + len(buffer)) // (4 * block))
     raw = numpy.frombuffer(data.read(first * size, (last - first) * size), numpy.uint8)
     try:
-        found = dequantize(raw.reshape(-1, size), GGMLQuantizationType[name])
+        values = dequantize(raw.reshape(-1, size), GGMLQuantizationType[name])
     except (KeyError, NotImplementedError) as error:
-        what = f"its tensors are quantized ({name}), which the gguf package cannot read"
-        raise UnsupportedFormat(what, file=data.source.name) from error
-    content = memoryview(found.astype("<f4").tobytes())
+        message = f"its tensors are quantized ({name}), which the gguf package cannot read"
+        raise UnsupportedFormat(message, file=data.source.name) from error
+    content = memoryview(values.astype("<f4").tobytes())
     begin = offset - first * 4 * block
     buffer[:] = content[begin : begin + len(buffer)]
 
 
-def _notes(entries: list[_Entry]) -> Iterator[str]:
-    types = Counter(_QUANTIZED[one.type][0] for one in entries if one.type in _QUANTIZED)
-    unknown = [one for one in entries if one.type not in {*_QUANTIZED, *_PLAIN}]
+def _describe_types(entries: list[_Entry]) -> Iterator[str]:
+    """Yield sentences on tensors of unknown types, and on quantized ones."""
+    types = Counter(_QUANTIZED[entry.type][0] for entry in entries if entry.type in _QUANTIZED)
+    unknown = [entry for entry in entries if entry.type not in {*_QUANTIZED, *_PLAIN}]
     if unknown:
-        kinds = listed(str(number) for number in dict.fromkeys(one.type for one in unknown))
-        names = listed(printable(one.name) for one in unknown)
+        kinds = listed(str(number) for number in dict.fromkeys(entry.type for entry in unknown))
+        names = listed(printable(entry.name) for entry in unknown)
         yield f"ckptool cannot read {counted(len(unknown), 'tensor')} of GGUF type {kinds}: {names}"
     if not types:
         return

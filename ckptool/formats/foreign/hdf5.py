@@ -51,14 +51,14 @@ class Hdf5(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return True if it starts with the signature."""
+        """Return whether the file begins with the signature."""
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the datasets by path, with those of an optimizer in a separate section."""
         source = probe.require_source()
-        whole = ByteRange(source, 0, source.size)
-        return _read(probe, self.name, whole, (source,), source.size)
+        data = ByteRange(source, 0, source.size)
+        return _read_checkpoint(probe, self.name, data, (source,), source.size)
 
 
 class Keras(Hdf5):
@@ -74,7 +74,7 @@ class Keras(Hdf5):
         """Return the datasets by path, like `Hdf5.read`."""
         archive = probe.compute_once(open_archive)
         data = archive.records[_WEIGHTS].data
-        return _read(probe, self.name, data, archive.sources, archive.size)
+        return _read_checkpoint(probe, self.name, data, archive.sources, archive.size)
 
 
 HDF5, KERAS = Hdf5(), Keras()
@@ -110,35 +110,36 @@ class _Stream(io.RawIOBase):
 @contextmanager
 def _open_hdf5(data: ByteRange) -> Iterator[Any]:
     """Open the file with h5py, and translate its errors."""
-    file = data.source.name
-    with require_package("h5py", "is HDF5", file):
+    path = data.source.name
+    with require_package("h5py", "is HDF5", path):
         import h5py
     try:
-        with h5py.File(_Stream(data), "r") as found:
-            yield found
+        with h5py.File(_Stream(data), "r") as file:
+            yield file
     except CheckpointError:
         raise
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        raise CorruptFile(f"h5py cannot read it ({error})", file=file) from error
+        raise CorruptFile(f"h5py cannot read it ({error})", file=path) from error
 
 
-def _read(
+def _read_checkpoint(
     probe: Probe, format: str, data: ByteRange, sources: tuple[Source, ...], size: int
 ) -> Checkpoint:
+    """Return the checkpoint of an HDF5 file, with an optimizer's datasets as a section."""
     others: list[str] = []
-    with _open_hdf5(data) as found:
-        flat = OrderedMap(_tensors(found, data, others, probe.limits))
-        attributes = sorted(found.attrs)
+    with _open_hdf5(data) as file:
+        flat = OrderedMap(_walk_datasets(file, data, others, probe.limits))
+        attributes = sorted(file.attrs)
     tops = dict.fromkeys(name.partition("/")[0] for name in flat)
     root: dict[Any, Any] = flat
-    own = [top for top in tops if not top.startswith("optimizer")]
-    if 0 < len(own) < len(tops):
+    model_tops = [top for top in tops if not top.startswith("optimizer")]
+    if 0 < len(model_tops) < len(tops):
         root = {}
-        for name, one in flat.items():
-            top, _, rest = name.partition("/")
-            if len(own) > 1 and top in own:  # a model with layers as attributes
-                top, rest = _MODEL, name
-            root.setdefault(top, OrderedMap())[rest] = one
+        for name, tensor in flat.items():
+            top, _, inner_path = name.partition("/")
+            if len(model_tops) > 1 and top in model_tops:  # a model with layers as attributes
+                top, inner_path = _MODEL, name
+            root.setdefault(top, OrderedMap())[inner_path] = tensor
         if _MODEL in root:
             root[_MODEL].attributes[OF_THE_MODEL] = {}
     if attributes:
@@ -146,44 +147,46 @@ def _read(
     details = Details(
         size=size,
         writer="Keras (HDF5)",
-        storage_bytes=sum(one.nbytes for one in find_tensors([root])),
+        storage_bytes=sum(tensor.nbytes for tensor in find_tensors([root])),
         left_behind=tuple(others),
     )
     return Checkpoint(root, format, probe.path, details, sources=sources)
 
 
-def _tensors(
-    found: Any, data: ByteRange, others: list[str], limits: Limits
+def _walk_datasets(
+    file: Any, data: ByteRange, others: list[str], limits: Limits
 ) -> Iterator[tuple[str, TensorRef]]:
     """Yield each dataset with its path; external links are not followed."""
     import h5py
 
-    most, left = limits.max_records // _WEIGHT, limits.max_header_bytes
-    todo, groups, count = deque([("", found)]), {hash(found.id)}, 0
+    max_nodes, bytes_left = limits.max_records // _WEIGHT, limits.max_header_bytes
+    todo, groups, count = deque([("", file)]), {hash(file.id)}, 0
     while todo:
-        front, group = todo.popleft()
+        prefix, group = todo.popleft()
         for name in group:
-            path = f"{front}{name}"
+            path = f"{prefix}{name}"
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 others.append(f"a link at {printable(path)!r} (not followed)")
                 continue
-            node, count, left = group[name], count + 1, left - len(path)
-            check_limit("has", count, "datasets and groups", most)
-            if left < 0:
+            node, count, bytes_left = group[name], count + 1, bytes_left - len(path)
+            check_limit("has", count, "datasets and groups", max_nodes)
+            if bytes_left < 0:
                 raise LimitExceeded("the names of its datasets need too much memory")
             if isinstance(node, h5py.Group):
                 if hash(node.id) not in groups:  # a hard link may lead back up
                     groups.add(hash(node.id))
                     todo.append((f"{path}/", node))
                 continue
-            tensor = _tensor(path, node, data, limits) if isinstance(node, h5py.Dataset) else None
+            tensor = (
+                _make_tensor(path, node, data, limits) if isinstance(node, h5py.Dataset) else None
+            )
             if tensor is not None:
                 yield path, tensor
             else:
                 others.append(f"{printable(path)!r} of type {node.dtype} is not a tensor")
 
 
-def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef | None:
+def _make_tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef | None:
     """Return a dataset as a tensor; None if torch lacks the dtype."""
     stated = node.attrs.get("dtype")
     is_half = node.dtype.kind == "V" and node.dtype.itemsize == 2 and stated == "bfloat16"
@@ -196,18 +199,18 @@ def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef 
     size = prod(node.shape) * BY_NAME[dtype].itemsize
     offset, stored = node.id.get_offset(), node.id.get_storage_size()
     if size > max(limits.max_repeated_bytes // 4, stored * limits.max_inflation):
-        what = f"{printable(path)!r} has {size:,} bytes, but only {stored:,} in the file"
-        raise LimitExceeded(what, file=file)
+        message = f"{printable(path)!r} has {size:,} bytes, but only {stored:,} in the file"
+        raise LimitExceeded(message, file=file)
     if size and (offset is None or stored != size):
-        content = late(data.source.name, size, partial(_content, data, path))
+        content = late(data.source.name, size, partial(_read_dataset, data, path))
     else:
         content = data.slice(offset or 0, size)
     order = {">": "big", "<": "little"}.get(node.dtype.byteorder, sys.byteorder)
     return make_plain_tensor(path, dtype, node.shape, content, byteorder=order)
 
 
-def _content(data: ByteRange, path: str) -> tuple[ByteRange, None]:
+def _read_dataset(data: ByteRange, path: str) -> tuple[ByteRange, None]:
     """Return all elements of a chunked or compressed dataset."""
-    with _open_hdf5(data) as found:
-        raw = found[path][()].tobytes()
+    with _open_hdf5(data) as file:
+        raw = file[path][()].tobytes()
     return ByteRange(MemorySource(raw, data.source.name), 0, len(raw)), None

@@ -74,12 +74,12 @@ class Message(dict[int, list[int | bytes]]):
                 raise CorruptFile(f"a message in the index has a field of wire type {tag & 7}")
             if at > len(raw):
                 raise CorruptFile("a message in the index ends within a field")
-            held = self.setdefault(tag >> 3, [])
-            held.append(value)
-            fields = max(len(self), len(held))
+            values = self.setdefault(tag >> 3, [])
+            values.append(value)
+            fields = max(len(self), len(values))
             check_limit("a message in the index has", fields, "fields", _MOST_FIELDS)
 
-    def number(self, field: int, default: int = 0) -> int:
+    def get_number(self, field: int, default: int = 0) -> int:
         """Return the last value of a field as a signed number of 64 bits.
 
         Raises:
@@ -90,7 +90,7 @@ class Message(dict[int, list[int | bytes]]):
             raise CorruptFile(f"field {field} of a message in the index is not a number")
         return value - (1 << 64) if value >= 1 << 63 else value
 
-    def parts(self, field: int) -> list[Message]:
+    def get_messages(self, field: int) -> list[Message]:
         """Return the messages in a field.
 
         Raises:
@@ -110,8 +110,8 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
             or a number has no end.
         LimitExceeded: if its blocks or keys need more memory than `limits` allow.
     """
-    most = limits.max_header_bytes // _WEIGHT
-    check_limit("the index has", source.size, "bytes", most)
+    max_bytes = limits.max_header_bytes // _WEIGHT
+    check_limit("the index has", source.size, "bytes", max_bytes)
     raw = source.read(0, source.size)
     if len(raw) < _FOOTER or not raw.endswith(MAGIC):
         raise CorruptFile("the end of the index is missing")
@@ -119,20 +119,20 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     at = read_varint(footer, read_varint(footer, 0)[1])[1]  # after a table of no use
     entries: dict[bytes, bytes] = {}
     last, end = b"", 0
-    for _, handle in _entries(_block(raw, footer[at:], 0, most)[0]):
-        block, end = _block(raw, handle, end, most)
-        for key, value in _entries(block):
+    for _, handle in _parse_entries(_read_block(raw, footer[at:], 0, max_bytes)[0]):
+        block, end = _read_block(raw, handle, end, max_bytes)
+        for key, value in _parse_entries(block):
             if entries and key <= last:
                 raise CorruptFile("the keys of the index are out of order")
-            most -= len(key) + len(value) + _ROW
-            if most < 0:
+            max_bytes -= len(key) + len(value) + _ROW
+            if max_bytes < 0:
                 raise LimitExceeded("the names in the index need more memory than allowed")
             entries[key] = value
             last = key
     return entries
 
 
-def _block(raw: bytes, handle: bytes, start: int, most: int) -> tuple[bytes, int]:
+def _read_block(raw: bytes, handle: bytes, start: int, max_bytes: int) -> tuple[bytes, int]:
     """Return the block of a handle, and its end; it must be after `start`."""
     offset, at = read_varint(handle, 0)
     size = read_varint(handle, at)[0]
@@ -147,10 +147,10 @@ def _block(raw: bytes, handle: bytes, start: int, most: int) -> tuple[bytes, int
     block, kind = raw[offset : offset + size], raw[end - _TRAILER]
     if kind not in (_PLAIN, _SNAPPY):
         raise CorruptFile(f"the block at {offset:,} of the index has unknown compression {kind}")
-    return (block if kind == _PLAIN else _decompress_snappy(block, most)), end
+    return (block if kind == _PLAIN else _decompress_snappy(block, max_bytes)), end
 
 
-def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _parse_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the key and value of each entry; a key shares its start with the previous key."""
     end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
     if len(block) < 4 or end < 0:
@@ -167,10 +167,10 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield key, block[at - length : at]
 
 
-def _decompress_snappy(raw: bytes, most: int) -> bytes:
+def _decompress_snappy(raw: bytes, max_bytes: int) -> bytes:
     """Return the decompressed content of a snappy block."""
     size, at = read_varint(raw, 0)
-    check_limit("a block of the index inflates to", size, "bytes", most)
+    check_limit("a block of the index inflates to", size, "bytes", max_bytes)
     out = bytearray()
     while at < len(raw) and len(out) <= size:
         kind, length = raw[at] & 3, (raw[at] >> 2) + 1

@@ -52,31 +52,31 @@ def read_array_header(record: Record) -> ArrayHeader:
         CorruptFile: if it is not a header, or does not have dtype, order and shape once each.
         LimitExceeded: if it is longer than any header from numpy.
     """
-    head = _head(record, _FIRST)
-    known = _LENGTHS.get(head[6]) if len(head) > 6 and head.startswith(_MAGIC) else None
-    start = 8 + known.size if known is not None else 0
-    if known is None or len(head) < start:
+    head = _read_head(record, _FIRST)
+    length_layout = _LENGTHS.get(head[6]) if len(head) > 6 and head.startswith(_MAGIC) else None
+    start = 8 + length_layout.size if length_layout is not None else 0
+    if length_layout is None or len(head) < start:
         raise CorruptFile(f"array '{printable(record.name)}' does not begin like a numpy array")
-    (length,) = known.unpack_from(head, 8)
+    (length,) = length_layout.unpack_from(head, 8)
     check_limit(f"array '{printable(record.name)}' has a header of", length, "bytes", _LONGEST)
     if len(head) < start + length:
-        head = _head(record, start + length)
+        head = _read_head(record, start + length)
     text = head[start : start + length].decode("utf-8" if head[6] == 3 else "latin-1", "replace")
     if len(head) < start + length:
         raise CorruptFile(f"array '{printable(record.name)}' ends within its header")
-    fields = _fields(text)
+    fields = _parse_fields(text)
     shape = fields.get("shape", "")
     if fields.keys() != {"descr", "fortran_order", "shape"} or not _SIZES.fullmatch(shape):
         raise CorruptFile(
             f"array '{printable(record.name)}' has the header '{printable(text.strip()[:100])}'"
         )
     sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
-    of = f"array '{printable(record.name)}' has"
-    check_limit(of, len(sizes), "dimensions", DEFAULT_LIMITS.max_dimensions)
+    subject = f"array '{printable(record.name)}' has"
+    check_limit(subject, len(sizes), "dimensions", DEFAULT_LIMITS.max_dimensions)
     return ArrayHeader(fields["descr"], fields["fortran_order"] == "True", sizes, start + length)
 
 
-def _fields(text: str) -> dict[str, str]:
+def _parse_fields(text: str) -> dict[str, str]:
     """Return the fields of the dict without quotes; empty if it contains anything else."""
     text = text.strip()
     fields: dict[str, str] = {}
@@ -86,11 +86,11 @@ def _fields(text: str) -> dict[str, str]:
             return {}
         fields[match["key"]] = match["value"].strip("'\"")
         position = match.end()
-    closed = text.startswith("{") and text[position:].strip() == "}"
-    return fields if closed else {}
+    is_closed = text.startswith("{") and text[position:].strip() == "}"
+    return fields if is_closed else {}
 
 
-def _head(record: Record, length: int) -> bytes:
+def _read_head(record: Record, length: int) -> bytes:
     """Return the first bytes of a record, fewer if it is shorter."""
     length = min(length, record.data.length)
     source = record.data.source
@@ -118,7 +118,7 @@ class NumpyArchive(Format):
     def recognize(self, probe: Probe) -> bool:
         """Return True for a zip in which every record has the name of an array."""
         names = probe.compute_once(open_archive).records
-        return not probe.is_folder and bool(names) and all(one.endswith(ARRAY) for one in names)
+        return not probe.is_folder and bool(names) and all(name.endswith(ARRAY) for name in names)
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the arrays by name, from the directory and the header of each."""
@@ -130,19 +130,19 @@ class NumpyArchive(Format):
             if header.descr in ("|O", "O"):
                 pickles.append(unpickle_outer(record.data, probe.limits, start=header.length))
                 root[name] = pickles[-1].root
-            elif (tensor := _tensor(record, header)) is not None:
+            elif (tensor := _make_tensor(record, header)) is not None:
                 root[name] = tensor
             else:
                 kind = printable(header.descr[:100])
                 others.append(f"{printable(name)!r} of type {kind} is not a tensor")
-        details = _details(archive, root, pickles, others)
+        details = _describe_file(archive, root, pickles, others)
         return Checkpoint(root, self.name, probe.path, details, sources=archive.sources)
 
 
 NPZ = NumpyArchive()
 
 
-def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
+def _make_tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
     """Return the array as a tensor; None if torch lacks the dtype."""
     code = _CODE.fullmatch(header.descr)
     dtype = ELEMENT_TYPES.get(code[2]) if code else None
@@ -155,18 +155,19 @@ def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
     return replace(tensor, stride=stride) if header.fortran_order else tensor
 
 
-def _details(
+def _describe_file(
     archive: Archive, root: dict[str, Any], pickles: list[Unpickled], others: list[str]
 ) -> Details:
+    """Return the details of an archive, over its arrays and pickled objects."""
     storages = [leaf.storage for leaf in root.values() if isinstance(leaf, TensorRef)]
     compressed = any(record.compressed for record in archive.records.values())
     return Details(
         size=archive.size,
         writer="numpy.savez_compressed" if compressed else "numpy.savez",
-        protocol=max((found.protocol for found in pickles), default=None),
-        globals=tuple(dict.fromkeys(name for found in pickles for name in found.globals)),
-        tidy=all(found.tidy for found in pickles),
-        framed=all(found.framed for found in pickles),
+        protocol=max((pickle.protocol for pickle in pickles), default=None),
+        globals=tuple(dict.fromkeys(name for pickle in pickles for name in pickle.globals)),
+        tidy=all(pickle.tidy for pickle in pickles),
+        framed=all(pickle.framed for pickle in pickles),
         storage_bytes=sum(storage.nbytes for storage in storages if storage),
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,

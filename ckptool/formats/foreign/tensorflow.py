@@ -109,6 +109,8 @@ class _Entry(NamedTuple):
 
 
 class _Index(NamedTuple):
+    """The content of an index file."""
+
     path: str
     source: Source
     entries: Mapping[bytes, _Entry]
@@ -131,19 +133,19 @@ class TensorFlow(Format):
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for an index, a data file next to one, or a folder with one."""
-        return bool(_indexes(probe))
+        return bool(_find_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the variables by name, from the index; those of an optimizer are a section."""
-        index, data = probe.compute_once(_index_of), probe.compute_once(_data_of)
+        index, data = probe.compute_once(_read_index), probe.compute_once(_open_data)
         model, optimizer = OrderedMap(), OrderedMap()
         others: list[str] = []
-        names = {_name(key): key for key in index.entries if not key.startswith(b"\0")}
+        names = {_decode_name(key): key for key in index.entries if not key.startswith(b"\0")}
         for name, key in names.items():
             entry = index.entries[key]
             if name in _OWN_RECORDS:
                 continue
-            leaf = data.leaf(key, entry)
+            leaf = data.make_leaf(key, entry)
             if leaf is None:
                 kind = f"TensorFlow type {entry.dtype}"
                 others.append(f"{printable(name)!r} of {kind} is not a tensor")
@@ -158,11 +160,11 @@ class TensorFlow(Format):
             self.name,
             index.path,
             Details(
-                size=index.source.size + sum(one.size for one in data.sources),
+                size=index.source.size + sum(source.size for source in data.sources),
                 writer="TensorFlow",
                 byteorder=index.byteorder,
-                storage_bytes=sum(one.nbytes for one in find_tensors([model, optimizer])),
-                notes=tuple(_notes(names)),
+                storage_bytes=sum(source.nbytes for source in find_tensors([model, optimizer])),
+                notes=tuple(_describe_own_records(names)),
                 left_behind=tuple(others),
                 late=any(isinstance(leaf, Opaque) for leaf in model.values()),
             ),
@@ -175,13 +177,13 @@ class TensorFlow(Format):
         Errors of the index are reported when it is opened.
         """
         try:
-            data = probe.compute_once(_data_of)
+            data = probe.compute_once(_open_data)
         except CheckpointError:
             return Findings()
-        found = list(data.checksums())
+        results = list(data.list_checksums())
         return Findings(
-            tuple(one for one in found if isinstance(one, Finding)),
-            checksums=tuple(one for one in found if isinstance(one, Checksum)),
+            tuple(result for result in results if isinstance(result, Finding)),
+            checksums=tuple(result for result in results if isinstance(result, Checksum)),
         )
 
 
@@ -193,7 +195,7 @@ def is_index(path: str) -> bool:
     return path.endswith(".index") and _is_table(place_of(path), path)
 
 
-def _name(key: bytes) -> str:
+def _decode_name(key: bytes) -> str:
     return key.decode("utf-8", "surrogateescape")
 
 
@@ -207,50 +209,54 @@ def _clean_name(name: str) -> str:
 
 
 def _is_table(place: Place, path: str) -> bool:
+    """Return whether a file ends like a LevelDB table."""
     if not place.is_file(path):
         return False
     with closing(place.open(path)) as source:
         return source.size >= len(MAGIC) and source.read(source.size - 8, 8) == MAGIC
 
 
-def _indexes(probe: Probe) -> list[str]:
+def _find_indexes(probe: Probe) -> list[str]:
     """Return the path of the index, or of each index in a folder."""
     if not probe.is_folder:
-        found = _PART.fullmatch(probe.path)
-        paths = [f"{found['prefix']}.index"] if found else []
+        match = _PART.fullmatch(probe.path)
+        paths = [f"{match['prefix']}.index"] if match else []
     elif _VARIABLES in probe.entries and "saved_model.pb" in probe.entries:
         paths = [os.path.join(probe.path, _VARIABLES, f"{_VARIABLES}.index")]
     else:
         names = sorted(name for name in probe.entries if name.endswith(".index"))
         paths = [os.path.join(probe.path, name) for name in names]
     paths = [path for path in paths if _is_table(probe.place, path)]
-    latest = _latest(probe) if paths else None
+    latest = _find_latest_index(probe) if paths else None
     return [latest] if latest else paths
 
 
-def _latest(probe: Probe) -> str | None:
+def _find_latest_index(probe: Probe) -> str | None:
     """Return the path of the latest index of a folder, by its `checkpoint` file."""
     path = os.path.join(probe.path, _NOTE)
     if _NOTE not in probe.entries or not probe.place.is_file(path):
         return None
     with closing(probe.place.open(path)) as source:
-        found = _LATEST.search(source.read(0, min(source.size, _MOST_NOTE)))
-    if found is None:
+        match = _LATEST.search(source.read(0, min(source.size, _MOST_NOTE)))
+    if match is None:
         return None
     # The folder may have been moved: only the name is used.
-    name = _name(found[1]).replace("\\", "/").split("/")[-1]
+    name = _decode_name(match[1]).replace("\\", "/").split("/")[-1]
     return os.path.join(probe.path, f"{name}.index")
 
 
-def _index_of(probe: Probe) -> _Index:
-    paths = _indexes(probe)
+def _read_index(probe: Probe) -> _Index:
+    """Return the index of a probe, which must have exactly one."""
+    paths = _find_indexes(probe)
     if len(paths) > 1:
-        what = f"has several checkpoints: {listed([os.path.basename(one) for one in paths])}"
+        subject = f"has several checkpoints: {listed([os.path.basename(path) for path in paths])}"
         hint = f"give one: ckptool list {shell(paths[-1])}"
-        raise UnsupportedFormat(what, file=probe.path, hint=hint)
+        raise UnsupportedFormat(subject, file=probe.path, hint=hint)
     if not probe.place.is_file(paths[0]):
-        what = f"lacks {os.path.basename(paths[0])}, the latest checkpoint in its file `{_NOTE}`"
-        raise FileMissing(what, file=probe.path, hint="copy it as well, or give another checkpoint")
+        subject = f"lacks {os.path.basename(paths[0])}, the latest checkpoint in its file `{_NOTE}`"
+        raise FileMissing(
+            subject, file=probe.path, hint="copy it as well, or give another checkpoint"
+        )
     source = probe.source if probe.path == paths[0] else None
     if source is None:
         source = probe.place.open(paths[0])
@@ -261,35 +267,38 @@ def _index_of(probe: Probe) -> _Index:
     ):
         table = read_table(source, probe.limits)
         header = Message(table.pop(b"", b""))
-        entries = {key: _entry(key, raw, probe.limits) for key, raw in table.items()}
-    order = "big" if header.number(2) else "little"
-    return _Index(paths[0], source, entries, header.number(1), order)
+        entries = {key: _parse_entry(key, raw, probe.limits) for key, raw in table.items()}
+    order = "big" if header.get_number(2) else "little"
+    return _Index(paths[0], source, entries, header.get_number(1), order)
 
 
-def _entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
-    fields, what = Message(raw), f"variable {_shown(key)}"
-    shape = tuple(one.number(1) for shape in fields.parts(2) for one in shape.parts(2))
-    check_limit(f"{what} has", len(shape), "dimensions", limits.max_dimensions)
-    slices = tuple(
-        tuple((axis.number(1), axis.number(2, -1)) for axis in place.parts(1))
-        for place in fields.parts(7)
+def _parse_entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
+    """Return the entry of a key from its message, checked."""
+    fields, subject = Message(raw), f"variable {_describe_key(key)}"
+    shape = tuple(
+        size.get_number(1) for part in fields.get_messages(2) for size in part.get_messages(2)
     )
-    if any(len(place) != len(shape) for place in slices):
-        raise CorruptFile(f"{what} and its parts have different numbers of dimensions")
-    dtype, shard, offset, size, crc = (fields.number(one) for one in (1, 3, 4, 5, 6))
+    check_limit(f"{subject} has", len(shape), "dimensions", limits.max_dimensions)
+    slices = tuple(
+        tuple((axis.get_number(1), axis.get_number(2, -1)) for axis in extents.get_messages(1))
+        for extents in fields.get_messages(7)
+    )
+    if any(len(extents) != len(shape) for extents in slices):
+        raise CorruptFile(f"{subject} and its parts have different numbers of dimensions")
+    dtype, shard, offset, size, crc = (fields.get_number(field) for field in (1, 3, 4, 5, 6))
     if min(*shape, shard, offset, size, 0) < 0:
-        raise CorruptFile(f"{what} has a negative size or position")
+        raise CorruptFile(f"{subject} has a negative size or position")
     return _Entry(dtype, shape, shard, offset, size, crc, slices)
 
 
-def _shown(key: bytes) -> str:
-    """Return the name in a key for a message; that of a part is between two markers."""
+def _describe_key(key: bytes) -> str:
+    """Return the name in a key, for a message."""
     name, _, part = key.lstrip(b"\0").partition(b"\0\1")
     return f"{printable(name.decode('utf-8', 'replace'))!r}" + (" (a part)" if part else "")
 
 
-def _data_of(probe: Probe) -> _Data:
-    return _Data(probe, probe.compute_once(_index_of))
+def _open_data(probe: Probe) -> _Data:
+    return _Data(probe, probe.compute_once(_read_index))
 
 
 class _Data:
@@ -310,113 +319,117 @@ class _Data:
         for shard in sorted(used):
             path = f"{prefix}.data-{shard:05d}-of-{index.shards:05d}"
             if shard >= index.shards:
-                what = f"the index needs data file {shard:,} of {index.shards:,}"
-                raise CorruptFile(what, file=index.path, hint=_HINT)
+                message = f"the index needs data file {shard:,} of {index.shards:,}"
+                raise CorruptFile(message, file=index.path, hint=_HINT)
             if not probe.place.is_file(path):
-                what = f"the data file {printable(os.path.basename(path))} is missing"
-                raise FileMissing(what, file=index.path, hint=_HINT)
+                message = f"the data file {printable(os.path.basename(path))} is missing"
+                raise FileMissing(message, file=index.path, hint=_HINT)
             self._files[shard] = probe.place.open(path)
             probe.on_close(self._files[shard].close)
         self.sources = tuple(self._files.values())
 
-    def leaf(self, key: bytes, entry: _Entry) -> TensorRef | Opaque | None:
+    def make_leaf(self, key: bytes, entry: _Entry) -> TensorRef | Opaque | None:
         """Return a variable: a tensor, or a value that is read later. None: torch lacks the dtype.
 
         Raises:
             CorruptFile: if its bytes are not in the file, or its parts do not cover it.
         """
         if entry.dtype == _STRING and not entry.slices:
-            place = "stored", os.path.basename(self._files[entry.shard].name)
-            return Opaque(_STRINGS, plain=place, find=cache(partial(self._texts, key, entry)))
+            origin = "stored", os.path.basename(self._files[entry.shard].name)
+            return Opaque(_STRINGS, plain=origin, find=cache(partial(self._read_texts, key, entry)))
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             return None
         order = self._index.byteorder
         with add_error_context(self._index.path, hint=_HINT):
-            data = self._join_parts(key, entry, dtype) if entry.slices else self._run(entry)
-            return make_plain_tensor(_name(key), dtype, entry.shape, data, byteorder=order)
+            data = (
+                self._join_parts(key, entry, dtype) if entry.slices else self._locate_bytes(entry)
+            )
+            return make_plain_tensor(_decode_name(key), dtype, entry.shape, data, byteorder=order)
 
-    def _run(self, entry: _Entry) -> ByteRange:
+    def _locate_bytes(self, entry: _Entry) -> ByteRange:
         """Return the bytes of a variable, or of one part of it."""
         return ByteRange(self._files[entry.shard], entry.offset, entry.size)
 
     def _join_parts(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
+        """Return the bytes of a partitioned variable, joined from its parts."""
         tiles = []
-        with add_error_context(None, f"variable {_shown(key)}"):
-            for place in entry.slices:
-                offsets = tuple(first for first, _ in place)
-                axes = zip(place, entry.shape, strict=True)
-                sizes = tuple(whole if count < 0 else count for (_, count), whole in axes)
-                part = self._index.entries.get(_part_key(key, place))
+        with add_error_context(None, f"variable {_describe_key(key)}"):
+            for extents in entry.slices:
+                offsets = tuple(first for first, _ in extents)
+                axes = zip(extents, entry.shape, strict=True)
+                sizes = tuple(full_size if count < 0 else count for (_, count), full_size in axes)
+                part = self._index.entries.get(_make_part_key(key, extents))
                 if part is None or (part.dtype, part.shape) != (entry.dtype, sizes) or part.slices:
-                    what = "is missing" if part is None else "has another shape or type"
-                    raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {what}")
-                data = make_plain_tensor("its part", dtype, sizes, self._run(part)).data
+                    message = "is missing" if part is None else "has another shape or type"
+                    raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {message}")
+                data = make_plain_tensor("its part", dtype, sizes, self._locate_bytes(part)).data
                 tiles.append(Tile(offsets, sizes, data))
             return tiled(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
 
-    def _texts(self, key: bytes, entry: _Entry) -> Any:
+    def _read_texts(self, key: bytes, entry: _Entry) -> Any:
         """Return the texts of a variable, in lists by its shape; bytes if they are not UTF-8."""
-        lengths, summed = self._strings(key, entry)
-        if mask_crc(crc32c(summed)) != entry.crc32c:
-            what = f"variable {_shown(key)} is damaged (checksum mismatch)"
-            raise CorruptFile(what, file=self._files[entry.shard].name, hint=_HINT)
+        lengths, checked_bytes = self._read_strings(key, entry)
+        if mask_crc(crc32c(checked_bytes)) != entry.crc32c:
+            message = f"variable {_describe_key(key)} is damaged (checksum mismatch)"
+            raise CorruptFile(message, file=self._files[entry.shard].name, hint=_HINT)
         nodes: list[Any] = []
-        at = len(summed) - sum(lengths)
+        at = len(checked_bytes) - sum(lengths)
         for length in lengths:
-            nodes.append(_text(summed[at : at + length]))
+            nodes.append(_decode_text(checked_bytes[at : at + length]))
             at += length
         for size in reversed(entry.shape if nodes else ()):
             nodes = [nodes[start : start + size] for start in range(0, len(nodes), size)]
         return nodes[0] if nodes else []
 
-    def _strings(self, key: bytes, entry: _Entry) -> tuple[list[int], bytes]:
+    def _read_strings(self, key: bytes, entry: _Entry) -> tuple[list[int], bytes]:
         """Return the lengths of the texts of a variable, and the bytes covered by its CRC-32C.
 
         A length is a varint in the file, but a four-byte number in the CRC-32C.
         """
-        data = self._run(entry)
+        data = self._locate_bytes(entry)
         raw, at, lengths = data.read(), 0, list[int]()
         if prod(entry.shape) <= len(raw):
             for _ in range(prod(entry.shape)):
                 length, at = read_varint(raw, at)
                 lengths.append(length)
         if len(lengths) != prod(entry.shape) or at + 4 + sum(lengths) != len(raw):
-            what = f"variable {_shown(key)} has strings that do not match their lengths"
-            raise CorruptFile(what, file=data.source.name, hint=_HINT)
+            message = f"variable {_describe_key(key)} has strings that do not match their lengths"
+            raise CorruptFile(message, file=data.source.name, hint=_HINT)
         widths = (length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths)
         return lengths, b"".join(widths) + raw[at:]
 
-    def checksums(self) -> Iterator[Checksum | Finding]:
+    def list_checksums(self) -> Iterator[Checksum | Finding]:
         """Yield the CRC-32C stated for each text, tensor or part, or a finding if there is none."""
         for key, entry in self._index.entries.items():
             if entry.slices:
                 continue
             try:
-                data = self._run(entry)
+                data = self._locate_bytes(entry)
                 if entry.dtype == _STRING:
-                    raw = self._strings(key, entry)[1]
+                    raw = self._read_strings(key, entry)[1]
                     data = ByteRange(MemorySource(raw, data.source.name), 0, len(raw))
             except CheckpointError as error:
-                yield Finding("corrupt", error.message, (_shown(key),), hint=error.hint)
+                yield Finding("corrupt", error.message, (_describe_key(key),), hint=error.hint)
                 continue
-            yield Checksum(_shown(key), data, unmask_crc(entry.crc32c), castagnoli=True)
+            yield Checksum(_describe_key(key), data, unmask_crc(entry.crc32c), castagnoli=True)
 
 
-def _text(raw: bytes) -> str | bytes:
+def _decode_text(raw: bytes) -> str | bytes:
+    """Return text, or bytes that are not UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
         return raw
 
 
-def _part_key(key: bytes, place: tuple[tuple[int, int], ...]) -> bytes:
+def _make_part_key(key: bytes, extents: tuple[tuple[int, int], ...]) -> bytes:
     """Return the key of a part of a variable: name, rank, and start and count per dimension."""
-    ends = b"".join(_ordered(number) for axis in place for number in axis)
-    return b"\0" + key + b"\0\1" + bytes((1, len(place))) + ends
+    ends = b"".join(_encode_ordered(number) for axis in extents for number in axis)
+    return b"\0" + key + b"\0\1" + bytes((1, len(extents))) + ends
 
 
-def _ordered(number: int) -> bytes:
+def _encode_ordered(number: int) -> bytes:
     """Return a number as in LevelDB keys, so that bytes sort like the numbers."""
     if number < 64:
         return bytes((0x80 ^ number & 0xFF,))
@@ -435,7 +448,8 @@ def _is_slot(name: str, names: Collection[str]) -> bool:
     return owner in names and last != _AVERAGE
 
 
-def _notes(names: Collection[str]) -> Iterator[str]:
+def _describe_own_records(names: Collection[str]) -> Iterator[str]:
+    """Yield a note on records that TensorFlow writes for itself."""
     own = [name.partition("/")[0] for name in _OWN_RECORDS if name in names]
     if own:
         yield f"records of TensorFlow itself: {listed(own)}"

@@ -21,7 +21,7 @@ from ckptool.files.checksums import crc32c
 from ckptool.formats import open_checkpoint
 from ckptool.formats.foreign import leveldb
 from ckptool.formats.foreign.leveldb import MAGIC, _decompress_snappy, mask_crc, unmask_crc
-from ckptool.formats.foreign.tensorflow import _ordered
+from ckptool.formats.foreign.tensorflow import _encode_ordered
 from ckptool.limits import Limits
 from tests.formats.contract import FormatContract
 
@@ -224,9 +224,9 @@ def test_big_endian_elements(written):
 def test_numbers_in_keys():
     """As `OrderedCode::WriteSignedNumIncreasing` writes them."""
     known = {-1: "7f", 0: "80", 63: "bf", 64: "c040", 65: "c041", 8191: "dfff", 8192: "e02000"}
-    assert {number: _ordered(number).hex() for number in known} == known
+    assert {number: _encode_ordered(number).hex() for number in known} == known
     with pytest.raises(CorruptFile):
-        _ordered(1 << 55)
+        _encode_ordered(1 << 55)
 
 
 # Damage
