@@ -134,7 +134,7 @@ def average(
     """
     if isinstance(sources, (str, os.PathLike)):
         raise UsageError(
-            "average takes a list of files, and this is one",
+            "average needs a list of files, not a single file",
             file=sources,
             hint='ckptool.average(["a.pth", "b.pth"], "mean.pth")',
         )

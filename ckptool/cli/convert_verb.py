@@ -102,7 +102,7 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     type=PATH,
     multiple=True,
     callback=lambda _, __, files: _require_one_overlay(files),
-    help="Replace tensors by the ones in FILE with the same keys.",
+    help="Replace tensors with the ones in FILE that have the same keys.",
 )
 @click.option(
     "--overlay-key", metavar="NAME", help="Take this state dict of the overlay, if it has several."

@@ -50,7 +50,7 @@ class _Match(Allowing, RulesInOrder, Brief):
     type=PATH,
     metavar="REFERENCE",
     required=True,
-    help="Compare with this checkpoint, or with the model that MODULE:FACTORY, your code, builds.",
+    help="Compare with this checkpoint, or with the model that MODULE:FACTORY in your code builds.",
 )
 @click.option("--key", metavar="NAME", help="Take this state dict of FILE, if it has several.")
 @click.option(

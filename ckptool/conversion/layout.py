@@ -34,7 +34,7 @@ def open_for_steps(
         if layouts[0].opens(first):
             if others:
                 folder = os.path.dirname(os.fspath(first)) or "."
-                text = "belong to one layout, for which the recipe needs the folder"
+                text = "belong to one layout: the recipe needs their folder"
                 raise UsageError(text, hint=f"ckptool convert {shell(folder)} DESTINATION ...")
             return layouts[0].open(first, salvage=salvage)
     return open_parts(source, salvage=salvage)
@@ -95,7 +95,7 @@ class Destination:
             )
         name = target_format(checkpoint, path, self._format, sharded=self._sharded)
         if self.apart and (self._sharded or shard_format_of(name) or load_format(name).index_name):
-            text = "the recipe decides how many files there are"
+            text = "the recipe determines the number of files"
             raise UsageError(text, hint="leave out --max-shard-size and formats with several files")
         return name
 

@@ -268,7 +268,7 @@ def _assemble(subject: Subject, complaints_found: list[Complaint]) -> Diagnosis:
         for complaint in complaints
     ]
     if any((complaint.hint or "").startswith(_UNFIXABLE) for complaint in complaints):
-        text = "no command for only this: the file would still not load"
+        text = "no command fixes only this, because the file would still not load"
         complaints = [
             replace(complaint, commands=(), hint=complaint.hint or text)
             if complaint.commands

@@ -139,7 +139,7 @@ def _complain_of_several_models(subject: Subject) -> Complaint:
         "several-models",
         f"it has {len(descriptions)} state dicts"
         + (
-            " without a common key: load one, or all as one"
+            " that share no key: load one of them, or all as one"
             if join_choice
             else ": choose one to load"
         ),
@@ -421,7 +421,7 @@ def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
         "DataParallel wrapped part of the model",
         summarize_names(affected),
         quote=quote("unexpected-key", printable(affected[0]), call=_UNWRAPPED),
-        effect="a model that has a layer of that name loads it (--like REFERENCE knows)",
+        effect="a model with a layer of that name loads it (check with --like REFERENCE)",
         fix=(Strip(at=paths[0]) if is_simple else Rename(tuple(rules)),),
     )
 
@@ -450,7 +450,7 @@ def _check_adapters(section: Section) -> Iterator[Complaint]:
         )
         remedy = (
             "ckptool merge-lora BASE FILE -o OUT merges it into its base model; "
-            "PeftModel.from_pretrained loads it on top of that"
+            "PeftModel.from_pretrained loads it on top of the base model"
         )
     if adapted and wrapped and not is_adapters_only:
         remedy = (
@@ -460,7 +460,7 @@ def _check_adapters(section: Section) -> Iterator[Complaint]:
     shown = wrapped or adapted or names
     yield Complaint(
         "adapter",
-        f"the keys are those of PEFT: {kind}",
+        f"it is a PEFT checkpoint: {kind}",
         summarize_names(shown),
         hint=remedy,
         severity="note" if has_adapters and not wrapped else "fails",

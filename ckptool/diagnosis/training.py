@@ -279,8 +279,8 @@ def _check_dtypes(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
             summarize_names(cast.name for cast in truncated),
             hint="in code: state[name] = state[name].long(), if the values are integers",
             severity="misleads",
-            effect="load_state_dict copies them without an error: 2.87 becomes 2, inf the smallest "
-            "integer, and any value except 0 True.",
+            effect="load_state_dict copies them without an error: 2.87 becomes 2, inf becomes "
+            "the smallest integer, and as a boolean every value except 0 becomes True.",
         )
     if rounded:
         yield Complaint(

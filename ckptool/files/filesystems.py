@@ -117,7 +117,7 @@ def refuse_object(path: str, *, overwrite: bool) -> None:
     kind = path.partition("://")[0].lower()
     if kind in ("http", "https", "hf"):
         raise UsageError(
-            f"cannot write to {kind}://, where a file is not written as a whole",
+            f"cannot write to {kind}://, which cannot write a file atomically",
             hint="write a local file, then upload it" + (" with hf upload" if kind == "hf" else ""),
         )
     system, inner = system_of(path)
@@ -166,7 +166,7 @@ def uploaded_set(
         yield output_of
     except BaseException:
         if done:
-            warn(f"{index}: was not written; these of its files were: {listed(done)}")
+            warn(f"{index}: was not written, but these of its files were: {listed(done)}")
         raise
 
 

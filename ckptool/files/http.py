@@ -139,8 +139,8 @@ def _read_response(url: str, answer: Any, start: int, stop: int, tag: str) -> Ra
     told, status = answer.headers, answer.status
     if told.get("Content-Encoding", "identity").lower() not in ("identity", ""):
         raise UnreadableFile(
-            f"the server compresses the file ({told['Content-Encoding']}), so its parts "
-            "cannot be read",
+            f"the server compresses the file ({told['Content-Encoding']}), so parts of "
+            "it cannot be read",
             file=url,
             hint=_DOWNLOAD,
         )

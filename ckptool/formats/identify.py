@@ -90,7 +90,7 @@ _INFLATE = (
     'python -c "import sys, zlib; '
     'sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
 )
-_GGML = "read it with the llama.cpp or whisper.cpp of its time"
+_GGML = "read it with a version of llama.cpp or whisper.cpp from its time"
 
 MAGICS: tuple[Magic, ...] = (
     _compressed_magic(0, b"\x1f\x8b", "gzip", "gzip -dc"),
@@ -248,7 +248,7 @@ def unrecognized_error(probe: Probe) -> CheckpointError:
         )
         or _identify_by_name(probe)
         or Identification(
-            f"of unknown format; its first bytes are {probe.head[:8].hex(' ')}",
+            f"a file a file of unknown format; its first bytes are {probe.head[:8].hex(' ')}",
             f"file {shell(probe.path)}",
         )
     )
@@ -435,7 +435,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
 def _identify_git_lfs(path: str, text: str) -> Identification:
     """Identify a git-lfs pointer, with the size of the real file and the command to get it."""
     size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
-    real = f" (the real file has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
+    real = f" (the real file is {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
     folder, name = os.path.split(path)
     option = f"-C {shell(folder)} " if folder else ""
     pattern = "**/" + re.sub(r"[*\[\]\\,]", "?", name)  # --include takes a list of patterns
@@ -479,7 +479,7 @@ def _identify_json(probe: Probe) -> Identification:
     if not isinstance(document, dict):
         return Identification("a JSON document", _ITSELF)
     if "weight_map" in document:  # a valid index would have been read
-        return Identification("an index of shards in place of a shard", "give the index itself")
+        return Identification("an index of shards, not a shard", "give the index itself")
     for key in ("error", "message", "detail"):
         if isinstance(document.get(key), (str, dict)):
             answer = document[key] if isinstance(document[key], str) else json.dumps(document[key])

@@ -21,11 +21,11 @@ from ckptool.formats.base import (
     Refusal,
     add_error_context,
 )
-from ckptool.formats.torch_zip import Storages, phrase_records, read_contents
+from ckptool.formats.torch_zip import Storages, read_contents
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 from ckptool.symbolic import unpickle
-from ckptool.words import counted
+from ckptool.words import counted, few
 
 _DTYPES = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT64": "int64",
@@ -341,4 +341,4 @@ def _describe_unread(archive: Archive, weights: tuple[str, ...]) -> Iterator[str
         yield f"{len(constants):,} constants of the program (not listed)"
     others = [name for name in names if not name.startswith(("code/", _CONSTANTS))]
     if others:
-        yield f"{phrase_records(others)} not part of the weights"
+        yield f"{counted(len(others), 'other record')} of the archive: {few(others, 3)}"

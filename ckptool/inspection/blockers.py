@@ -225,7 +225,9 @@ def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
         why = f"its name has the number {number}"
     else:
         text = f"judging by its name ({prefix}{number}), it may be one of several parts"
-        return Finding("part", text, hint="look for the other parts at its source", severity="note")
+        return Finding(
+            "part", text, hint="look for the other parts where you got this one", severity="note"
+        )
     return Finding("part", f"it is one of several parts: {why}", hint=_GATHER)
 
 

@@ -196,8 +196,8 @@ def planned_optimizer(
             if not partial and order is None:
                 raise
             notes.append(
-                "kept the learning rates and options of the groups, because the groups "
-                "differ from the file"
+                "kept the learning rates and options of the groups, because the file "
+                "has different groups"
             )
             notes += _schedules(saved, state)
         report = replace(report, notes=tuple(notes))
@@ -209,7 +209,9 @@ def planned_optimizer(
         paths = (path for path, _ in walk(saved.section.node["state"]))
         in_order = numbers == list(range(len(wanted.names)))
         if not in_order and any(map(_FLAT.intersection, paths)):
-            raise MatchError("the optimizer has one state for all parameters, but in another order")
+            raise MatchError(
+                "the optimizer has one state for all parameters, and their order differs"
+            )
         _check_state(saved, wanted, kept)
         casts = tuple(_casts(optimizer, saved, wanted, kept))
         report = replace(report, matched=len(kept), cast=casts)
@@ -491,9 +493,8 @@ def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> Non
         shape, mine = shape_kept(held), shape_of(parameter)
         if shape is not None and mine is not None and shape != mine:
             raise MatchError(
-                f"the state of {printable(wanted.names[number])} has shape {list(shape)}, the "
-                "parameter "
-                f"{list(mine)}"
+                f"the state of {printable(wanted.names[number])} has shape {list(shape)}, "
+                f"but the parameter has shape {list(mine)}"
             )
         for path, leaf in walk(held):
             what = opaque_kind(leaf)

@@ -118,7 +118,7 @@ def _parsed(option: str, example: str, rule: str) -> tuple[list[Pattern], list[P
     is_dim = dim.isascii() and dim.isdigit() and len(dim) < 3
     fits = all(every) and len({one.count("*") for one in every}) == 1
     if not is_dim or not fits or len(sides[0]) != 1 or len(sides[1]) < 2:
-        text = f"{printable(rule)!r} does not have the form WHOLE and PARTS"
+        text = f"{printable(rule)!r} does not name one whole tensor and its parts"
         raise UsageError(
             text, hint=f"use --{option} '{example}', with equally many * on both sides"
         )

@@ -303,10 +303,11 @@ _MEANINGS = {
     "MISSING": "only in the model; {allow_missing} keeps the model's tensor",
     "UNEXPECTED": "only in the file; {allow_unexpected} leaves it out",
     "MISMATCH": "the shapes differ; {allow_mismatched} keeps the model's tensor",
-    "AMBIGUOUS": "several keys could match by name and shape; {rule} decides",
+    "AMBIGUOUS": "several keys could match by name and shape; add {rule} to choose one",
     "LAYOUT": "neither the format nor the type of the module shows the order of the axes; "
-    "{transpose} or {no_transpose} decides",
-    "TRANSPOSED": "matches with the axes in torch's order, shown by their numbers in the file",
+    "add {transpose} or {no_transpose}",
+    "TRANSPOSED": "matches after its axes are put in torch's order; the numbers are those of "
+    "the axes in the file",
     "UNTIED": "tied in the model, but different tensors in the file: a different model",
     "CAST": "the model has another dtype, and the cast loses precision; {allow_lossy_cast} "
     "accepts that",

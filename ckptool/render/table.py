@@ -116,11 +116,11 @@ def resolve_format(word: str) -> str:
     """Return the format of this name.
 
     Raises:
-        UsageError: there is no such format; the message lists all formats.
+        UsageError: if no format has this name; the message lists all formats.
     """
     known = list_formats()
     if word not in known:
-        raise UsageError(f"there is no table format {word!r}; there are {', '.join(known)}")
+        raise UsageError(f"unknown table format {word!r}; choose one of {', '.join(known)}")
     return _OTHER_NAMES.get(word, word)
 
 

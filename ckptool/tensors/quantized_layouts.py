@@ -328,7 +328,8 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
         index = in_order if order is None else check_group_index(parts, tables[2], groups)
         if config.entries.get("desc_act") is False and not torch.equal(index, in_order):
             raise NotRepresentable(
-                f"{printable(parts.name)!r}: its g_idx has columns in another order than they are "
+                f"{printable(parts.name)!r}: its g_idx does not list the columns in the order "
+                "that they are "
                 f"in, but {config.where} states desc_act false: libraries differ in what they read",
                 file=parts.file,
             )

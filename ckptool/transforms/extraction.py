@@ -329,10 +329,10 @@ def _detached(tensor: TensorRef) -> TensorRef:
 def left_out(root: Any, chosen: Section) -> Iterator[Change]:
     """Yield changes for everything outside a state dict, and for what could not be read of it."""
     if isinstance(chosen.holder, Opaque):
-        text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
+        text = f"the {printable(chosen.holder.class_name)} object around the state dict"
         known = {tensor.place for _, tensor in chosen.tensors()}
         hidden = {tensor.place for tensor in find_tensors(chosen.holder)} - known
-        more = f" ({counted(len(hidden), 'tensor')} next to it)" if hidden else ""
+        more = f" (with {counted(len(hidden), 'tensor')} outside the state dict)" if hidden else ""
         yield Change("left-out", f"{text}{more}", 1)
     for text, tensors in chosen.apart.items():
         yield Change("left-out", text, 1, needed=tensors > 0)

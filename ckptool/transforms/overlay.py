@@ -22,7 +22,7 @@ from ckptool.transforms.names import with_items
 from ckptool.transforms.step import Step, listed_option
 from ckptool.words import are, counted, listed, printable, shell
 
-_OPTIMIZER = "has an optimizer state, which belongs to other weights"
+_OPTIMIZER = "has an optimizer state, which belongs to the replaced weights"
 
 
 @dataclass(frozen=True)

@@ -90,16 +90,18 @@ def resizing(rule: str) -> SectionRule:
             raise UsageError(f"{printable(name)!r} is one number, without rows", file=file)
         data, count = row_major_data(tensor, printable(name), file), rows - shape[0]
         if not count:
-            return tensor, f"has {counted(rows, 'row')} already"
+            return tensor, f"already has {counted(rows, 'row')}"
         if count > 0:
             if not zero and (tensor.dtype not in FLOATING or not shape[0]):
                 text = f"{printable(name)!r} has no mean: it is {tensor.dtype} {list(shape)}"
                 raise UsageError(text, file=file, hint=f"--resize {shell(f'{rule}:zero')}")
             data = joined([data, make_rows(tensor, count, zero=zero)])
-            text = f"{counted(count, 'row')} added, {'zero' if zero else 'the mean of the others'}"
+            mean = "the mean of the existing rows"
+            rest = "all zeros" if zero else mean if count == 1 else f"each {mean}"
+            text = f"added {counted(count, 'row')}, {rest}"
         else:
             data = data.slice(0, rows * prod(shape[1:]) * tensor.itemsize)
-            text = f"{counted(-count, 'row')} cut off the end"
+            text = f"cut {counted(-count, 'row')} off the end"
         new = (rows, *shape[1:])
         return _over_data(tensor, name, new, data), f"{list(shape)} -> {list(new)}, {text}"
 
@@ -124,7 +126,7 @@ def interpolating(rule: str) -> SectionRule:
         sides = [n for n in range(1, isqrt(tokens) + 1) if tokens - n * n <= _PREFIX]
         if len(sides) != 1 or tensor.dtype not in FLOATING:
             text = (
-                f"{printable(name)!r}, {tensor.dtype} {list(shape)}, can be no position embedding"
+                f"{printable(name)!r}, {tensor.dtype} {list(shape)}, cannot be a position embedding"
             )
             why = f"of one square grid with at most {_PREFIX} tokens before it"
             raise UsageError(f"{text} {why}", file=file)
@@ -142,7 +144,10 @@ def interpolating(rule: str) -> SectionRule:
 
 def _check(name: str, tensor: TensorRef, file: str) -> None:
     if not tensor.has_content or tensor.dtype in PACKED:
-        text = f"{printable(name)!r} is a {tensor.dtype} {tensor.kind} tensor, whose shape stays"
+        text = (
+            f"{printable(name)!r} is a {tensor.dtype} {tensor.kind} tensor, so its shape "
+            "cannot change"
+        )
         raise NotRepresentable(text, file=file)
 
 

@@ -376,6 +376,8 @@ class Set(Step):
         header, changes = dict(checkpoint.details.header), list[Change]()
         for path, value in self.values.items():
             text = summarize(value)
+            if isinstance(value, (dict, list)):
+                text = f"a {type(value).__name__} of {counted(len(value), 'entry')}"
             if is_of_header(checkpoint, path):
                 if not isinstance(value, str):
                     raise UsageError(

@@ -115,7 +115,7 @@ size 87064576
 
 def test_a_git_lfs_pointer(content):
     error = content(POINTER, "my model.pth")
-    assert is_a(error, NotACheckpoint, "git-lfs pointer", "(the real file has 83.0 MiB)")
+    assert is_a(error, NotACheckpoint, "git-lfs pointer", "(the real file is 83.0 MiB)")
     assert "lfs pull --include '**/my model.pth'" in error.hint
     assert is_a(content(POINTER.replace("size 87064576", "")), NotACheckpoint, "git-lfs pointer")
     assert "'**/a?1???.pth'" in content(POINTER, "a[1],*.pth").hint
@@ -180,7 +180,7 @@ def test_a_page_in_other_encodings(content):
 
 def test_an_index_of_shards_is_no_shard(content):
     error = content(json.dumps({"metadata": {}, "weight_map": {"a": "b.bin"}}), "x.index.json")
-    assert is_a(error, NotACheckpoint, "an index of shards in place of a shard")
+    assert is_a(error, NotACheckpoint, "an index of shards, not a shard")
 
 
 @pytest.mark.parametrize(

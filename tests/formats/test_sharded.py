@@ -400,7 +400,7 @@ def test_an_index_among_the_shards(shards, name):
     file = shards.name if name == "itself" else other.name
     edit(shards, weight_map={"a": file})
     edit(other, weight_map={"a": shards.name})
-    refused(shards, NotACheckpoint, file, "an index of shards in place of a shard")
+    refused(shards, NotACheckpoint, file, "an index of shards, not a shard")
 
 
 @pytest.mark.parametrize(

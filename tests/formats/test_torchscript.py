@@ -107,7 +107,7 @@ def test_nested_shared_and_loose_tensors_are_named_as_torch_names_them(tmp_path)
         notes = " ".join(checkpoint.details.left_behind)
     assert found["same.scale"].storage is found["blocks.0.scale"].storage
     assert "1 tensors that are neither parameters nor buffers" in notes
-    assert "'extra/notes.txt' is not part of the weights" in notes
+    assert "1 other record of the archive: 'extra/notes.txt'" in notes
     assert "code records" in notes
 
 

@@ -130,7 +130,7 @@ def test_state_of_other_shapes_than_those_of_dtensors_is_refused(told):
     for rank in told:
         refused = rank["factored_again.pth"]
         assert refused["untouched"]
-        assert "has shape [4], the parameter [6, 4]" in refused["text"]
+        assert "has shape [4], but the parameter has shape [6, 4]" in refused["text"]
 
 
 def assert_same_state(*files):

@@ -82,7 +82,7 @@ def test_the_caller_may_vouch_for_the_order_and_shapes_are_checked():
     assert_alike(optimizer.state[new.b.weight], used.state[old.a.weight])
     turned = torch.optim.Adam(reversed(list(new.parameters())))
     assert refusal_of(new, turned, given, order="position")[0] == (
-        "the state of c.bias has shape [3, 3], the parameter [3]"
+        "the state of c.bias has shape [3, 3], but the parameter has shape [3]"
     )
     assert loaded(new, optimizer, given_by(old), order="position").by == "names"
     assert_alike(optimizer.state[new.a.weight], stepped(old).state[old.a.weight])
@@ -511,14 +511,14 @@ REFUSED = [
      "the optimizer in the file has other parameters: only the file has a.weight and only the "
      "optimizer has b.weight", VOUCH),
     ({"kind": torch.optim.LBFGS}, lambda model: torch.optim.LBFGS(unnamed(model)[::-1]),
-     "the optimizer has one state for all parameters, but in another order", ALONE),
+     "the optimizer has one state for all parameters, and their order differs", ALONE),
     ({}, of_kind("SGD"), f"{KIND} SGD: it has betas and does not have "
      "dampening, momentum, nesterov", ALONE),
     ({"parameters": lambda model: [(f"x{n}", p) for n, p in model.named_parameters()]}, stepped,
      "the optimizer in the file has other parameters: only the file has xa.weight and only the "
      "optimizer has a.weight", VOUCH),
     (changed(lambda _: torch.ones(5, 7)), stepped,
-     "the state of a.weight has shape [5, 7], the parameter [3, 3]", ALONE),
+     "the state of a.weight has shape [5, 7], but the parameter has shape [3, 3]", ALONE),
     (changed(lambda held: held.double() + 1e300), stepped,
      "casting float64 -> float32 would change the optimizer state a.weight/exp_avg, and 5 more "
      "tensors", "allow_lossy_cast=['*/exp_avg']"),

@@ -46,7 +46,7 @@ def test_rows_are_cut_or_added(tmp_path):
         assert torch.equal(found["emb.w"][10:], mean.expand(max(rows - 10, 0), 3, 2)), (dtype, rows)
         assert torch.equal(found["x"], old[:2]), (dtype, rows)
         told = (
-            f"emb.w: [10, 3, 2] -> [{rows}, 3, 2], " if rows != 10 else "emb.w: has 10 rows already"
+            f"emb.w: [10, 3, 2] -> [{rows}, 3, 2], " if rows != 10 else "emb.w: already has 10 rows"
         )
         assert texts[0].startswith(told), (dtype, rows)
         found, _ = changed(tmp_path, {"emb.w": old}, resize=[f"emb.w={rows}:zero"])
@@ -149,13 +149,17 @@ def test_what_is_split_and_fused_is_as_before(tmp_path_factory, shape, count, da
         ({"resize": ["number=3"]}, UsageError, "without rows"),
         ({"resize": ["ids=9"]}, UsageError, "has no mean"),
         ({"interpolate_pos": ["emb=2"]}, UsageError, "not a glob with a grid"),
-        ({"interpolate_pos": ["emb=2x2"]}, UsageError, "no position embedding"),
+        ({"interpolate_pos": ["emb=2x2"]}, UsageError, "cannot be a position embedding"),
         (
             {"split": ["emb=>a,b,c@0"]},
             UsageError,
             r"4 is not divisible into \(part \+ part \+ part\)",
         ),
-        ({"split": ["emb=>a@0"]}, UsageError, "'emb=>a@0' does not have the form WHOLE and PARTS"),
+        (
+            {"split": ["emb=>a@0"]},
+            UsageError,
+            "'emb=>a@0' does not name one whole tensor and its parts",
+        ),
         ({"split": ["emb=>a,ids@0"]}, NameCollision, "ids"),
         (
             {"fuse": ["emb,lost=>a@0"]},

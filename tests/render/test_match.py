@@ -88,7 +88,7 @@ def test_each_status_is_explained_with_what_helps():
 def test_where_no_rule_is_known_none_is_told():
     asked = Ambiguity(("a",), ("b",))
     (text,) = note_lines(report(ambiguous=(asked,)), PLAIN, options=True)
-    assert text.endswith("by name and shape; a --rename rule decides")
+    assert text.endswith("by name and shape; add a --rename rule to choose one")
 
 
 def test_a_rename_is_a_row_for_its_rule():
@@ -146,10 +146,11 @@ def test_what_is_ambiguous_is_folded_in_step_and_its_rule_is_told():
     assert row.startswith("l.{0..7}.q ")
     assert row.endswith("could be l.{0..7}.a, l.{0..7}.b")
     assert "UNEXPECTED" not in text
-    assert r"`rename=[r'\.q$=>.a']` decides" in text
-    assert "a --rename rule decides" in "\n".join(lines(found, options=True))  # the hint has it
+    assert r"add `rename=[r'\.q$=>.a']` to choose one" in text
+    shown = "\n".join(lines(found, options=True))
+    assert "add a --rename rule to choose one" in shown  # the hint has it
     noted = replace(found, notes=("l.{1..4} may be l.{0..3}",))
-    assert "decides\nnote: l.{1..4} may be l.{0..3}" in str(noted)
+    assert "to choose one\nnote: l.{1..4} may be l.{0..3}" in str(noted)
 
 
 def test_ambiguities_that_do_not_change_in_step_stay_apart():
@@ -280,7 +281,7 @@ def test_numbers_without_end_do_not_make_a_cell_without_end():
 def test_a_question_is_not_said_to_have_several_answers():
     one = Ambiguity(("a.w", "a.b"), ("c.w", "c.b"), ("^a=>c",))
     text = str(report(parameters=1000, ambiguous=(one,)))
-    assert "AMBIGUOUS: several keys could match by name and shape; `rename=" in text
+    assert "AMBIGUOUS: several keys could match by name and shape; add `rename=" in text
 
 
 def test_where_all_of_the_model_is_met_the_first_line_has_the_reason():

@@ -234,7 +234,7 @@ def test_an_object_goes_as_a_whole_or_not_at_all():
         part(root, exclude=["x"])
     alone = part(root, key="net", model_only=True, exclude=["w"])
     assert list(alone.root) == ["v"]
-    assert "the object of class net.Net around the state dict" in told(alone, "left-out")
+    assert "the net.Net object around the state dict" in told(alone, "left-out")
 
 
 def test_an_object_that_is_a_dict_loses_no_entries():
@@ -410,7 +410,7 @@ def test_a_module_becomes_its_state_dict_and_its_class_is_named():
     assert type(made.root) is OrderedMap
     assert list(made.root) == ["module.w"]
     assert left_out(made) == [
-        "the object of class torch.nn.parallel.data_parallel.DataParallel around the state dict"
+        "the torch.nn.parallel.data_parallel.DataParallel object around the state dict"
     ]
 
 
@@ -431,7 +431,7 @@ def test_a_real_module(fixtures):
         assert next(iter(made.root)) == "conv1.weight"
         assert next(read.tensors())[1].is_parameter
         assert not made.root["conv1.weight"].is_parameter
-        assert left_out(made) == ["the object of class net.Net around the state dict"]
+        assert left_out(made) == ["the net.Net object around the state dict"]
 
 
 @pytest.mark.parametrize("name", ["torch-2.13.0/scripted.pt", "torch-2.10.0/exported.pt2"])

@@ -109,8 +109,8 @@ class DistributedDataParallel(Distributed):
         if self.world.size > 1 and any(map(_is_local_batch_norm, model.modules())):
             self.observer.tell(
                 Note(
-                    "batch norm uses the part of the batch in each process; for the whole batch, "
-                    "use --sync-batchnorm on GPUs"
+                    "batch norm uses only the part of the batch in its own process; to use the "
+                    "whole batch on GPUs, add --sync-batchnorm"
                 )
             )
 
