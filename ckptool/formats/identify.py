@@ -248,7 +248,7 @@ def unrecognized_error(probe: Probe) -> CheckpointError:
         )
         or _identify_by_name(probe)
         or Identification(
-            f"a file a file of unknown format; its first bytes are {probe.head[:8].hex(' ')}",
+            f"a file of unknown format; its first bytes are {probe.head[:8].hex(' ')}",
             f"file {shell(probe.path)}",
         )
     )

@@ -227,7 +227,8 @@ def load_into(
                     refusal.message += f"\n{without_values.text}"
                 raise refusal
         loading.run(verify=verify, together=together)
-        return _warn_about_meta(model, target, loading.plan.report)
+        report = replace(loading.plan.report, accepted=True)
+        return _warn_about_meta(model, target, report)
 
 
 def _check_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None:

@@ -284,6 +284,8 @@ class MatchReport(Result):
     """The result for the optimizer; None if no optimizer was given."""
     notes: tuple[str, ...] = ()
     """Remarks for the user."""
+    accepted: bool = field(default=False, compare=False)
+    """True if `load_into` returned it: the differences were allowed. Not in the JSON document."""
 
     @property
     def coverage(self) -> float:
@@ -310,13 +312,15 @@ class MatchReport(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.match/1`."""
+        entries = _plain(self)
+        del entries["accepted"]
         return {
             "schema": "ckptool.match/1",
             "file": self.file,
             "model": self.model,
             "fits": self.fits,
             "coverage": self.coverage,
-            **_plain(self),
+            **entries,
             "left_out": [{"name": name, "reason": reason} for name, reason in self.left_out],
             "kept": [{"name": name, "reason": reason} for name, reason in self.kept],
         }

@@ -150,8 +150,9 @@ def _heading_lines(report: MatchReport, look: Look, judgement: Judgement) -> Ite
     If all tensors match, but the file is refused, the heading has the first reason instead.
     """
     file, model = clean(report.file) or "the state dict", clean(report.model) or "the model"
-    verdict = "fits" if judgement.accepted else "does not fit"
-    allowed = " with the allowed differences" if judgement.accepted and not report.fits else ""
+    accepted = judgement.accepted or report.accepted
+    verdict = "fits" if accepted else "does not fit"
+    allowed = " with the allowed differences" if accepted and not report.fits else ""
     total = max(report.parameters, 1)
     part = format_share(report.loaded if report.parameters else total, total)
     tensors, verb = counted(report.names, "tensor"), "matches" if report.fitting == 1 else "match"
@@ -159,10 +160,10 @@ def _heading_lines(report: MatchReport, look: Look, judgement: Judgement) -> Ite
     reason = f"{several}{tensors} {verb} ({part} of the parameters)"
     if not report.names:
         reason = "the model has no tensors"
-    elif not report.fits and report.fitting == report.names and not judgement.accepted:
+    elif not report.fits and report.fitting == report.names and not accepted:
         reason = clean(judgement.problems[0].text)
     text = f"{file} {verdict} {model}{allowed}: {reason}"
-    if judgement.is_of_the_optimizer:
+    if judgement.is_of_the_optimizer and not accepted:
         text = f"{file}: the optimizer state cannot be loaded: {reason}"
     yield from (look.bold(line) for line in wrap_text(text, look.width))
 
