@@ -258,6 +258,8 @@ def command(
         raise UsageError("convert needs a DESTINATION", hint=hint)
     else:
         *files, destination = [*sources, target.output] if target.output else sources
+        if not destination:
+            raise UsageError("DESTINATION is empty", hint="ckptool convert A B")
     steps = steps_of(
         {
             "salvage": salvage,

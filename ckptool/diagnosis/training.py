@@ -39,6 +39,7 @@ from ckptool.matching.judging import Allowance, difference
 from ckptool.matching.known_renames import MERGE
 from ckptool.quotes import quote
 from ckptool.transforms import Rename, Strip, Take
+from ckptool.transforms.ema import average_prefix
 from ckptool.words import are, counted, listed, printable, shell
 
 _HALF_LOADED = (
@@ -76,13 +77,15 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
     fit_step = (Fit(subject.reference, allow_unexpected=allowed),)
     rules = tuple(rename.rule for rename in report.proposed if rename.rule)
     choices = (Choice((Rename(rules), *fit_step), "fitting"),) if rules else ()
-    remedy = _hint_for_keys(subject.model, subject.reference, report, missing, differs)
+    remedy = _hint_for_keys(subject, subject.model, subject.reference, report, missing, differs)
     yield from _check_renamed_keys(subject.model, report, () if lost_count else fit_step)
     if missing:
+        tensors = counted(report.names, "tensor")
+        every = f"all {tensors}" if report.names > 1 else "the only tensor"
+        which = every if len(missing) == report.names else f"{len(missing):,} of the {tensors}"
         yield Complaint(
             "missing",
-            f"{len(missing):,} of the {counted(report.names, 'tensor')} in the reference "
-            f"{are(len(missing))} missing",
+            f"{which} in the reference {are(len(missing))} missing",
             summarize_names(missing),
             hint=remedy,
             quote=quote("missing-key", printable(missing[0])),
@@ -105,6 +108,7 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
 
 
 def _hint_for_keys(
+    subject: Subject,
     model: Section,
     reference: Reference,
     report: MatchReport,
@@ -130,6 +134,8 @@ def _hint_for_keys(
             shown = ", ".join(map(printable, join[1]))
             code = text.format(printable(join[0]), shown, len(join[1]))
             return f"in code: {code}, in the order in which the model uses them"
+    if average_prefix([*tensors]):
+        return f"{ema_command(subject.checkpoint)} writes the averaged weights (EMA)"
     if report.proposed:
         command = f"ckptool match FILE --like {shell(reference.word)}"
         return f"{command} shows the proposed rules for the keys"

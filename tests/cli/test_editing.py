@@ -290,6 +290,9 @@ def test_convert_takes_its_target_as_an_option_too(ckptool, model, tmp_path):
     done = ckptool("convert", model)
     assert done.code == 2
     assert "convert needs a DESTINATION" in done.err
+    done = ckptool("convert", model, "")
+    assert (done.code, sorted(tmp_path.iterdir())) == (2, [model, target])
+    assert "DESTINATION is empty" in done.err
 
 
 def test_convert_joins_files(ckptool, model, tmp_path):

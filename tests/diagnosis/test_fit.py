@@ -32,6 +32,19 @@ def test_missing_names_are_listed(complaint):
         Net().load_state_dict(less)
 
 
+def test_averages_next_to_the_model_lead_to_the_ema_command(diagnosed):
+    state = {f"ema_model.{name}": value for name, value in healthy().items()}
+    state |= {f"online.{name}": value for name, value in healthy().items()}
+    found = diagnosed(state, like=healthy())
+    assert [one.kind for one in found.complaints][:1] == ["missing"]
+    assert found.complaints[0].text.startswith("all ")
+    assert " --ema writes the averaged weights" in found.complaints[0].hint
+    command = found.complaints[0].hint.partition(" writes ")[0]
+    target = f"{found.file}.averaged.pth"
+    run(f"{command} -o {shlex.quote(target)}")
+    Net().load_state_dict(torch.load(target))
+
+
 def test_unexpected_names_are_left_out_by_a_glob_that_spares_the_rest(diagnosed, tmp_path):
     more = healthy()
     more.update({"aux.0.weight": torch.ones(1), "head.[x]": torch.ones(1)})

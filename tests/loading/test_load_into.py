@@ -253,6 +253,9 @@ def test_what_stays_on_the_meta_device_is_told(tmp_path, trained):
         report = load_into(model, state, allow_missing="scale")
     assert "scale, passing" in report.notes[-1]
     assert report.missing_keys == ["scale"]
+    assert "fits Net with the allowed differences" in str(report)
+    assert not report.fits
+    assert "accepted" not in report.to_dict()
 
 
 def test_only_what_is_on_the_meta_device_is_replaced(trained, file):
