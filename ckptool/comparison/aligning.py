@@ -45,7 +45,7 @@ Renamed = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _NewNames:
     """The new names of the entries of a section."""
 
     shown: Renamed
@@ -54,7 +54,7 @@ class _Names:
     """For the comparison: without wrapper prefixes, then with the rules applied."""
 
 
-_AS_THEY_ARE = _Names({}, {})
+_AS_THEY_ARE = _NewNames({}, {})
 STRICT_HINT = "add --strict-names to compare the keys unchanged"
 RULES_HINT = "make the rules more specific"
 
@@ -66,11 +66,11 @@ class _SideNames:
     file: str
     strict: bool = False
     rules: AppliedRules = field(default_factory=lambda: AppliedRules(()))
-    _namings: list[tuple[frozenset[str], _Names]] = field(default_factory=list)
+    _namings: list[tuple[frozenset[str], _NewNames]] = field(default_factory=list)
 
     def resolve_names(
         self, part: Section, stripped: Renamed, prefixed: Renamed | None = None
-    ) -> _Names:
+    ) -> _NewNames:
         """Return the compared names of a model, and remember them for the optimizers.
 
         `prefixed` replaces the compared names if a prefix distinguishes them from the other file's.
@@ -83,11 +83,11 @@ class _SideNames:
         hint = RULES_HINT if self.rules.rules else STRICT_HINT
         where = printable(part.name) or "the root"
         check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
-        resolved = _Names(stripped, renamed)
+        resolved = _NewNames(stripped, renamed)
         self._namings.append((frozenset(names), resolved))
         return resolved
 
-    def resolve_optimizer_names(self, part: Section) -> _Names:
+    def resolve_optimizer_names(self, part: Section) -> _NewNames:
         """Return the compared names of an optimizer: those of its model."""
         names_of_optimizer = list_optimizer_names(part.node)
         shown = followed(
@@ -95,9 +95,9 @@ class _SideNames:
         )
         if shown:
             namings = [(names, resolved.compared) for names, resolved in self._namings]
-            return _Names(shown, followed(names_of_optimizer, namings))
+            return _NewNames(shown, followed(names_of_optimizer, namings))
         stripped = self.strip(names_of_optimizer)
-        return _Names(stripped, self._apply_rules(names_of_optimizer, stripped))
+        return _NewNames(stripped, self._apply_rules(names_of_optimizer, stripped))
 
     def strip(self, names: list[str]) -> Renamed:
         """Return the names that change without wrapper prefixes: old name -> new name.
@@ -163,7 +163,7 @@ def align(
     else:
         scope_a, scope_b, error = _resolve_scopes(a, b, key)
     is_whole = error is None and not (scope_a.entry or scope_b.entry)
-    aligned = _Alignment(
+    aligned = _Aligner(
         scope_a,
         scope_b,
         _SideNames(a.path, strict_names, AppliedRules(rules, a.path)),
@@ -265,7 +265,7 @@ def _find_enclosing_section(checkpoint: Checkpoint, scope: Scope) -> Scope:
 
 
 @dataclass
-class _Alignment:
+class _Aligner:
     """One alignment: the compared scope of either side, and the pairs so far."""
 
     a: Scope
@@ -305,9 +305,9 @@ class _Alignment:
 
     def _resolve_all_names(
         self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
-    ) -> dict[int, _Names]:
+    ) -> dict[int, _NewNames]:
         """Return the compared names of every section, by the section's identity."""
-        resolved: dict[int, _Names] = {}
+        resolved: dict[int, _NewNames] = {}
         for section_a, section_b in couples:
             if section_a.kind in MODEL_KINDS:
                 stripped = self._choose_stripped_names(section_a, section_b)
@@ -378,7 +378,7 @@ class _Alignment:
         return bare_a, bare_b
 
     def _pair_entries(
-        self, section_a: Section, section_b: Section, names: dict[int, _Names]
+        self, section_a: Section, section_b: Section, names: dict[int, _NewNames]
     ) -> None:
         """Pair the entries of two sections, their holders, and their `_metadata`."""
         base_a, base_b = self.a.base + section_a.path, self.b.base + section_b.path
@@ -404,7 +404,7 @@ class _Alignment:
         parts_a: list[Section],
         parts_b: list[Section],
         taken: set[int],
-        names: dict[int, _Names],
+        names: dict[int, _NewNames],
     ) -> bool:
         """Pair values and unpaired sections by path; return True if any exist."""
         pools = Region(), Region()
@@ -475,7 +475,7 @@ def _fill_region(
     region: Region,
     part: Section,
     base: Path,
-    names: _Names,
+    names: _NewNames,
     *,
     outer: Path = (),
     before: Path = (),

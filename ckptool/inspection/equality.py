@@ -107,7 +107,7 @@ def find_first_difference(
     Raises:
         LimitExceeded: the same containers are referenced too many times.
     """
-    return _Comparison(same, devices, listed, limits).run(a, b, items=items)
+    return _NodeComparison(same, devices, listed, limits).run(a, b, items=items)
 
 
 Part = tuple[Any, Any]
@@ -129,7 +129,7 @@ class Unlike:
     """Both values in a few words; None if that takes figures."""
 
 
-class _Comparison:
+class _NodeComparison:
     """A walk over two trees at once. Pairs seen before, for example cycles, count as equal."""
 
     def __init__(

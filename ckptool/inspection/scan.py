@@ -423,7 +423,7 @@ class _Scanner:
         if verdict != DATA:
             calls = tuple(dict.fromkeys(run.calls))
             self.add_stream(
-                Stream(where, offset, verdict, calls, tuple(run.names), run.fault, run.told)
+                Stream(where, offset, verdict, calls, tuple(run.names), run.fault, run.run_count)
             )
 
     def judge_nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:

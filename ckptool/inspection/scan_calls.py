@@ -119,7 +119,7 @@ class Judge(Watcher):
         self.verdict = DATA
         self.calls: list[SuspectCall] = []
         self.names: dict[str, None] = {}
-        self.told = 0
+        self.run_count = 0
         """The number of calls that run something, including calls that are not listed."""
         self.seen = 0
         """The number of calls and known names, which other files do not have by chance."""
@@ -176,7 +176,7 @@ class Judge(Watcher):
         """Add a step to the verdict, and list it if it runs something or is unknown."""
         if verdict != self.verdict:
             self.verdict = worst_verdict(self.verdict, verdict)
-        self.told += verdict == RUNS
+        self.run_count += verdict == RUNS
         if verdict in (RUNS, CANNOT_TELL) and len(self.calls) < _MOST_LISTED:
             from pickletools import code2op  # type: ignore[attr-defined]  # few files need it
 
@@ -188,7 +188,7 @@ class Judge(Watcher):
         for raw in _find_bytes(called.args) if len(self.calls) < _MOST_LISTED else ():
             verdict, calls = self.judge_nested(raw)
             self.verdict = worst_verdict(self.verdict, verdict)
-            self.told += sum(call.verdict == RUNS for call in calls)
+            self.run_count += sum(call.verdict == RUNS for call in calls)
             prefix = f"in a pickle at {self.base + self.at:,}: "
             room = max(_MOST_LISTED - len(self.calls), 0)
             self.calls += [call._replace(opcode=prefix + call.opcode) for call in calls[:room]]

@@ -57,24 +57,24 @@ class Row:
     is_integer: bool = False
 
 
-def diff_rows(diff: Diff, *, whole: bool = False) -> Iterator[Row]:
+def diff_rows(diff: Diff, *, full: bool = False) -> Iterator[Row]:
     """Yield a row for each difference, including device and requires_grad.
 
-    The status is `=` if these two differ but do not count. Values are shortened unless `whole`.
+    The status is `=` if these two differ but do not count. Values are shortened unless `full`.
     """
-    yield from _changed_rows((*diff.changed, *diff.values), tags=True, whole=whole)
-    yield from _unpaired_rows(diff, whole)
+    yield from _changed_rows((*diff.changed, *diff.values), tags=True, full=full)
+    yield from _unpaired_rows(diff, full)
 
 
 def _changed_rows(
-    changes: Iterable[Changed], *, tags: bool = False, whole: bool = False
+    changes: Iterable[Changed], *, tags: bool = False, full: bool = False
 ) -> Iterator[Row]:
     """Yield a row for each changed entry; with `tags`, also for device and requires_grad."""
     for row in changes:
         aspects = [aspect for aspect in row.what if tags or aspect not in TAGS]
         place = (row.place or "").removeprefix("quantizer/")
         description = ", ".join(aspects) + (f" at {clean(place)}" if place else "")
-        a, b = (" ".join(_describe_side(side, aspects, whole)) for side in (row.a, row.b))
+        a, b = (" ".join(_describe_side(side, aspects, full)) for side in (row.a, row.b))
         if row.change is not None and (row.place or "tensor" in (row.a.sort, row.b.sort)):
             a, b = (
                 f"{a} {clean(text)}".strip() for a, text in zip((a, b), row.change, strict=True)
@@ -87,25 +87,25 @@ def _changed_rows(
 
 
 def _unpaired_rows(
-    diff: Diff, whole: bool, hidden: Collection[tuple[str, str | None]] = ()
+    diff: Diff, full: bool, hidden: Collection[tuple[str, str | None]] = ()
 ) -> Iterator[Row]:
     """Yield a row for each entry of only one file, except in `hidden` containers."""
     only_a, only_b = (
         [side for side in sides if (letter, side.container) not in hidden]
         for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b))
     )
-    yield from (Row("D", side.name, a=_describe_entry(side, whole)) for side in only_a)
-    yield from (Row("A", side.name, b=_describe_entry(side, whole)) for side in only_b)
+    yield from (Row("D", side.name, a=_describe_entry(side, full)) for side in only_a)
+    yield from (Row("A", side.name, b=_describe_entry(side, full)) for side in only_b)
     for renamed in diff.renamed:
         tags = "".join(f", different {tag}" for tag in renamed.what)
-        yield Row("R", renamed.a.name, _describe_entry(renamed.a, whole) + tags, b=renamed.b.name)
+        yield Row("R", renamed.a.name, _describe_entry(renamed.a, full) + tags, b=renamed.b.name)
 
 
-def _describe_side(side: Side, aspects: Sequence[str], whole: bool) -> Iterator[str]:
+def _describe_side(side: Side, aspects: Sequence[str], full: bool) -> Iterator[str]:
     """Yield these aspects of one side, except the values of a tensor, which have figures."""
     if "type" in aspects:
         yield (f"{clean(side.type)} " if side.sort == "tensor" else "") + _describe_entry(
-            side, whole
+            side, full
         )
         return
     for aspect in aspects:
@@ -113,24 +113,24 @@ def _describe_side(side: Side, aspects: Sequence[str], whole: bool) -> Iterator[
             yield format_shape(side.shape)
         elif aspect in ("value", "quantizer"):
             if side.sort != "tensor":
-                yield _format_value(side, whole)
+                yield _format_value(side, full)
         elif side.sort == "tensor" or side.device is not None:
             yield clean(str(getattr(side, aspect)))
 
 
-def _describe_entry(side: Side, whole: bool) -> str:
+def _describe_entry(side: Side, full: bool) -> str:
     """Return the type of an entry with its shape or value: `float32 [2, 3]`, `int 3`."""
     if side.sort == "tensor":
         return f"{side.dtype} {format_shape(side.shape or ())}"
-    kind, literal = clean(side.type), _format_value(side, whole)
+    kind, literal = clean(side.type), _format_value(side, full)
     names_its_type = side.sort != "value" and literal.startswith(kind)  # `dict of 3`
     return literal if side.value is None or names_its_type else f"{kind} {literal}"
 
 
-def _format_value(side: Side, whole: bool) -> str:
-    """Return the value of an entry, shortened unless `whole`."""
+def _format_value(side: Side, full: bool) -> str:
+    """Return the value of an entry, shortened unless `full`."""
     text = repr(side.value) if side.type == "str" else str(side.value)
-    return clean(text if whole else shorten(text, _SHORT))
+    return clean(text if full else shorten(text, _SHORT))
 
 
 def _fold_rows(rows: Sequence[Row]) -> list[Row]:
@@ -199,14 +199,14 @@ def fold_names(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Fam
     return [Family(name, (name,), (number,)) for number, (name, _) in enumerate(names)]
 
 
-def _format_figures(difference: Difference | None, whole: bool) -> list[str]:
-    """Return the cells below `_FIGURES`, with six digits if `whole`, else three."""
+def _format_figures(difference: Difference | None, full: bool) -> list[str]:
+    """Return the cells below `_FIGURES`, with six digits if `full`, else three."""
     if difference is None:
         return [""] * len(_FIGURES)
 
     def format_figure(figure: float | None, digits: str = ".3g") -> str:
-        """Return a figure in these digits, or six digits if `whole`."""
-        return "" if figure is None else format_number(figure) if whole else format(figure, digits)
+        """Return a figure in these digits, or six digits if `full`."""
+        return "" if figure is None else format_number(figure) if full else format(figure, digits)
 
     nonfinite = (
         ("NaN", difference.nan_a, difference.nan_b),
@@ -224,12 +224,12 @@ def _format_figures(difference: Difference | None, whole: bool) -> list[str]:
     ]
 
 
-def _make_cells(row: Row, *, whole: bool = False) -> list[str]:
+def _make_cells(row: Row, *, full: bool = False) -> list[str]:
     """Return the cells of a row from `what` to the figures."""
     a, b = row.a, row.b
     if row.status == "R":
-        a, b = _format_name(row.name) if whole else "", _format_name(row.b)
-    return [row.what, a, b, *_format_figures(row.figures, whole)]
+        a, b = _format_name(row.name) if full else "", _format_name(row.b)
+    return [row.what, a, b, *_format_figures(row.figures, full)]
 
 
 def _format_name(name: str) -> str:
@@ -247,8 +247,8 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
     if look.fmt:
         headings = ("status", "name", "what", "in A", "in B", *_FIGURES)
         rows = [
-            [row.status, _format_name(row.name), *_make_cells(row, whole=True)]
-            for row in diff_rows(diff, whole=True)
+            [row.status, _format_name(row.name), *_make_cells(row, full=True)]
+            for row in diff_rows(diff, full=True)
             if row.status != "="
         ]
         yield from table_lines(headings, rows, look, right=_NUMBERS)
@@ -280,7 +280,7 @@ def _heading_lines(diff: Diff, look: Look) -> Iterator[str]:
 def _difference_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
     """Yield the tables of weights, tensors, values, and entries of only one side."""
     one_sided = _describe_one_sided_containers(diff) if fold else {}
-    unpaired = _unpaired_rows(diff, whole=False, hidden=one_sided)
+    unpaired = _unpaired_rows(diff, full=False, hidden=one_sided)
     rows = map(list, (_changed_rows(diff.changed), _changed_rows(diff.values), unpaired))
     tensors, values, others = map(_fold_rows, rows) if fold else rows
     for heading in ("weight", "tensor"):
