@@ -5,8 +5,9 @@
 
     model.load_state_dict(ckptool.load_state_dict("model.pth"))
 
-Everything is imported when it is first used, torch only by what makes tensors (`TorchMissing` where
-it is not installed). Classes are in `ckptool.results` and `ckptool.errors`, and found here as well.
+Everything is imported when it is first used, torch only by functions that make tensors
+(`TorchMissing` if it is not installed). Classes are in `ckptool.results` and `ckptool.errors`, and
+available here as well.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class WorkerFailed(TrainingError):
     """
 
     def __init__(self, message: str, traceback: str = "", *, hint: str | None = None) -> None:
-        """Store its last message, or what is known of its end."""
+        """Store its last message, or the known facts of its end."""
         super().__init__(message, hint=hint)
         self.traceback = traceback
 

@@ -1,6 +1,6 @@
 """The errors of torch and other libraries that ckptool quotes: each text is here, once.
 
-`...` stands for an omitted part of a text.
+`...` marks an omitted part of a text.
 """
 
 from __future__ import annotations

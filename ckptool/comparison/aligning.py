@@ -147,7 +147,7 @@ def align(
         strict_names: Compare names with their wrapper prefixes.
         rules: Applied in order, after the wrapper prefixes are removed.
         key: Pair only the entry at this path (`addressing.resolve`). If one file is a flat state
-            dict without this path, all of it.
+            dict without this path, the whole file.
         model_only: Pair only the weights, as `Take(key=key, model_only=True)` selects them.
 
     Raises:
@@ -579,7 +579,7 @@ class DiffEntry:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two entries that are compared; the shown name is that of A."""
+    """Two entries that are compared; the shown name is A's."""
 
     a: DiffEntry
     b: DiffEntry
@@ -646,7 +646,7 @@ class Region:
 def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[DiffEntry], list[DiffEntry]]:
     """Return the common entries by key, those of only A, and those of only B, in file order.
 
-    A container is an entry if its counterpart is not a container, or if it is empty and alone.
+    A container is an entry if its counterpart is not a container, or if it is empty and unpaired.
     """
     pairs: list[Pair] = []
     only_a: list[DiffEntry] = []

@@ -61,7 +61,7 @@ class Contents:
         meter: Meter,
         limits: Limits,
     ) -> None:
-        """Start with nothing compared; options as in `diff.diff`.
+        """Start without comparisons; options as in `diff.diff`.
 
         With `rounded`, a wider tensor is rounded to the narrower dtype of the other.
 

@@ -48,7 +48,7 @@ class Complaint(Finding):
     """One reason why a plain `torch.load` and `load_state_dict` fail or mislead.
 
     `text` is the fact about the file. `where` lists its first paths with repeated layers folded,
-    then `and 12 more`. `hint` says what to do if no command helps, or in addition to it.
+    then `and 12 more`. `hint` is the advice if no command helps, or in addition to one.
     """
 
     quote: Quote | None = None

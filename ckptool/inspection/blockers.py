@@ -97,7 +97,7 @@ def find_called_names(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def describe_wrong_extension(checkpoint: Checkpoint) -> str | None:
-    """Return a sentence if the extension is that of another format, else None."""
+    """Return a sentence if the extension belongs to another format, else None."""
     name = checkpoint.path.lower()
     format = load_format(checkpoint.format)
     if format.tensors_only and name.endswith(TORCH_ENDINGS):

@@ -16,7 +16,7 @@ _TRAINING = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "
 
 
 def describe_neighbors(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield notes on files next to the weights, if their name is that of a model folder."""
+    """Yield notes on files next to the weights, if the weights are in a model folder."""
     path = checkpoint.path
     if identify_library(path) is None:
         return

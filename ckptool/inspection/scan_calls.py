@@ -1,6 +1,6 @@
 """Verdicts on the steps of a pickle, by the called functions and their arguments.
 
-The only table of names is that of known constructors of data (`_DATA`): everything else of the
+The only table of names has the known constructors of data (`_DATA`): everything else of the
 standard library and of the libraries in `_TOOLS` and `_NUMERIC` counts as running.
 """
 
@@ -359,7 +359,7 @@ def _may_act(func: Global, *, strict: bool = False) -> bool:
 
 
 def _resolve_getattr(node: Any) -> Any:
-    """Return the class or method that a call of `getattr` stands for, in protocols below 4."""
+    """Return the class or method in a call of `getattr`, with which protocols below 4 name it."""
     match node:
         case Opaque(
             func=Global(qualified="builtins.getattr"), args=(Global() as owner, str() as name)

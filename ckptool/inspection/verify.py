@@ -173,7 +173,7 @@ class _FileCheck:
         self.check_content(checkpoint, probe, mismatches)
 
     def check_name(self, probe: Probe) -> None:
-        """Compare the file with the SHA-256 in its name, or in that of the file it links to.
+        """Compare the file with the SHA-256 in its name, or in the name of its link target.
 
         `torch.hub` names files `resnet18-5c106cde.pth`. Only digits may be a date, only letters a
         word. The cache of `huggingface_hub` links to blobs with the full hash as their name.
@@ -322,7 +322,7 @@ class _FileCheck:
         self.add(problems=(Finding(kind, text, hint=error.hint),))
 
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Mismatch]:
-        """Compute checksums, and return those that do not match."""
+        """Compute checksums, and return the mismatches."""
         meter = Meter(self.progress, sum(checksum.data.length for checksum in checksums))
         compute = crc32cs if any(checksum.castagnoli for checksum in checksums) else crc32s
         computed = compute([checksum.data for checksum in checksums], meter.advance)

@@ -19,7 +19,7 @@ WORST = 3
 
 
 def receipt_lines(receipt: Receipt) -> Iterator[str]:
-    """Yield the changes, what is left out, what `weights_only` refuses, and the file."""
+    """Yield the changes, the omissions, the objects that `weights_only` rejects, and the file."""
     for kind, changes in groupby(receipt.changes, key=lambda change: change.kind):
         mark = "warning: " if kind == "warning" else ""
         yield from limit_lines((clean(mark + change.text) for change in changes), SCREEN)
@@ -54,7 +54,7 @@ def _outcome_lines(outcomes: Sequence[Change]) -> Iterator[str]:
 
 
 def receipt_line(receipt: Receipt) -> str:
-    """Return the line about the file: what was done, its format and its size."""
+    """Return the line about the file: written or edited, its format and its size."""
     path = clean(receipt.path)
     present, past = ("edit", "edited") if receipt.edited else ("write", "wrote")
     done = f"{f'would {present}' if receipt.dry_run else past} {path}"

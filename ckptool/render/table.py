@@ -29,7 +29,7 @@ def table_lines(
     Columns `right` are aligned to the right; `optional` columns are left out if they are empty. If
     the rows are wider than the terminal, `spare` columns are left out, one after the other, until
     each `flexible` column has some room; then the cells of flexible columns lose their middle. A
-    last line names what is left out. `ruled` draws bars between the columns.
+    last line names the left out columns. `ruled` draws bars between the columns.
 
     Raises:
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.

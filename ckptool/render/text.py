@@ -204,7 +204,7 @@ def json_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The width of the terminal (None: unlimited), and whether ANSI colors are used.
+    """The width of the terminal (None: unlimited), and True for ANSI colors.
 
     With `fmt`, a format of `table`, only tables are drawn.
     """

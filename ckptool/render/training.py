@@ -1,4 +1,4 @@
-"""A training run as lines: an epoch each, what replicas saw, where it was saved; and devices."""
+"""A training run as lines: epochs, shapes of replicas, checkpoints; and devices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _align_cells(cells: Sequence[str]) -> str:
 
 
 def event_line(event: Started | Resumed | Note) -> str:
-    """Return the line of an event: the start of a run, what it resumes from, or a note."""
+    """Return the line of an event: the start of a run, its resumption, or a note."""
     if isinstance(event, Note):
         return f"note: {clean(event.text)}"
     if isinstance(event, Resumed):

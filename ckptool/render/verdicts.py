@@ -206,7 +206,7 @@ def verify_summary(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
 
 
 def manifest_line(outcome: ManifestOutcome) -> str:
-    """Return whether the manifest was written or compared."""
+    """Return the sentence about a manifest: written, not written, or compared."""
     name = clean(outcome.file)
     if outcome.reason == "problem":
         return f"did not write {name}: some files have problems"

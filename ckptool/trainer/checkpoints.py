@@ -41,7 +41,7 @@ class TrainingProgress:
     Attributes:
         epoch: Epochs that are finished, validation included.
         step: Steps of the optimizer so far.
-        skipped: Steps that changed nothing, as their gradients overflowed.
+        skipped: Steps without a change of weights, because their gradients overflowed.
         position: Steps of the current epoch (the sampler's position).
         loss_sum: The sum of the losses of the samples in the current epoch.
         samples: The number of these samples.
@@ -74,7 +74,7 @@ class TrainingProgress:
         self.samples += result.samples
 
     def end_epoch(self, loss: float) -> bool:
-        """Count a finished epoch, and return whether its loss is the lowest so far."""
+        """Count a finished epoch; return True if its loss is the lowest so far."""
         self.epoch += 1
         self.begin_epoch()
         is_best = loss < self.best
@@ -495,7 +495,7 @@ class Checkpoints:
     def _reseed(self, values: Mapping[str, Any], progress: TrainingProgress) -> list[str]:
         """Restore the random state of each process if as many processes saved it.
 
-        Otherwise use new seeds: with the first ones the run would draw the same numbers again.
+        Else use new seeds: with the first ones the run would draw the same numbers again.
         """
         world = self._strategy.world
         states = values.get("rng", [])

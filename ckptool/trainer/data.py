@@ -60,7 +60,7 @@ def first_device(value: Any) -> str:
 class Batches:
     """The steps of an epoch, each of one or more global batches of row numbers.
 
-    The order follows from `seed` and the epoch alone, so that a run that is resumed inside an
+    The order follows from `seed` and the epoch only, so that a run that is resumed inside an
     epoch, on other devices, sees the same batches. The last batch and the last step may be
     smaller; every row comes once.
     """

@@ -126,8 +126,8 @@ class Device:
     Attributes:
         name: The name in torch.
         model: The model of the device, as far as torch knows.
-        memory: Its own memory in bytes, or None if it shares that of the machine.
-        is_current: Whether `--device auto` takes it, in a process that is alone.
+        memory: Its own memory in bytes; None if it shares the machine's memory.
+        is_current: True if `--device auto` selects it in a run of one process.
         physical: Its number on the machine, if `CUDA_VISIBLE_DEVICES` is set.
     """
 

@@ -118,7 +118,7 @@ class Loop:
         return [*self._signals.votes, float(is_due)]
 
     def _read_votes(self, step: TrainingStep, results: list[StepResult]) -> tuple[int | None, bool]:
-        """Return the signal that a process got, and whether a checkpoint is due."""
+        """Return the signal that a process got, or None, and True if a checkpoint is due."""
         votes = results[-1].votes if results else []
         interval = self._config.save_every
         is_due = interval is not None and step.number % interval == 0

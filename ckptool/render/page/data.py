@@ -41,8 +41,8 @@ def to_json_number(value: Any) -> float | int | str | None:
 class Names:
     """The modules in names, numbered in order of first use; the root is 0.
 
-    A label begins with what joins it to its parent, `/` between the keys of a path and `.` within
-    the last of them; below the root with nothing.
+    A label begins with its separator from the parent: `/` between the keys of a path, `.` within the
+    last key, and none below the root.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def _path_of_entry(report: Report, entry: Bar | Row) -> Sequence[str]:
 
 
 def describe_difference(row: Row) -> str:
-    """Return what differs: `dtype: float32 -> bfloat16`, `value: 3 -> 4`."""
+    """Return the difference in words: `dtype: float32 -> bfloat16`, `value: 3 -> 4`."""
     if row.status == "R":
         return f"{row.what}, now {row.b}"
     return ": ".join(filter(None, (row.what, " -> ".join(filter(None, (row.a, row.b))))))

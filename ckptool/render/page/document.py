@@ -126,7 +126,7 @@ def render_facts(files: Sequence[FileSummary]) -> str:
 
 
 def _render_verdict(diagnosis: Diagnosis) -> str:
-    """Return the verdict of `doctor`, what it follows from, and the command to run first."""
+    """Return the verdict of `doctor`, the complaints, and the command to run first."""
     complaints = enumerate(diagnosis.complaints, start=1)
     lines = [verdict_text(diagnosis), *(complaint_text(*numbered) for numbered in complaints)]
     command = diagnosis.first_command
@@ -136,7 +136,7 @@ def _render_verdict(diagnosis: Diagnosis) -> str:
 
 
 def render_values(files: Sequence[FileSummary]) -> str:
-    """Return a table of the values of all files, a column each; nothing if they have none."""
+    """Return a table of the values of all files, a column each; "" if they have none."""
     names = list(dict.fromkeys(name for file in files for name in file.values))
     rows = [
         [
@@ -306,7 +306,7 @@ def _render_title(info: Info) -> str:
 
 
 def _render_policy() -> str:
-    """Return the policy that allows this page's style and script alone, by their hashes."""
+    """Return the policy that allows only this page's style and script, by their hashes."""
     allowed = {
         "default-src": "'none'",
         "style-src": _hash_source(_read_asset("page.css")),

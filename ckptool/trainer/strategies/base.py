@@ -66,7 +66,7 @@ class StepResult:
         samples: The number of its samples.
         votes: The votes, summed over all processes.
         staleness: The number of updates between the weights of its gradients and its own update.
-        is_skipped: Whether no weight changed, as the gradients overflowed in half precision.
+        is_skipped: True if no weight changed, because the gradients overflowed in half precision.
     """
 
     loss_sum: float
@@ -87,7 +87,7 @@ class Strategy:
         module: The model without wrapper.
         tuning: The optimizer, and the other objects that change the weights in a step.
         processes: The number of processes in the run.
-        takes_steps: Whether this process runs the loop; False: it serves another process that does.
+        takes_steps: True if this process runs the loop; False if it serves another one that does.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""`fully_shard` (FSDP2): each process holds a part of every parameter, gradient and moment."""
+"""`fully_shard` (FSDP2): each process has a part of every parameter, gradient and moment."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FullyShardedDataParallel(Distributed):
     def wrap(self, model: nn.Module) -> None:
         """Shard each block by itself, then the rest of the model: each is gathered at once.
 
-        The root too frees its whole parameters after the forward pass, so that the model holds only
+        The root too frees its whole parameters after the forward pass, so that the model has only
         shards between steps and after validation. Parameters that blocks share are sharded with
         the root, which gathers them for all blocks.
         """

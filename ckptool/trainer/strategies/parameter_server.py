@@ -1,4 +1,4 @@
-"""A parameter server: one process holds the weights, the others compute gradients, over rpc."""
+"""A parameter server: one process has the weights, the others compute gradients, over rpc."""
 
 from __future__ import annotations
 
