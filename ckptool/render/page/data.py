@@ -41,8 +41,8 @@ def to_json_number(value: Any) -> float | int | str | None:
 class Names:
     """The modules in names, numbered in order of first use; the root is 0.
 
-    A label begins with its separator from the parent: `/` between the keys of a path, `.` within the
-    last key, and none below the root.
+    A label begins with its separator from the parent: `/` between the keys of a path, `.` within
+    the last key, and none below the root.
     """
 
     def __init__(self) -> None:
