@@ -164,6 +164,7 @@ def end_with_parent(seconds: float = 0.5) -> None:
     launcher = os.getppid()
 
     def watch() -> None:
+        """Wait until the launcher is gone, then end this process."""
         while os.getppid() == launcher:
             time.sleep(seconds)
         os._exit(128 + signal.SIGTERM)

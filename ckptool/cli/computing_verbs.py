@@ -88,6 +88,7 @@ def cast_command(
     )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
+        """Cast the checkpoint; note that a dry run does not check overflow."""
         cast = checkpoint.then(*([Masters()] if master else []), step)
         if target.dry_run and cast.root is not checkpoint.root:
             text = "a dry run computes no values, so overflow is not checked"

@@ -330,6 +330,7 @@ def _print_warnings() -> Iterator[None]:
         original = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            """Print a `CheckpointWarning` in one line, unless quiet; other warnings as usual."""
             if not issubclass(category, CheckpointWarning):
                 original(message, category, *where, **more)
                 return

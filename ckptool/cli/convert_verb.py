@@ -286,6 +286,7 @@ def command(
     steps = with_configs(steps, goal.folders)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
+        """Convert to the format of the target."""
         name = checkpoint.format if target.in_place else goal.format_for(checkpoint)
         with hint_with_options():
             return goal.as_file(converted(checkpoint, steps, name))

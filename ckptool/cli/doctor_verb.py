@@ -94,6 +94,7 @@ def command(
         raise UsageError("--fix accepts one file", hint=f"ckptool doctor {shell(files[0])} --fix")
 
     def examine(file: str) -> Diagnosis:
+        """Return the diagnosis of a file, with a progress bar."""
         with screen.progress() as progress:
             return doctor(file, like=reference, named=like or "", progress=progress, **options)
 

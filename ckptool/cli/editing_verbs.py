@@ -204,6 +204,7 @@ def compact_command(file: str, target: OutputOptions) -> None:
     before = 0
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
+        """Remember the old size, and drop unused bytes."""
         nonlocal before
         before = checkpoint.details.size
         changed = checkpoint.then(Compact())

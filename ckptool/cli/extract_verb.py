@@ -71,6 +71,7 @@ def command(
     take = Take(**selection, ema=ema)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
+        """Take the selected entries, with a change that counts them."""
         source = checkpoint.then(*steps)
         extracted = source.then(take)
         if any(change.kind != "warning" for change in extracted.changes[len(source.changes) :]):

@@ -191,6 +191,7 @@ def combine_options(*options: Callable[[Any], Any]) -> Decorator:
     """Return one decorator for several options, in the order of the help."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Apply the options, the last one first."""
         for option in reversed(options):
             function = option(function)
         return function
@@ -225,6 +226,8 @@ def gather_options(
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Add the options, and replace them by one argument when the verb is called."""
+
         @wraps(function)
         def call(**arguments: Any) -> Any:
             return function(**{name: make(arguments)}, **arguments)  # the others, after `make`

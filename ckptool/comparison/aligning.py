@@ -484,6 +484,7 @@ def _fill_region(
     rename_entry = _rename_optimizer_entry if part.kind == "optimizer" else _rename_model_entry
 
     def change_entry(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
+        """Return the compared path and leaf of an entry, and its shown path."""
         key, compared = rename_entry(path, leaf, names.compared)
         return key, compared, rename_entry(path, leaf, names.shown)[0]
 

@@ -70,7 +70,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def check_level(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about where the state dict is, and about other entries in it."""
+    """Yield complaints about the level of the state dict, and about other entries in it."""
     model = subject.model
     if model is None:
         if subject.models:

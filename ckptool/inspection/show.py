@@ -105,6 +105,7 @@ class ShownObject(Shown):
     items: _Entries
 
     def _to_fields(self) -> dict[str, Any]:
+        """Return the class, the arguments, the attributes and the items."""
         content = to_document(self, "file", "path", "name", "class_name")
         return {"class": self.class_name, **content}
 

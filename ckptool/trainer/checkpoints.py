@@ -361,6 +361,7 @@ class Checkpoints:
             contents = _make_contents(self._config.save, strategy, values)
 
             def write() -> None:
+                """Write a file of `torch.save`, atomically."""
                 with atomic_output(path, None, overwrite=True) as output:
                     _pickle(contents, output.write)
 

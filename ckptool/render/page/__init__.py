@@ -72,6 +72,7 @@ def write_page(
     content = render_page(report)
 
     def check() -> None:
+        """Raise an error if a source has changed."""
         for checkpoint in checkpoints:
             for source in checkpoint.sources:
                 source.check_unchanged()
