@@ -618,7 +618,7 @@ class Region:
         paths below `root` that are left out. `weights` is True for the section of a model.
         """
 
-        def enter(path: Path, node: Any) -> bool:
+        def should_enter(path: Path, node: Any) -> bool:
             """Record a container, and return False if its path is skipped."""
             if path in skip:
                 return False
@@ -631,7 +631,7 @@ class Region:
             self.containers[to_comparable(shown)] = entry
             return True
 
-        for path, leaf in walk(root, enter=enter):
+        for path, leaf in walk(root, enter=should_enter):
             key, leaf, shown = changed(path, leaf)
             entry = DiffEntry(name_of(outer + before + shown), base + path, leaf, weights)
             self._add(to_comparable(before + key), entry)

@@ -41,7 +41,7 @@ class ValueComparison:
         return self.equal and difference is not None and difference.mismatched > 0
 
     @property
-    def in_value_only(self) -> bool:
+    def is_equal_in_value_only(self) -> bool:
         """True if the values are equal but not their bits: -0.0 and 0.0."""
         difference = self.difference
         return self.equal and difference is not None and difference.mismatched == 0

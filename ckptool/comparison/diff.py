@@ -403,7 +403,9 @@ class _Comparison:
         if result.verdict is not None:
             self.tally["elements"] += a.numel
             self.tally["by_checksum" if result.verdict.by_checksum else "read"] += 1
-            self.tally["in_value_only"] += result.verdict.in_value_only and a.dtype == b.dtype
+            self.tally["in_value_only"] += (
+                result.verdict.is_equal_in_value_only and a.dtype == b.dtype
+            )
         if not result.equal:
             place = result.unlike.place if result.unlike else ""
             differences.append("quantizer" if place.startswith("quantizer/") else "value")

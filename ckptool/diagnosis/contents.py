@@ -397,13 +397,13 @@ def _count_gpus(root: str) -> int:
     nvidia = sum(1 for name in _list_folder(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
     nodes = os.path.join(root, _AMD_NODES)
     amd = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _list_folder(nodes))
-    if amd and not _torch_lacks("hip"):
+    if amd and not _is_torch_without("hip"):
         return amd
     # on Windows only the driver knows the number
-    return 0 if _torch_lacks("cuda") else nvidia or int(_has_windows_driver(root))
+    return 0 if _is_torch_without("cuda") else nvidia or int(_has_windows_driver(root))
 
 
-def _torch_lacks(kind: str) -> bool:
+def _is_torch_without(kind: str) -> bool:
     """Return True if the installed torch was built without `cuda` or `hip`."""
     return re.search(rf"^{kind}\b[^=\n]*=\s*None", _read_torch_version(), re.MULTILINE) is not None
 

@@ -207,7 +207,7 @@ class Judge(Watcher):
         pairs = (
             [part for part in parts if isinstance(part, (list, tuple))] if name in _MAPPINGS else []
         )
-        if not self._count_parts(parts, *pairs):
+        if not self._has_budget_for(parts, *pairs):
             return CANNOT_TELL
         verdict = self._judge_by_arguments(name, parts)
         if verdict:
@@ -284,7 +284,7 @@ class Judge(Watcher):
         if is_unknown(target):
             return CANNOT_TELL
         parts = items if isinstance(items, tuple) else (items,)
-        if not self._count_parts(parts):
+        if not self._has_budget_for(parts):
             return CANNOT_TELL
         name = target.class_name
         if target.steps and target.steps[-1][0] == "build":
@@ -299,7 +299,7 @@ class Judge(Watcher):
             return RUNS
         return DATA if _classify_name(name) == DATA else NEEDS_CODE
 
-    def _count_parts(self, *rows: Sequence[Any]) -> bool:
+    def _has_budget_for(self, *rows: Sequence[Any]) -> bool:
         """Count the parts of long rows, which calls may share; return False above the limit."""
         for row in rows:
             self.parts_left -= len(row) if len(row) > 100 else 0

@@ -61,7 +61,7 @@ def test_the_environment_hides_gpus(system):
 def test_the_torch_that_is_installed_is_read_and_not_run():
     text = contents._read_torch_version()
     assert f"'{torch.__version__}'" in text
-    assert contents._torch_lacks("cuda") == (torch.version.cuda is None)
+    assert contents._is_torch_without("cuda") == (torch.version.cuda is None)
 
 
 def test_devices_are_given_as_a_list():
