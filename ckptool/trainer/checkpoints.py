@@ -511,8 +511,8 @@ class Checkpoints:
         is_by_length = self._config.schedule in ("linear", "cosine")
         names = (*_NUMERIC_OPTIONS, *(("epochs", "max_steps") if is_by_length else ()))
         changes = [
-            f"{name} {then} -> {now}"
-            for name, then, now in self._find_changed_options(values, names)
+            f"{name} {saved} -> {current}"
+            for name, saved, current in self._find_changed_options(values, names)
         ]
         if changes:
             self._observer.tell(Note(f"options differ from the saved run: {', '.join(changes)}"))

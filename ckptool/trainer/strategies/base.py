@@ -206,7 +206,7 @@ class Strategy:
         return StepResult(loss_sum, step.samples, votes, is_skipped=not is_taken)
 
     def collect_finished_steps(self) -> list[StepResult]:
-        """Wait for the steps that workers still compute, and return them."""
+        """Wait for the steps that other processes still compute, and return them; here none."""
         return []
 
     # Losses.
