@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from ckptool.core.names import find_similar
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.transforms import prefix_rule, read_map_file, regex_rule, table_rule
-from ckptool.transforms.name_rules import prefix_regex, rules_of, similar
+from ckptool.transforms.name_rules import prefix_regex, rules_of
 
 
 def test_a_regular_expression():
@@ -163,23 +164,23 @@ NEARBY = ["encoder.layers.0.weight", "encoder.layers.0.bias", "decoder.norm.weig
 
 
 def test_the_closest_name_comes_first():
-    assert similar("encoder.layer.0.weigth", NEARBY)[0] == "encoder.layers.0.weight"
-    assert similar("decoder.norms.weight", NEARBY, max_count=1) == ["decoder.norm.weight"]
+    assert find_similar("encoder.layer.0.weigth", NEARBY)[0] == "encoder.layers.0.weight"
+    assert find_similar("decoder.norms.weight", NEARBY, max_count=1) == ["decoder.norm.weight"]
 
 
 def test_a_word_finds_the_names_that_have_a_component_like_it():
-    assert similar("decodr.*", NEARBY)[0] == "decoder.norm.weight"
-    assert similar("encodr", NEARBY) == NEARBY[:3]
-    assert similar("heads", NEARBY) == ["head/fc.bias"]
+    assert find_similar("decodr.*", NEARBY)[0] == "decoder.norm.weight"
+    assert find_similar("encodr", NEARBY) == NEARBY[:3]
+    assert find_similar("heads", NEARBY) == ["head/fc.bias"]
 
 
 def test_numbers_and_single_letters_are_like_nothing():
-    assert similar("0.x", NEARBY) == []
-    assert similar("", NEARBY) == []
-    assert similar("something", []) == []
+    assert find_similar("0.x", NEARBY) == []
+    assert find_similar("", NEARBY) == []
+    assert find_similar("something", []) == []
 
 
 def test_names_that_take_long_to_compare_are_few():
     many = [f"{'ab.' * 38}{at}" for at in range(5000)]
-    assert len(similar("ba." * 39, many)) <= 3
-    assert similar("x" * 10**6, ["x" * 10**6]) == []
+    assert len(find_similar("ba." * 39, many)) <= 3
+    assert find_similar("x" * 10**6, ["x" * 10**6]) == []
