@@ -134,7 +134,7 @@ def unpickle_record(data: ByteRange, start: int, limits: Limits) -> Unpickled:
     return unpickle(window, limits=limits, start=start)
 
 
-class _Stored:
+class _PendingStorage:
     """A storage of the pickle, which gets its bytes later.
 
     The pickle precedes the storages that its tensors need, so they are created without bytes, and
@@ -144,18 +144,18 @@ class _Stored:
     def __init__(self, pid: StoragePid) -> None:
         """Keep the facts of the first use, as torch does."""
         self.numel = pid.numel
-        self.whole = Storage(pid.key, None, pid.nbytes, pid.device)
+        self.storage = Storage(pid.key, None, pid.nbytes, pid.device)
         self.views: dict[str, tuple[Storage, int]] = {}
 
     def select_storage(self, pid: StoragePid) -> Storage:
         """Return the whole storage, or the view of a part that a persistent id names."""
-        if pid.nbytes != self.whole.nbytes:
+        if pid.nbytes != self.storage.nbytes:
             raise CorruptFile(
-                f"storage {pid.key!r} has {self.whole.nbytes:,} bytes when first used and "
+                f"storage {pid.key!r} has {self.storage.nbytes:,} bytes when first used and "
                 f"{pid.nbytes:,} later"
             )
         if pid.view is None:
-            return self.whole
+            return self.storage
         key, offset, numel = pid.view
         itemsize = BY_NAME[pid.dtype].itemsize
         if key not in self.views:
@@ -165,7 +165,7 @@ class _Stored:
 
     def set_data(self, data: ByteRange | None) -> None:
         """Set the bytes of the storage and its views (None: they have none)."""
-        _set_storage_data(self.whole, data)
+        _set_storage_data(self.storage, data)
         for storage, offset in self.views.values():
             _set_storage_data(storage, data.slice(offset, storage.nbytes) if data else None)
 
@@ -196,7 +196,7 @@ class LegacyStream:
         self.file = data.source.name
         self.limits, self.salvages = limits, salvages
         self.nested = nested or NestedStreams(self.file, limits, data.length).load
-        self.stored: dict[str, _Stored] = {}
+        self.stored: dict[str, _PendingStorage] = {}
         self.sources = SourceTexts()
         self.framed = True
         """True if the frames of all its pickles are where a pickler puts them."""
@@ -246,7 +246,7 @@ class LegacyStream:
         storage = parse_storage_pid(pid, self.file)
         stored = self.stored.get(storage.key)
         if stored is None:
-            stored = self.stored[storage.key] = _Stored(storage)
+            stored = self.stored[storage.key] = _PendingStorage(storage)
         return StorageRef(stored.select_storage(storage), storage.dtype, storage.untyped)
 
     def _check_keys(self, items: Any) -> list[str]:
@@ -268,7 +268,7 @@ class LegacyStream:
         length = self.data.length
         for index, key in enumerate(keys):
             stored = self.stored[key]
-            nbytes = stored.whole.nbytes
+            nbytes = stored.storage.nbytes
             try:
                 if position + COUNT.size > length:
                     raise self._truncated_error(keys, index, position)
@@ -301,7 +301,7 @@ class LegacyStream:
 
     def _truncated_error(self, keys: list[str], index: int, position: int) -> TruncatedFile:
         """Return the error for a stream that ends before storage number `index` does."""
-        needed = sum(COUNT.size + self.stored[key].whole.nbytes for key in keys[index:])
+        needed = sum(COUNT.size + self.stored[key].storage.nbytes for key in keys[index:])
         missing = position + needed - self.data.length
         hint = "copy it again"
         if index:  # the storages before it are intact

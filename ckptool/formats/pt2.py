@@ -65,7 +65,7 @@ class PT2Archive(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether `archive_format` is pt2, or it has a program and its state."""
+        """Return whether `archive_format` is pt2, or a zip has a program and its state."""
         archive = probe.compute_once(open_archive)
         mark = archive.records.get(_FORMAT)
         if mark is not None and mark.data.length == 3 and mark.data.read() == b"pt2":

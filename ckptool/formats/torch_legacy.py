@@ -63,7 +63,7 @@ class TorchLegacy(WritableFormat):
             size=source.size,
             writer=_identify_writer(unpickled.globals),
             **{**details_from_pickle(unpickled), "framed": stream.framed},
-            storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
+            storage_bytes=sum(stored.storage.nbytes for stored in stream.stored.values()),
             dead_bytes=data.length - stream.end,
             left_behind=(
                 *_describe_leading_bytes(start),

@@ -38,6 +38,7 @@ def opcode(code: bytes, refused: str = "") -> Callable[[Handler], Handler]:
         """Enter the handler in the table, and note the use of a rejected opcode."""
 
         def record_opcode(machine: Machine, position: int) -> int:
+            """Note the use of the opcode, and run its handler."""
             machine.opcodes[refused] = None
             return handler(machine, position)
 

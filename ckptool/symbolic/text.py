@@ -23,7 +23,7 @@ def decode_python2(raw: bytes) -> str:
 
 
 def to_bytes(node: Any) -> bytes | None:
-    """Return the bytes of a bytes object in any protocol; None for other objects."""
+    """Return the bytes of a bytes object, which old protocols store as text; None for others."""
     if isinstance(node, bytes):
         return node
     if isinstance(node, ByteString):

@@ -218,6 +218,7 @@ def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
     """Return a record of a compressed item, inflated on each read."""
 
     def locate() -> tuple[ByteRange, int | None]:
+        """Open the item again, and return the bytes of the record."""
         return _open_item(item, limits).records[name].data, None
 
     name = record.name
