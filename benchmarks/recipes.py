@@ -77,7 +77,7 @@ def speed(kind: Kind, dtype: torch.dtype, folder: Path) -> float:
         made = relayout(source, Recipe.of_rule(*kind[1:4]), kind.params)
         began, size = time.process_time(), 0
         for _, tensor in made.tensors():
-            size += sum(len(block) for block in tensor.data.reread())
+            size += sum(len(block) for block in tensor.data.iterate_reused())
         return size / MIB / (time.process_time() - began)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import ckptool
-from ckptool.conversion import steps_of
+from ckptool.conversion import make_steps
 
 _OF_WRITING = {
     "format", "max_shard_size", "files_from", "strict", "overwrite", "in_place", "dry_run",
@@ -16,4 +16,4 @@ def convert_by_options(
 ) -> ckptool.results.Receipt:
     """Convert with the steps given, and those that the options ask for."""
     how = {name: options.pop(name) for name in _OF_WRITING & options.keys()}
-    return ckptool.convert(source, target, *steps, *steps_of(options), **how)
+    return ckptool.convert(source, target, *steps, *make_steps(options), **how)

@@ -25,7 +25,7 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.files import http
-from ckptool.files.remote import _repository
+from ckptool.files.remote import _look_up_repository
 from ckptool.inspection.scan import find_files
 from tests.conversions import convert_by_options
 from tests.servers import SHA, Handler, serving
@@ -414,11 +414,11 @@ def test_fsspec_reads_what_it_knows(fixtures):
 @pytest.fixture
 def hub(served, monkeypatch):
     pytest.importorskip("huggingface_hub")
-    _repository.cache_clear()
+    _look_up_repository.cache_clear()
     monkeypatch.setenv("HF_ENDPOINT", served.url)
     monkeypatch.setenv("HF_TOKEN", "secret")
     yield served
-    _repository.cache_clear()
+    _look_up_repository.cache_clear()
 
 
 def test_the_commit_that_is_read_is_told(large, hub, tmp_path):

@@ -24,7 +24,7 @@ from ckptool.files.place import is_address
 from ckptool.formats import open_checkpoint, shard_format_of
 from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
-from ckptool.writing.target import default_target
+from ckptool.writing.target import make_default_target
 
 if TYPE_CHECKING:
     from ckptool.writing.divided import WriterGroup
@@ -80,7 +80,7 @@ def write_changed(
             target_path = checkpoint.path  # the index, if it is a folder of shards
         is_real_path = os.path.isfile(checkpoint.path) or not os.path.exists(source)
         source_name = checkpoint.path if is_real_path and not sharded else source
-        path = target_path or default_target(source_name, word, target.format, sharded=sharded)
+        path = target_path or make_default_target(source_name, word, target.format, sharded=sharded)
         changed = change(
             checkpoint, *(opened.enter_context(open_checkpoint(other)) for other in others)
         )

@@ -30,8 +30,8 @@ from ckptool.cli.options import (
     visible_option,
 )
 from ckptool.cli.renaming import RulesInOrder, rename_options
-from ckptool.conversion import Destination, converted, open_for_steps, steps_of, with_configs
-from ckptool.conversion.steps import place_in
+from ckptool.conversion import Destination, apply_steps, make_steps, open_for_steps, with_configs
+from ckptool.conversion.steps import position_for
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats.several import split_key
@@ -260,7 +260,7 @@ def command(
         *files, destination = [*sources, target.output] if target.output else sources
         if not destination:
             raise UsageError("DESTINATION is empty", hint="ckptool convert A B")
-    steps = steps_of(
+    steps = make_steps(
         {
             "salvage": salvage,
             "map": parse_device_rules(map),
@@ -274,7 +274,7 @@ def command(
     )
 
     if drop:  # --force also applies to the target
-        steps.insert(place_in(steps, Drop), Drop(drop, force=target.force))
+        steps.insert(position_for(steps, Drop), Drop(drop, force=target.force))
     goal = Destination(
         destination,
         files if files[1:] else files[0],
@@ -289,7 +289,7 @@ def command(
         """Convert to the format of the target."""
         name = checkpoint.format if target.in_place else goal.format_for(checkpoint)
         with hint_with_options():
-            return goal.as_file(converted(checkpoint, steps, name))
+            return goal.to_single_file(apply_steps(checkpoint, steps, name))
 
     def write() -> None:
         """Write the result, and exit with 1 if a damaged tensor was lost."""

@@ -18,14 +18,14 @@ from ckptool.cli.console import (
 )
 from ckptool.cli.like import resolve_reference
 from ckptool.cli.options import PATH, OutputOptions, flag, screen_options, verb
-from ckptool.conversion import converted
+from ckptool.conversion import apply_steps
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.diagnosis import doctor
 from ckptool.diagnosis.diagnose import FIXED, Diagnosis
 from ckptool.errors import CheckpointError, UnreadableFile, UsageError
 from ckptool.render.verdicts import diagnosis_lines
 from ckptool.words import listed, shell
-from ckptool.writing.target import target_format
+from ckptool.writing.target import choose_format
 
 
 @verb(
@@ -166,7 +166,7 @@ def _write_fixed_file(
     format = plan.format if output is None else None  # otherwise the extension decides
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        return converted(checkpoint, plan.steps, target_format(checkpoint, target, format))
+        return apply_steps(checkpoint, plan.steps, choose_format(checkpoint, target, format))
 
     quiet = Screen(as_json=False, quiet=screen.quiet)
     options = OutputOptions(

@@ -23,7 +23,7 @@ from ckptool.render.match import advice_lines, match_lines, note_lines
 from ckptool.render.text import to_option_words, to_options_text
 from ckptool.transforms import Rule
 from ckptool.words import as_argument
-from ckptool.writing.target import default_target
+from ckptool.writing.target import make_default_target
 
 
 class _Match(Allowing, RulesInOrder, Brief):
@@ -121,7 +121,7 @@ def command(
     }
     command = ""
     if all(rule.regex for rule in rules) and _can_convert(report):
-        target = find_unused_path(default_target(file, "fitted"))
+        target = find_unused_path(make_default_target(file, "fitted"))
         options = Remedy(
             tuple((name, value) for name, value in arguments.items() if value is not None)
         )

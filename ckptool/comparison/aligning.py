@@ -82,7 +82,7 @@ class _SideNames:
         renamed = self._apply_rules(names, stripped) if prefixed is None else prefixed
         hint = RULES_HINT if self.rules.rules else STRICT_HINT
         where = printable(part.name) or "the root"
-        check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
+        check_collisions(part.node, renamed, file=self.file or None, location=where, hint=hint)
         resolved = _NewNames(stripped, renamed)
         self._namings.append((frozenset(names), resolved))
         return resolved

@@ -12,7 +12,7 @@ from ckptool.conversion.layout import (
     open_for_steps as open_for_steps,
     with_configs as with_configs,
 )
-from ckptool.conversion.steps import converted as converted, steps_of as steps_of
+from ckptool.conversion.steps import apply_steps as apply_steps, make_steps as make_steps
 from ckptool.formats import Source
 from ckptool.renamed import refuse_renamed_arguments
 from ckptool.transforms import Step
@@ -92,16 +92,16 @@ def convert(
         files_from=files_from,
         sharded=max_shard_size is not None,
     )
-    every = with_configs(steps, goal.folders)
-    salvage = any(isinstance(one, Step) and one.opens_damaged for one in steps)
-    with open_for_steps(source, every, salvage=salvage) as checkpoint, ExitStack() as stack:
+    all_steps = with_configs(steps, goal.folders)
+    salvage = any(isinstance(step, Step) and step.opens_damaged for step in steps)
+    with open_for_steps(source, all_steps, salvage=salvage) as checkpoint, ExitStack() as stack:
         is_same = in_place and goal.is_source(checkpoint)
         name = checkpoint.format if is_same else goal.format_for(checkpoint)
-        made = converted(checkpoint, every, name)
-        for opened in opened_by(every, checkpoint, made):
+        result = apply_steps(checkpoint, all_steps, name)
+        for opened in opened_by(all_steps, checkpoint, result):
             stack.callback(opened.close)
         return save(
-            goal.as_file(made),
+            goal.to_single_file(result),
             checkpoint.path if is_same else goal.path,
             apart=goal.apart,
             format=name,

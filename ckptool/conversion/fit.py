@@ -96,12 +96,13 @@ class Fit(Step):
         for name in ("transpose", "no_transpose"):
             object.__setattr__(self, name, listed_option(name, getattr(self, name)))
         for name in ("allow_missing", "allow_unexpected", "allow_mismatched"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, (bool, str)):
-                object.__setattr__(self, name, tuple(given))
-        self._transposed()
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (bool, str)):
+                object.__setattr__(self, name, tuple(value))
+        self._transpose_rules()
 
-    def _transposed(self) -> TransposeRules:
+    def _transpose_rules(self) -> TransposeRules:
+        """Return the rules of `transpose` and `no_transpose`."""
         return TransposeRules.of(self.transpose, self.no_transpose)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -124,21 +125,21 @@ class Fit(Step):
             min_coverage=self.min_coverage,
         )
         plan = NamePlan(checkpoint.path, _HINT)
-        every = distinct(checkpoint.sections)
+        sections = distinct(checkpoint.sections)
         like = self.like
         if isinstance(like, Reference):
-            wanted = like.target
+            target = like.target
         else:
-            wanted = target_like(like, key=self.like_key)
-        namings = _match_sections(checkpoint, every, wanted, self._transposed())
-        _check(namings, allowance)
+            target = target_like(like, key=self.like_key)
+        namings = _match_sections(checkpoint, sections, target, self._transpose_rules())
+        _refuse_mismatches(namings, allowance)
         for naming in namings:
-            naming.enter(plan)
-        plan.follow(checkpoint.root, every, lambda own: _match_bare_names(own, namings))
+            naming.add_to_plan(plan)
+        plan.follow(checkpoint.root, sections, lambda own: _match_bare_names(own, namings))
         return plan.applied(checkpoint)
 
 
-def compared(checkpoint: Checkpoint, part: Section, like: ModelTarget) -> MatchReport:
+def match_section(checkpoint: Checkpoint, part: Section, like: ModelTarget) -> MatchReport:
     """Match one state dict with a model, by keys, shapes and dtypes only."""
     with closing(StateDict(checkpoint, part)) as state:
         return plan_load(state, like, by_type=True).report
@@ -160,12 +161,12 @@ class _Naming:
         """Keys that the model does not have, except those of plain values."""
         report, stays = self.fit.report, {*self.fit.undecided.values()}
         names = {name for name, _ in report.left_out} | {*report.unexpected_keys}
-        names |= {one.own for one in report.mismatched}
+        names |= {mismatch.own for mismatch in report.mismatched}
         return frozenset((names & self.names.keys()) - stays)
 
-    def enter(self, plan: NamePlan) -> None:
+    def add_to_plan(self, plan: NamePlan) -> None:
         """Plan the state dict with its new keys."""
-        part, gone = self.part, self._removed_keys
+        part, removed_keys = self.part, self._removed_keys
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.tied_names):
             raise NotRepresentable(
@@ -175,106 +176,117 @@ class _Naming:
                 hint="add --model-only to convert it to a state dict",
             )
         plan.rename(part, list(self.names), renamed)
-        if part.kind != "module" and (gone or self.tied_names):
+        if part.kind != "module" and (removed_keys or self.tied_names):
             holder = plan.instead.get(id(part.holder), part.holder)
-            plan.instead[id(part.holder)] = self._complete_state(
-                plan, holder, frozenset(self.names[name] for name in gone)
+            plan.instead[id(part.holder)] = self._complete_state_dict(
+                plan, holder, frozenset(self.names[name] for name in removed_keys)
             )
-        for one in self.fit.report.layouts:
-            node = part.node[one.own]
-            plan.instead[id(node)] = node.permuted(one.axes)
-        plan.changes.extend(self._changes())
+        for layout in self.fit.report.layouts:
+            node = part.node[layout.own]
+            plan.instead[id(node)] = node.permuted(layout.axes)
+        plan.changes.extend(self._describe_changes())
 
-    def _complete_state(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
-        """Return the renamed state dict with the tied keys, and without the keys `gone`."""
+    def _complete_state_dict(
+        self, plan: NamePlan, holder: Any, removed_keys: frozenset[str]
+    ) -> Any:
+        """Return the renamed state dict with the tied keys, and without the keys `removed_keys`."""
 
-        def complete(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        def iterate_entries(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+            """Yield the entries of the file that stay, each with its tied keys."""
             for name, value in items:
-                if name not in gone:
+                if name not in removed_keys:
                     yield name, value
                     yield from ((tied_name, value) for tied_name in self.tied_names.get(name, ()))
 
         if isinstance(holder, Opaque):
             steps = [
-                (kind, list(complete(value)) if kind == "set" else value)
+                (kind, list(iterate_entries(value)) if kind == "set" else value)
                 for kind, value in holder.steps
             ]
             return replace(holder, steps=steps)
-        made: dict[Any, Any] = {}
-        for name, value in complete(holder.items()):
-            if name in made:
+        items_by_name: dict[Any, Any] = {}
+        for name, value in iterate_entries(holder.items()):
+            if name in items_by_name:
                 text = f"{printable(name)!r} would be twice in {describe_path(self.part.path)}"
                 raise NameCollision(text, file=plan.file or None, hint=_HINT)
-            made[name] = value
-        return copy_with_items(holder, made)
+            items_by_name[name] = value
+        return copy_with_items(holder, items_by_name)
 
-    def _changes(self) -> Iterator[Change]:
-        report, inside = self.fit.report, describe_path(self.part.path)
-        wrong = [one.name for one in report.mismatched]
+    def _describe_changes(self) -> Iterator[Change]:
+        """Yield the changes of keys, tensors and ties, and the keys that do not match."""
+        report, path = self.fit.report, describe_path(self.part.path)
+        mismatched = [entry.name for entry in report.mismatched]
         for renaming in report.renamed:
-            many = len(renaming.names)
-            text = f"renamed {counted(many, 'key')} of {inside} with {printable(renaming.text)}"
-            yield Change("fit", text, many)
-        if turned := [one.name for one in report.layouts]:
-            text = f"transposed {counted(len(turned), 'tensor')} of {inside}: {listed(turned)}"
-            yield Change("fit", text, len(turned))
+            count = len(renaming.names)
+            text = f"renamed {counted(count, 'key')} of {path} with {printable(renaming.text)}"
+            yield Change("fit", text, count)
+        if transposed := [entry.name for entry in report.layouts]:
+            text = (
+                f"transposed {counted(len(transposed), 'tensor')} of {path}: {listed(transposed)}"
+            )
+            yield Change("fit", text, len(transposed))
         for new, tied_names in self.tied_names.items():
             text = f"added {listed(tied_names)}, which the model ties to {printable(new)}"
             yield Change("fit", text, len(tied_names))
-        gone, taken = self._removed_keys, {*self.fit.undecided.values()}
+        removed_keys, undecided = self._removed_keys, {*self.fit.undecided.values()}
         for name, reason in report.left_out:
             text = f"{printable(name)}: {printable(reason)}"
-            if name in gone:
+            if name in removed_keys:
                 yield Change("left-out", text, 1, wanted=True)
-            elif name in taken:
+            elif name in undecided:
                 yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
-        for names, what in (
-            (report.missing_keys, f"of the model missing from {inside}"),
-            (report.unexpected_keys, f"of {inside} that the model does not have"),
-            (wrong, f"of {inside} with another shape than in the model"),
+        for names, problem in (
+            (report.missing_keys, f"of the model missing from {path}"),
+            (report.unexpected_keys, f"of {path} that the model does not have"),
+            (mismatched, f"of {path} with another shape than in the model"),
         ):
             if names:
-                text = f"{counted(len(names), 'key')} {what}: {listed(names)}"
+                text = f"{counted(len(names), 'key')} {problem}: {listed(names)}"
                 kind = "warning" if names is report.missing_keys else "left-out"
                 yield Change(kind, text, len(names), wanted=kind == "left-out")
 
 
 def _match_sections(
-    checkpoint: Checkpoint, every: list[Section], like: ModelTarget, choices: TransposeRules | None
+    checkpoint: Checkpoint,
+    sections: list[Section],
+    like: ModelTarget,
+    choices: TransposeRules | None,
 ) -> list[_Naming]:
-    parts = [part for part in every if part.kind in MODEL_KINDS]
+    """Match each state dict of a checkpoint with a model."""
+    parts = [part for part in sections if part.kind in MODEL_KINDS]
     if not parts and is_flat(checkpoint.root):
         parts = [Section((), "state_dict", checkpoint.root, checkpoint.root)]
     parts = parts or [find_model_state_dict(checkpoint)]
-    made = []
+    namings = []
     for part in parts:
         with closing(StateDict(checkpoint, part)) as state:
             fit = plan_load(state, like, choices=choices, as_stored=True)
         if len(parts) > 1:
             file = f"{checkpoint.path} ({describe_path(part.path)})"
             fit = fit.with_changes(file=file)
-        made.append(_match_section(part, fit))
-    return made
+        namings.append(_name_keys(part, fit))
+    return namings
 
 
-def _match_section(part: Section, fit: LoadPlan) -> _Naming:
+def _name_keys(part: Section, fit: LoadPlan) -> _Naming:
+    """Return the new key of each key of a matched state dict, and the tied keys."""
     names = {name: name for name in list_wrappable_keys(part.node)}
-    names.update((one.own, one.name) for one in fit.report.mismatched)
-    names.update((own, name) for name, own in fit.undecided.items())
-    by_own: dict[str, list[str]] = {}
-    for wanted, own in fit.pairs.items():
-        by_own.setdefault(own, []).append(wanted)
+    names.update((mismatch.own, mismatch.name) for mismatch in fit.report.mismatched)
+    names.update((key, name) for name, key in fit.undecided.items())
+    targets_by_own: dict[str, list[str]] = {}
+    for target, key in fit.pairs.items():
+        targets_by_own.setdefault(key, []).append(target)
     tied_names = {}
-    for own, tied in by_own.items():
-        likely = (own, fit.match.renamed.get(own, own))
-        names[own] = new = next((name for name in likely if name in tied), tied[0])
-        if len(tied) > 1:
-            tied_names[new] = tuple(name for name in tied if name != new)
+    for key, targets in targets_by_own.items():
+        preferred = (key, fit.match.renamed.get(key, key))
+        names[key] = new = next((name for name in preferred if name in targets), targets[0])
+        if len(targets) > 1:
+            tied_names[new] = tuple(name for name in targets if name != new)
     return _Naming(part, fit, names, tied_names)
 
 
-def _check(namings: list[_Naming], allowance: Allowance) -> None:
-    """Refuse state dicts that do not fit. The error also lists those that do.
+def _refuse_mismatches(namings: list[_Naming], allowance: Allowance) -> None:
+    """Refuse state dicts that do not fit; the hint names one that fits.
 
     Raises:
         MatchError: for the first that does not fit.
@@ -290,12 +302,16 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
     raise refused
 
 
-def _match_bare_names(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
+def _match_bare_names(names: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
     """Return new names for an optimizer that has the names without wrapper prefixes."""
-    bare = map_to_bare_names(own)
+    bare = map_to_bare_names(names)
     for naming in namings:
         theirs = map_to_bare_names(naming.names)
         new = {theirs[name]: new for name, new in naming.names.items()}
         if not new.keys().isdisjoint(bare.values()):
-            return {n: new[b] for n, b in bare.items() if b in new and new[b] != n}
+            return {
+                name: new[bare_name]
+                for name, bare_name in bare.items()
+                if bare_name in new and new[bare_name] != name
+            }
     return {}

@@ -13,7 +13,7 @@ from ckptool.formats import Source, load_format, shard_format_of
 from ckptool.recipes import Relayout, split_files, written_files
 from ckptool.transforms import Step
 from ckptool.words import shell
-from ckptool.writing import goes_to_folder, target_file, target_format
+from ckptool.writing import choose_file, choose_format, is_folder_target
 
 
 def open_for_steps(
@@ -28,7 +28,7 @@ def open_for_steps(
     from ckptool.formats.several import open_parts  # imported here: it is not always needed
 
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
-    layouts = [one for one in steps if isinstance(one, Relayout)]
+    layouts = [step for step in steps if isinstance(step, Relayout)]
     if layouts and not isinstance(paths, Checkpoint):
         first, *others = paths
         if layouts[0].opens(first):
@@ -56,14 +56,14 @@ class Destination:
         """Prepare the target, which the arguments may make a folder.
 
         Raises:
-            UsageError: as in `goes_to_folder`.
+            UsageError: as in `is_folder_target`.
         """
-        layouts = [one.loaded for one in steps if isinstance(one, Relayout)]
+        layouts = [step.loaded for step in steps if isinstance(step, Relayout)]
         files = written_files(layouts[-1]) if layouts else None
         self._name, self._format, self._sharded = os.fspath(path), format, sharded
         self._files_from, self._source = files_from, source
-        wanted = sharded or files_from is not None or files is not None
-        self.is_folder = goes_to_folder(path, source, format, wanted=wanted)
+        needs_folder = sharded or files_from is not None or files is not None
+        self.is_folder = is_folder_target(path, source, format, needs_folder=needs_folder)
         self._recipe = layouts[-1] if files else None
         self._has_recipe = bool(layouts)
         self.path = self._name
@@ -79,21 +79,21 @@ class Destination:
         return os.path.realpath(self._name) in map(os.path.realpath, names)
 
     def format_for(self, checkpoint: Checkpoint) -> str:
-        """Return the name of the format, as in `target_format`.
+        """Return the name of the format, as in `choose_format`.
 
         Raises:
             UsageError: if there is none, or both the format and a recipe make several files.
         """
         path = self.path
         if not self.apart:
-            path = target_file(
+            path = choose_file(
                 checkpoint,
                 path,
                 self._format,
                 to_folder=self.is_folder,
                 files_from=self._files_from,
             )
-        name = target_format(checkpoint, path, self._format, sharded=self._sharded)
+        name = choose_format(checkpoint, path, self._format, sharded=self._sharded)
         if self.apart and (self._sharded or shard_format_of(name) or load_format(name).index_name):
             text = "the recipe determines the number of files"
             raise UsageError(text, hint="leave out --max-shard-size and formats with several files")
@@ -103,15 +103,15 @@ class Destination:
     def folders(self) -> tuple[str, ...]:
         """The folders in which a recipe looks for `config.json`, after that of the source."""
         near = self._name if self.is_folder else os.path.dirname(self._name) or "."
-        given = () if self._files_from is None else (os.fspath(self._files_from),)
-        return (*given, near)
+        configured = () if self._files_from is None else (os.fspath(self._files_from),)
+        return (*configured, near)
 
     @property
     def companions(self) -> str | os.PathLike[str] | None:
         """The folder to copy files from. A recipe only reads files next to one file."""
         return self._files_from if self.is_folder or not self._has_recipe else None
 
-    def as_file(self, checkpoint: Checkpoint) -> Checkpoint:
+    def to_single_file(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the content of the target if it is one file.
 
         Raises:
@@ -137,6 +137,6 @@ class Destination:
 def with_configs(steps: Iterable[Step], folders: Sequence[str]) -> list[Step]:
     """Return the steps, with recipes that also look for `config.json` in these folders."""
     return [
-        replace(one, configs=(*one.configs, *folders)) if isinstance(one, Relayout) else one
-        for one in steps
+        replace(step, configs=(*step.configs, *folders)) if isinstance(step, Relayout) else step
+        for step in steps
     ]

@@ -56,7 +56,7 @@ _NEEDED: Mapping[type[Step], tuple[str, str, str]] = {
 """By step, the field that its other options need, a description, and the hint."""
 
 
-def steps_of(options: Mapping[str, Any]) -> list[Step]:
+def make_steps(options: Mapping[str, Any]) -> list[Step]:
     """Return the steps for the options of `convert`, in the order of `STEPS`.
 
     Args:
@@ -72,8 +72,8 @@ def steps_of(options: Mapping[str, Any]) -> list[Step]:
         for name, value in options.items()
         if not (value is None or value is False or (isinstance(value, _SEVERAL) and not value))
     }
-    steps = [step for kind in STEPS if (step := _step(kind, given)) is not None]
-    return sorted(steps, key=lambda one: not _is_before_take(one))
+    steps = [step for kind in STEPS if (step := _make_step(kind, given)) is not None]
+    return sorted(steps, key=lambda step: not _is_before_take(step))
 
 
 def _is_before_take(step: Step) -> bool:
@@ -81,72 +81,89 @@ def _is_before_take(step: Step) -> bool:
     return isinstance(step, _BEFORE_TAKE) or (isinstance(step, Relayout) and step.loaded.uses_paths)
 
 
-def place_in(steps: Sequence[Step], kind: type[Step]) -> int:
+def position_for(steps: Sequence[Step], kind: type[Step]) -> int:
     """Return the position for a step of this kind among steps in the order of `STEPS`."""
     before = STEPS[: STEPS.index(kind)]
-    return sum(isinstance(one, before) for one in steps)
+    return sum(isinstance(step, before) for step in steps)
 
 
-def _step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
+def _make_step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
+    """Return the step of a class for the given options; None if it needs none of them."""
     if kind.flag:
         name, _, value = kind.flag.partition("=")
         if value and given.get(name, value) not in ("keep", value):
             raise UsageError(f"{name} takes 'keep' or {value!r}, not {given[name]!r}")
         return kind() if given.get(name) == (value or True) else None
-    named = {kind.options.get(one.name, one.name): one for one in fields(kind)}
-    own = {one.name: given[name] for name, one in named.items() if name and name in given}
-    needed, what, hint = _NEEDED.get(kind, ("", "", ""))
-    if own and needed and needed not in own:
-        about = ", ".join(f"--{kind.options.get(one, one).replace('_', '-')}" for one in own)
-        verb = "needs" if len(own) == 1 else "need"
-        raise UsageError(f"{about} {verb} {what}", hint=hint)
+    named = {kind.options.get(field.name, field.name): field for field in fields(kind)}
+    arguments = {field.name: given[name] for name, field in named.items() if name and name in given}
+    needed, description, hint = _NEEDED.get(kind, ("", "", ""))
+    if arguments and needed and needed not in arguments:
+        option_names = ", ".join(
+            f"--{kind.options.get(field, field).replace('_', '-')}" for field in arguments
+        )
+        verb = "needs" if len(arguments) == 1 else "need"
+        raise UsageError(f"{option_names} {verb} {description}", hint=hint)
     if kind is Strip:
-        return _strip(own, given)
-    if kind is Take and own and "like" in given:
-        own["lazy"] = True
-    if kind is Plain and own:
-        own.setdefault("plain", False)
-    return kind(**own) if own else None
+        return _make_strip(arguments, given)
+    if kind is Take and arguments and "like" in given:
+        arguments["lazy"] = True
+    if kind is Plain and arguments:
+        arguments.setdefault("plain", False)
+    return kind(**arguments) if arguments else None
 
 
-def _strip(own: Mapping[str, Any], given: Mapping[str, Any]) -> Strip | None:
+def _make_strip(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Strip | None:
+    """Return the step that strips wrapper prefixes; None if no option asks for it."""
     wrappers = given.get("wrappers")
     if wrappers not in (None, "strip", "keep"):
         raise UsageError(f"wrappers takes 'strip' or 'keep', not {wrappers!r}")
     if wrappers is not None and "like" in given:
         raise UsageError("--like decides the wrapper prefixes: leave out --wrappers")
-    if wrappers == "keep" and own:
+    if wrappers == "keep" and arguments:
         raise UsageError("choose the submodule to strip (--at) or --wrappers keep, not both")
     if wrappers == "keep":
         return Strip(levels=0)
-    return Strip(**own) if own or wrappers else None
+    return Strip(**arguments) if arguments or wrappers else None
 
 
-def with_implied(steps: Iterable[Step], target: str) -> Iterator[Step]:
-    """Yield the steps, with those that the format `target` implies.
+def add_implied_steps(steps: Iterable[Step], target: str) -> Iterator[Step]:
+    """Yield the steps, and the steps that the format `target` implies.
 
     A flat format gets only the state dict; safetensors and similar formats get it without wrapper
     prefixes, by convention. `Salvage` comes after `Take`, because the rest may be damaged.
     """
-    every, known = list(steps), load_format(target)
-    kinds = {type(one) for one in every}
-    todo = [one for one in every if not isinstance(one, Salvage)]
-    at = next((n for n, one in enumerate(todo) if not _is_before_take(one)), len(todo))
-    takes = [n for n, one in enumerate(todo) if isinstance(one, Take) and one.key is not None]
-    if known.flat and not any(isinstance(one, Take) and one.model_only for one in todo):
-        todo.insert(takes[-1] + 1 if takes else at, _OnlyStateDict(chosen=bool(takes)))
-    after = next(
-        (
-            n
-            for n, one in enumerate(todo)
-            if not (_is_before_take(one) or isinstance(one, (_OnlyStateDict, Take)))
-        ),
-        len(todo),
+    all_steps, target_format = list(steps), load_format(target)
+    kinds = {type(step) for step in all_steps}
+    ordered = [step for step in all_steps if not isinstance(step, Salvage)]
+    take_position = next(
+        (number for number, step in enumerate(ordered) if not _is_before_take(step)), len(ordered)
     )
-    if known.tensors_only and kinds.isdisjoint((Strip, Fit)):
-        todo.insert(after, Strip())
-    todo[after:after] = [one for one in every if isinstance(one, Salvage)]
-    yield from todo
+    take_positions = [
+        number
+        for number, step in enumerate(ordered)
+        if isinstance(step, Take) and step.key is not None
+    ]
+    if target_format.flat and not any(
+        isinstance(step, Take) and step.model_only for step in ordered
+    ):
+        ordered.insert(
+            take_positions[-1] + 1 if take_positions else take_position,
+            _OnlyStateDict(chosen=bool(take_positions)),
+        )
+    strip_position = next(
+        (
+            number
+            for number, step in enumerate(ordered)
+            if not (_is_before_take(step) or isinstance(step, (_OnlyStateDict, Take)))
+        ),
+        len(ordered),
+    )
+    if target_format.tensors_only and kinds.isdisjoint((Strip, Fit)):
+        ordered.insert(strip_position, Strip())
+    ordered[strip_position:strip_position] = [
+        step for step in all_steps if isinstance(step, Salvage)
+    ]
+    yield from ordered
 
 
 @dataclass(frozen=True)
@@ -168,46 +185,46 @@ class _OnlyStateDict(Step):
             raise
 
 
-def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Checkpoint:
+def apply_steps(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Checkpoint:
     """Return the checkpoint after all steps, in the form that the format `target` needs.
 
     Raises:
         UsageError: if the result is nested and `target` is flat.
         CheckpointError: if a step fails.
     """
-    todo = list(steps)
-    nests = [one for one in todo if isinstance(one, Nest)]
-    if nests and isinstance(checkpoint.root, TensorRef):  # which has no option
-        checkpoint = changed(checkpoint, nests)
-        todo = [one for one in todo if not isinstance(one, Nest)]
-    elif nests and load_format(target).flat:
+    remaining = list(steps)
+    nest_steps = [step for step in remaining if isinstance(step, Nest)]
+    if nest_steps and isinstance(checkpoint.root, TensorRef):  # which has no option
+        checkpoint = changed(checkpoint, nest_steps)
+        remaining = [step for step in remaining if not isinstance(step, Nest)]
+    elif nest_steps and load_format(target).flat:
         raise UsageError(
             f"{target} stores one flat state dict, which cannot be nested",
             hint="write a .pth, or change the keys with --rename '^=>KEY.'",
         )
-    for concat in (one for one in todo if isinstance(one, Concat)):
-        for reshape in (one for one in todo if isinstance(one, Reshape) and one.split):
+    for concat in (step for step in remaining if isinstance(step, Concat)):
+        for reshape in (step for step in remaining if isinstance(step, Reshape) and step.split):
             refuse_mixed(checkpoint, concat, reshape)
-    _refuse_values(checkpoint, todo, target)
-    made = changed(checkpoint, with_implied(todo, target))
+    _refuse_values(checkpoint, remaining, target)
+    result = changed(checkpoint, add_implied_steps(remaining, target))
     if load_format(target).tensors_only:
-        kept = tuple(one for one in made.changes if not one.of_storages)
-        made = replace(made, changes=kept)
-    return made
+        kept = tuple(step for step in result.changes if not step.of_storages)
+        result = replace(result, changes=kept)
+    return result
 
 
 def _refuse_values(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> None:
     """Refuse to set values or header strings that the format cannot store."""
-    known = load_format(target)
-    paths = [path for one in steps if isinstance(one, Set) for path in one.values]
+    target_format = load_format(target)
+    paths = [path for step in steps if isinstance(step, Set) for path in step.values]
     header = [path for path in paths if is_of_header(checkpoint, path)]
-    if header and not known.header_key:
+    if header and not target_format.header_key:
         raise UsageError(
             f"{target} has no header strings: {listed(header, 3)}",
             hint="write a .safetensors, or set a value of the tree: --set KEY=VALUE",
         )
     values = [path for path in paths if path not in header]
-    if values and known.tensors_only:
+    if values and target_format.tensors_only:
         raise UsageError(
             f"{target} stores no values except header strings: {listed(values, 3)}",
             hint=f"--set '{METADATA}/{values[0]}=\"...\"' sets a header string",

@@ -53,7 +53,7 @@ class Unmatched(NamedTuple):
 
 
 class NameIndex:
-    """An index of nodes, which finds those that a name or a glob matches."""
+    """An index of nodes, searched by name or glob."""
 
     def __init__(self, nodes: Iterable[Node], file: str = "") -> None:
         """Index the nodes with their paths; `file` is for messages."""
@@ -110,7 +110,7 @@ class NameIndex:
         """
         matches = self.find(name, endings=endings)
         if len(matches) > 1:
-            raise _ambiguous_error(name, [self.nodes[at][0] for at in matches], self._file)
+            raise _ambiguous_error(name, [self.nodes[index][0] for index in matches], self._file)
         return self.nodes[matches[0]] if matches else None
 
     def select(self, pattern: str, *, endings: bool = True) -> list[int]:
@@ -122,16 +122,18 @@ class NameIndex:
         if not is_glob(pattern):
             matches = self.find(pattern, endings=endings)
             if len(matches) > 1:
-                raise _ambiguous_error(pattern, [self.nodes[at][0] for at in matches], self._file)
+                raise _ambiguous_error(
+                    pattern, [self.nodes[index][0] for index in matches], self._file
+                )
             return matches
         match = re.compile(translate(pattern)).match
         has_slash = "/" in pattern
         names = list(map(name_of, self._paths)) if has_slash else self._keys
         if not self._is_wrapped:
-            return [at for at, name in enumerate(names) if match(name)]
+            return [index for index, name in enumerate(names) if match(name)]
         bare = map(name_of, map(self._strip_path, self._paths)) if has_slash else self._strip_keys()
         pairs = enumerate(zip(names, bare, strict=True))
-        return [at for at, (name, other) in pairs if match(name) or match(other)]
+        return [index for index, (name, other) in pairs if match(name) or match(other)]
 
     def _strip_keys(self) -> Iterator[str]:
         """Yield the last key of each path without wrapper prefixes."""
@@ -199,11 +201,11 @@ class NameIndex:
                 keys = inside.setdefault(path[:-1], ([], []))
                 keys[type(node) is not TensorRef].append(path[-1])
         # An index of leaves has containers only in the paths.
-        parents, known = list(inside), set(self._paths)
+        parents, seen = list(inside), set(self._paths)
         while parents:
             path = parents.pop()
-            if path and path not in known:
-                known.add(path)
+            if path and path not in seen:
+                seen.add(path)
                 if path[:-1] not in inside:
                     parents.append(path[:-1])
                 keys = inside.setdefault(path[:-1], ([], []))
@@ -223,7 +225,7 @@ class Selection:
 
     def pick_from(self, index: NameIndex) -> Iterator[Node]:
         """Yield the chosen nodes."""
-        return (node for at, node in enumerate(index.nodes) if at in self.positions)
+        return (node for position, node in enumerate(index.nodes) if position in self.positions)
 
 
 def select(
@@ -238,7 +240,7 @@ def select(
         pattern: index.select(pattern, endings=endings)
         for pattern in dict.fromkeys((*include, *exclude))
     }
-    chosen = {at for pattern in include for at in matches[pattern]}
+    chosen = {position for pattern in include for position in matches[pattern]}
     if not include:
         chosen = set(range(len(index.nodes)))
     chosen.difference_update(*(matches[pattern] for pattern in exclude))
@@ -278,49 +280,49 @@ def resolve(
         NotFound: if nothing matches; the message lists the nearest names.
         AmbiguousName: if several nodes match; the message lists them.
     """
-    wanted = str(address)
+    name = str(address)
     if isinstance(address, (tuple, list)):
-        wanted = name_of(tuple(address))
+        name = name_of(tuple(address))
         node = descend(checkpoint.root, tuple(address))
         if node is not MISSING and (accept is None or accept(node)):
             return tuple(address), node
     nodes = list(walk_nodes(checkpoint.root))
     index = NameIndex(nodes, checkpoint.path)
-    matches = [index.nodes[at] for at in index.find(wanted, accept=accept)]
+    matches = [index.nodes[position] for position in index.find(name, accept=accept)]
     if not matches:
-        raise _missing_error(checkpoint, wanted, index)
+        raise _missing_error(checkpoint, name, index)
     if len(matches) > 1:
-        raise _ambiguous_error(wanted, [path for path, _ in matches], checkpoint.path)
+        raise _ambiguous_error(name, [path for path, _ in matches], checkpoint.path)
     return matches[0]
 
 
-def _ambiguous_error(wanted: str, paths: Sequence[Path], file: str) -> AmbiguousName:
+def _ambiguous_error(name: str, paths: Sequence[Path], file: str) -> AmbiguousName:
     """Return the error for a name that matches several paths."""
     names = dict.fromkeys(map(name_of, paths))
     is_same_text = len(names) == 1
     choices = listed(repr(list(path)) for path in paths) if is_same_text else listed(names)
     return AmbiguousName(
-        f"{printable(wanted)!r} is ambiguous: it could be {choices}",
+        f"{printable(name)!r} is ambiguous: it could be {choices}",
         file=file or None,
         hint="in Python, give the path as a tuple" if is_same_text else "give more of the path",
     )
 
 
-def _missing_error(checkpoint: Checkpoint, wanted: str, index: NameIndex) -> NotFound:
+def _missing_error(checkpoint: Checkpoint, name: str, index: NameIndex) -> NotFound:
     """Return the error for a name that matches no node that was asked for."""
     file = checkpoint.path or None
-    if index.find(wanted):
+    if index.find(name):
         return NotFound(
-            f"{printable(wanted)!r} is not a state dict and contains none",
+            f"{printable(name)!r} is not a state dict and contains none",
             file=file,
             hint=f"ckptool info {shell(file)}" if file else None,
         )
     paths = [path for path, _ in index.nodes if path]
     top_names = (name_of(path) for path in paths if len(path) == 1)
-    nearest = find_nearest(wanted, map(name_of, paths), top_names)
-    globs = f" --include {shell(wanted)}" if is_glob(wanted) else ""
+    nearest = find_nearest(name, map(name_of, paths), top_names)
+    globs = f" --include {shell(name)}" if is_glob(name) else ""
     return NotFound(
-        f"no entry is named {printable(wanted)!r}; the file has {listed(nearest)}",
+        f"no entry is named {printable(name)!r}; the file has {listed(nearest)}",
         file=file,
         hint=f"ckptool list {shell(file)}{globs}" if file else None,
     )

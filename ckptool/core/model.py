@@ -259,7 +259,7 @@ _CARRIER = "cpu_tensor"
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TensorRef(Result):
-    """A tensor that has not been read: what it is, and where its bytes are.
+    """A tensor that has not been read: its properties, and the location of its bytes.
 
     `offset` and `stride` count elements of `dtype`, as in torch. Ragged dimensions are None.
     `parts` has the components of a tensor that is not plainly strided (indices and values, scales,
@@ -411,8 +411,8 @@ class TensorRef(Result):
         """The qualified name of its class: that in the file for a subclass, else torch's."""
         made_of = (self.parts or {}).get("type") if self.storage is None else None
         types = (made_of, *(layer.type for layer in self.wrapping))
-        known = (cls.qualified for cls in types if isinstance(cls, Global))
-        return next(known, "torch.Tensor")
+        class_names = (cls.qualified for cls in types if isinstance(cls, Global))
+        return next(class_names, "torch.Tensor")
 
     @property
     def is_array(self) -> bool:
@@ -477,12 +477,12 @@ class TensorRef(Result):
             UsageError: if the tensor is not a plain array of elements (see `has_content`).
         """
         if self.dtype in PACKED:
-            return self.data.blocks()
+            return self.data.iterate_blocks()
         # Imported here: most operations on a checkpoint need no elements.
-        from ckptool.files.strided import flip_signs, row_major, swap_bytes
+        from ckptool.files.strided import flip_signs, iterate_row_major, swap_bytes
 
         dtype = BY_NAME[self.dtype]
-        blocks = row_major(self._require_data(), **self._view)
+        blocks = iterate_row_major(self._require_data(), **self._view)
         if self.storage is not None and self.storage.byteorder == "big":
             blocks = (swap_bytes(block, dtype.swap_size) for block in blocks)
         if self.flags:
@@ -545,8 +545,8 @@ class TensorRef(Result):
     @property
     def _view(self) -> dict[str, Any]:
         """Its view of the storage, as arguments for the functions of `files`."""
-        place = {"shape": self.sizes, "stride": self.stride, "offset": self.offset}
-        return {"itemsize": self.itemsize, **place}
+        layout = {"shape": self.sizes, "stride": self.stride, "offset": self.offset}
+        return {"itemsize": self.itemsize, **layout}
 
     def _require_data(self) -> ByteRange:
         """Return the bytes of the storage.
@@ -617,7 +617,7 @@ def make_plain_tensor(
     device: str = "cpu",
     **stated: Any,
 ) -> TensorRef:
-    """Return a tensor whose elements fill `data` in row-major order, over a storage of its own.
+    """Return a tensor with the elements in `data`, row-major, over its own storage.
 
     `stated` has the byte order and the CRC-32 of the storage, if the file states them.
 

@@ -43,22 +43,18 @@ class Visits:
         """Start with no visits."""
         self._limits = limits
         self._entered: set[int] = set()
-        self._first = self._again = 0
+        self._entries_first_seen = self._entries_seen_again = 0
 
     def enter(self, node: Any, size: int, depth: int) -> None:
-        """Count an object of `size` entries, `depth` containers below the root.
-
-        Raises:
-            LimitExceeded: if it is nested too deeply, or visited too often.
-        """
+        """Count a visit of a container with `size` entries, `depth` containers below the root."""
         if depth > self._limits.max_depth:
             raise LimitExceeded(f"containers are nested deeper than {self._limits.max_depth}")
         if id(node) not in self._entered:
             self._entered.add(id(node))
-            self._first += size + 1
+            self._entries_first_seen += size + 1
             return
-        self._again += size + 1
-        if self._again > self._limits.max_repeats + self._first:
+        self._entries_seen_again += size + 1
+        if self._entries_seen_again > self._limits.max_repeats + self._entries_first_seen:
             raise LimitExceeded(
                 f"the same containers occur repeatedly, with more than "
                 f"{self._limits.max_repeats:,} entries in all"
@@ -110,7 +106,7 @@ def to_module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | 
 
 
 def to_model_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
-    """Return the `to_module_state` of a module with weights; None for anything else.
+    """Return the `state_dict()` of a pickled module with weights; None for anything else.
 
     A module without weights (a loss, a vocabulary) is an ordinary object.
     """

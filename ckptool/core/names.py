@@ -164,10 +164,12 @@ def make_wrapper_remover(names: Collection[str]) -> Renamer | None:
 
     No key changes if two would become the same, as in `bare_names`.
     """
-    own = [name for name in names if name != N_AVERAGED]
-    if not own or not may_be_wrapped("\n".join(own), inside=True):  # the fast path for `module`
+    wrappable = [name for name in names if name != N_AVERAGED]
+    if not wrappable or not may_be_wrapped(
+        "\n".join(wrappable), inside=True
+    ):  # the fast path for `module`
         prefix = ""
-        while own and all(map(str.startswith, own, repeat(f"{prefix}module."))):
+        while wrappable and all(map(str.startswith, wrappable, repeat(f"{prefix}module."))):
             prefix += "module."
         return (lambda name: name.removeprefix(prefix)) if prefix else None
     try:
@@ -280,7 +282,7 @@ def check_collisions(
     renamed: dict[str, str],
     *,
     file: str | None = None,
-    place: str | None = None,
+    location: str | None = None,
     hint: str = COLLISION_HINT,
 ) -> None:
     """Refuse a rename that makes two keys the same; the other arguments are for the message.
@@ -295,32 +297,32 @@ def check_collisions(
         new = renamed.get(name, name) if isinstance(name, str) else name
         if new in origin:
             both = " and ".join(repr(printable(str(old))) for old in (origin[new], name))
-            where = f" in {place}" if place else ""
+            where = f" in {location}" if location else ""
             raise NameCollision(
                 f"{both} would both become {printable(str(new))!r}{where}", file=file, hint=hint
             )
         origin[new] = name
 
 
-def find_similar(wanted: str, names: Iterable[str], max_count: int = 3) -> list[str]:
-    """Return the names most similar to `wanted`, else names with a similar component."""
-    known = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
-    wanted = wanted[:_LONGEST]
-    if matches := _find_closest(wanted, known, max_count, 0.6):
+def find_similar(target: str, names: Iterable[str], max_count: int = 3) -> list[str]:
+    """Return the names most similar to `target`, else names with a similar component."""
+    candidates = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
+    target = target[:_LONGEST]
+    if matches := _find_closest(target, candidates, max_count, 0.6):
         return matches
-    words = [word for word in re.findall(r"\w+", wanted) if len(word) > 1 and not word.isdecimal()]
-    parts_of = {name: re.split(r"[./]", name) for name in known}
+    words = [word for word in re.findall(r"\w+", target) if len(word) > 1 and not word.isdecimal()]
+    parts_of = {name: re.split(r"[./]", name) for name in candidates}
     parts = list(islice(dict.fromkeys(chain.from_iterable(parts_of.values())), _MOST))
     similar_parts = [
         part for word in words[:_WORDS] for part in _find_closest(word, parts, max_count, 0.75)
     ]
-    matches = [name for part in similar_parts for name in known if part in parts_of[name]]
+    matches = [name for part in similar_parts for name in candidates if part in parts_of[name]]
     return list(dict.fromkeys(matches))[:max_count]
 
 
-def _find_closest(wanted: str, names: Iterable[str], max_count: int, cutoff: float) -> list[str]:
-    """Return the names closest to `wanted`; letter counts choose the candidates to compare."""
-    matcher = SequenceMatcher(b=wanted)
+def _find_closest(target: str, names: Iterable[str], max_count: int, cutoff: float) -> list[str]:
+    """Return the names closest to `target`; letter counts choose the candidates to compare."""
+    matcher = SequenceMatcher(b=target)
 
     def bound_similarity(name: str) -> float:
         """Return an upper bound of the similarity of a name, from its letter counts."""
@@ -328,7 +330,7 @@ def _find_closest(wanted: str, names: Iterable[str], max_count: int, cutoff: flo
         return matcher.quick_ratio()
 
     return get_close_matches(
-        wanted, nlargest(_CANDIDATES, names, key=bound_similarity), max_count, cutoff
+        target, nlargest(_CANDIDATES, names, key=bound_similarity), max_count, cutoff
     )
 
 
@@ -408,10 +410,10 @@ def _divide_into_boxes(positions: Sequence[_Place]) -> Iterator[_Box]:
     lines: dict[_Place, list[int]] = {}
     for position in positions:
         lines.setdefault(_drop_axis(position, axis), []).append(position[axis])
-    alike: dict[_Place, list[_Place]] = {}
+    lines_by_values: dict[_Place, list[_Place]] = {}
     for other_numbers, values in lines.items():
-        alike.setdefault(tuple(sorted(values)), []).append(other_numbers)
-    for side, group in alike.items():
+        lines_by_values.setdefault(tuple(sorted(values)), []).append(other_numbers)
+    for side, group in lines_by_values.items():
         for box in _divide_into_boxes(group):
             yield (*box[:axis], side, *box[axis:])
 

@@ -1,4 +1,4 @@
-"""What the state dict of an optimizer shows about its parameters."""
+"""Read the parameters of an optimizer from its state dict: names, groups, shapes, options."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def list_names(section: Section) -> list[str]:
 
 
 def _list_group_names(group: dict[Any, Any]) -> list[str]:
-    """Return the `param_names` of a group that are text."""
+    """Return the strings in the `param_names` of a group."""
     names = group.get("param_names")
     return (
         [name for name in names if isinstance(name, str)]
@@ -156,9 +156,9 @@ def find_model(
     This is the one noted by `ckptool.save`, else the only one, or the only one with a matching name
     (`G` and `optG`).
     """
-    noted = _find_noted_model(section, models)
-    if noted is not None:
-        return noted
+    noted_model = _find_noted_model(section, models)
+    if noted_model is not None:
+        return noted_model
     name = extract_owner(section)
     same_name_models = [
         candidate for candidate in models if name and extract_owner(candidate) == name

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.files.json_object import json_object
+from ckptool.files.json_object import read_json_object
 from ckptool.files.place import is_address
 from ckptool.words import printable
 
@@ -118,7 +118,7 @@ def _read_json(path: str, name: str) -> Mapping[str, Any]:
     if not path or is_address(path):
         return {}
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    return json_object(os.path.join(folder, name))
+    return read_json_object(os.path.join(folder, name))
 
 
 def _parse_json(text: str | bytes) -> Any:

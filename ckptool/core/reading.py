@@ -9,7 +9,7 @@ from ckptool.core.model import Path, TensorRef
 from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded
 from ckptool.files.source import BytesDone, Progress
-from ckptool.files.threads import in_order
+from ckptool.files.threads import run_in_order
 from ckptool.limits import Limits
 
 _JOB, _MOST = 8 << 20, 64
@@ -90,7 +90,9 @@ def _hash_distinct(tensors: Sequence[TensorRef], advance: BytesDone | None) -> I
     """Yield the hash of each tensor, in order, with threads if the sources allow it."""
     jobs = list(_group_into_jobs(tensors))
     is_shared = all(map(_is_shared, tensors))
-    for job, hashes in zip(jobs, (in_order if is_shared else map)(_hash_job, jobs), strict=True):
+    for job, hashes in zip(
+        jobs, (run_in_order if is_shared else map)(_hash_job, jobs), strict=True
+    ):
         yield from hashes
         if advance is not None:
             advance(sum(tensor.nbytes for tensor in job))

@@ -98,7 +98,7 @@ class Section(Result):
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The words of `apart`."""
+        """Descriptions of the content that only the classes of a pickled module save."""
         return tuple(self.apart)
 
     def tensors(self) -> list[tuple[Path, TensorRef]]:

@@ -147,7 +147,7 @@ def shorten_value(value: Any, max_length: int) -> str:
 
 
 def shorten_text(text: str, max_length: int) -> str:
-    """Return the first `max_length` characters of a longer text."""
+    """Return a text, cut to `max_length` characters that end with `...` if it is longer."""
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 

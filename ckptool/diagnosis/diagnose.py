@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.conversion import Like, converted
-from ckptool.conversion.fit import Fit, Reference, compared
+from ckptool.conversion import Like, apply_steps
+from ckptool.conversion.fit import Fit, Reference, match_section
 from ckptool.conversion.steps import STEPS
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.placeholders import refuse_placeholders
@@ -54,7 +54,7 @@ from ckptool.transforms import Plain, Rename, Step, Strip, Take
 from ckptool.transforms.plain import is_refused
 from ckptool.words import as_argument, counted, listed, shell
 from ckptool.writing.save import refuse_empty
-from ckptool.writing.target import default_target, target_format
+from ckptool.writing.target import choose_format, make_default_target
 
 _CHECKS = (check_layout, check_level, check_objects, check_keys, check_fit, check_training,
            check_versions, check_memory, check_quantization, check_devices)  # fmt: skip
@@ -309,7 +309,7 @@ def _make_resume_code(subject: Subject) -> str:
     """Return the Python line that resumes with the model of the reference; "" without one."""
     if subject.reference is None or subject.model is None:
         return ""
-    if not compared(subject.checkpoint, subject.model, subject.reference.target).fits:
+    if not match_section(subject.checkpoint, subject.model, subject.reference.target).fits:
         return ""
     file = without_query(subject.checkpoint.path)
     key = f", key={subject.key!r}" if subject.key is not None else ""
@@ -442,7 +442,7 @@ class Planner:
             CheckpointError: the conversion fails, cannot be written, or would lose weights.
         """
         source, format = self._subject.checkpoint, self._choose_format(plan)
-        state = converted(source, plan.steps, format)
+        state = apply_steps(source, plan.steps, format)
         refuse_placeholders(state)
         refuse_empty(state, load_writable_format(format).plan(state))
         if any(isinstance(step, Plain) and step.drop_objects for step in plan.steps):
@@ -461,14 +461,14 @@ class Planner:
     def _make_command(self, plan: FixPlan, word: str) -> tuple[str, str]:
         """Return the command of a conversion, and its unique target."""
         checkpoint, format = self._subject.checkpoint, self._choose_format(plan)
-        target = default_target(checkpoint.path, word or FIXED, format, sharded=True)
+        target = make_default_target(checkpoint.path, word or FIXED, format, sharded=True)
         if not (
             word or shard_format_of(checkpoint.format)
         ):  # it would be a second index in the folder
             target = f"{target.removesuffix(f'.{FIXED}.safetensors')}.safetensors"
         target = find_unused_path(target, self._taken)
         self._taken.add(target)
-        format_option = format if target_format(checkpoint, target) != format else None
+        format_option = format if choose_format(checkpoint, target) != format else None
         return convert_command(checkpoint.path, target, plan.steps, format=format_option), target
 
 

@@ -49,7 +49,7 @@ from ckptool.symbolic.encoder import find_blockers
 from ckptool.transforms.casting import Cast
 from ckptool.transforms.compacting import storage_use
 from ckptool.words import listed, printable
-from ckptool.writing.target import default_target
+from ckptool.writing.target import make_default_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,9 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _Verdicts) -> Info:
     unfixable = bool(objects) and not any(diagnosis.commands for diagnosis in verdicts.values())
     notes = [] if missing is None else [f"{missing.text}; {missing.hint}"]
     if extension_note is None and is_format_entry_missing(checkpoint):
-        command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), [])
+        command = convert_command(
+            checkpoint.path, make_default_target(checkpoint.path, "named"), []
+        )
         notes.append(
             f"its header lacks format: pt, which transformers and mlx require; {command} adds it"
         )
@@ -189,7 +191,10 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _Verdicts) -> Info:
     if unfixable and (text := suggest_import(objects)):
         notes.append(text)
     for quantization in quantizations(checkpoint):
-        steps, target = (Cast(dequantize="bfloat16"),), default_target(checkpoint.path, "plain")
+        steps, target = (
+            (Cast(dequantize="bfloat16"),),
+            make_default_target(checkpoint.path, "plain"),
+        )
         them = "it" if len(quantization.names) == 1 else "them"
         plain = f"; {convert_command(checkpoint.path, target, steps)} dequantizes {them}"
         notes.append(f"{quantization}{plain if quantization.is_known else ''}")

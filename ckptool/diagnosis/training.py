@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckptool.conversion.fit import Fit, Reference, compared
+from ckptool.conversion.fit import Fit, Reference, match_section
 from ckptool.core.model import Shape, TensorRef
 from ckptool.core.names import BUFFER_NAMES, map_to_bare_names
 from ckptool.core.optimizers import (
@@ -67,7 +67,7 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
     if subject.reference is None or subject.model is None:
         return
     target = subject.reference.target
-    report = compared(subject.checkpoint, subject.model, target)
+    report = match_section(subject.checkpoint, subject.model, target)
     averages = (name for name, _ in report.kept if is_average_counter(name))
     missing, unexpected = (*report.missing_keys, *averages), report.unexpected_keys
     lost_count = len(missing) + len(report.mismatched)

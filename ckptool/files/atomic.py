@@ -14,8 +14,8 @@ from io import FileIO
 
 from ckptool.errors import FileBusy, TargetExists, UsageError, WriteDenied, WriteError, warn
 from ckptool.files.journal import (
+    find_missing_folders,
     hold_edit_lock,
-    missing_folders,
     read_journal,
     remove,
     remove_unfinished,
@@ -26,7 +26,7 @@ from ckptool.files.renames import (
     PART,
     PendingRename,
     finish_renames,
-    only_writer,
+    hold_set_lock,
     rename_all,
     state_of,
 )
@@ -34,17 +34,17 @@ from ckptool.files.source import BLOCK, ByteRange, Progress, Shared
 from ckptool.files.system import (
     check_space,
     close_to_rename,
+    convert_os_errors,
     copy_bytes,
+    describe_process,
     hand_over,
     lock,
-    private,
+    make_private_opener,
     remove_unlocked,
     reserve,
-    shares_blocks,
     start_writeback,
     sync_folder,
-    who,
-    worded,
+    try_sharing_blocks,
     write_at,
 )
 from ckptool.files.temporary import journal_path, temporary_name
@@ -90,7 +90,7 @@ class FileOutput:
 
     def write(self, data: bytes | memoryview) -> None:
         """Write `data`; small pieces are gathered, large ones go straight through."""
-        self._expect(len(data))
+        self._check_room(len(data))
         if len(data) < BLOCK:
             self._pending += data
         if len(data) >= BLOCK or len(self._pending) >= BLOCK:
@@ -111,7 +111,7 @@ class FileOutput:
         elif self.is_verified:
             self.copy_with_crc(data)
         else:
-            for block in data.reread():
+            for block in data.iterate_reused():
                 self.write(block)
 
     def copy_with_crc(self, data: ByteRange) -> int:
@@ -120,9 +120,9 @@ class FileOutput:
         Raises:
             TruncatedFile: the source has become shorter.
         """
-        return self.stream(data.reread())
+        return self.write_blocks(data.iterate_reused())
 
-    def stream(self, blocks: Iterable[bytes | memoryview]) -> int:
+    def write_blocks(self, blocks: Iterable[bytes | memoryview]) -> int:
         """Write the blocks and return their CRC-32."""
         start, crc = self.tell(), 0
         for block in blocks:
@@ -143,63 +143,69 @@ class FileOutput:
         self._report()
 
     def _copy_file(self, data: ByteRange) -> None:
-        self._expect(data.length)
+        """Copy a range of a file with kernel copies, `STEP` bytes at a time."""
+        self._check_room(data.length)
         self._flush()
         for start in range(0, data.length, STEP):
             length = min(STEP, data.length - start)
             copy_bytes(data.source, data.offset + start, self._fd, self._flushed, length)
             self._flushed += length
-            self._step()
+            self._advance()
 
     def _flush(self) -> None:
+        """Write the pending bytes to the file."""
         if self._pending:
             pending, self._pending = self._pending, bytearray()
             self._put(pending)
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
+        """Write `data` at the end of the file."""
         write_at(self._fd, data, self._flushed)
         self._flushed += len(data)
-        self._step()
+        self._advance()
 
-    def _expect(self, length: int) -> None:
+    def _check_room(self, length: int) -> None:
+        """Raise `WriteError` if `length` more bytes exceed the stated size."""
         if self._size is not None and self.tell() + length > self._size:
             raise WriteError(f"wrote more than the expected {self._size:,} bytes")
 
-    def _step(self) -> None:
+    def _advance(self) -> None:
+        """After each `STEP` bytes, start the write to the disk and report the progress."""
         if self._flushed - self._reported >= STEP:
             start_writeback(self._fd, self._reported, self._flushed - self._reported)
             self._report()
 
     def _report(self) -> None:
+        """Call the progress callback with the bytes written so far."""
         self._reported = self._flushed
         if self._progress is not None:
             self._progress(self._flushed, self._size or self._flushed)
 
 
-def _find_temporaries(target: str, ending: str) -> list[str]:
-    """Return the temporary files of `target` with an ending that matches the pattern `ending`."""
-    folder, beginning = os.path.split(temporary_name(target, ""))
-    pattern = re.compile(re.escape(beginning) + ending)
-    found: list[str] = []
+def _find_temporaries(target: str, ending_pattern: str) -> list[str]:
+    """Return the temporary files of `target` with an ending that matches the pattern."""
+    folder, prefix = os.path.split(temporary_name(target, ""))
+    pattern = re.compile(re.escape(prefix) + ending_pattern)
+    names: list[str] = []
     with suppress(OSError):  # a folder that can be written but not listed
-        found = [name for name in os.listdir(folder) if pattern.fullmatch(name)]
-    return [os.path.join(folder, name) for name in found]
+        names = [name for name in os.listdir(folder) if pattern.fullmatch(name)]
+    return [os.path.join(folder, name) for name in names]
 
 
 @contextmanager
-def _folder_of(target: str) -> Iterator[str]:
+def _create_folder(target: str) -> Iterator[str]:
     """Yield the target's folder; create it if needed, and remove it again if the block fails."""
     folder = os.path.dirname(target)
-    missing = missing_folders(folder)
+    missing = find_missing_folders(folder)
     try:
         os.makedirs(folder, exist_ok=True)
-        for made in missing:
-            sync_folder(os.path.dirname(made))
+        for missing_folder in missing:
+            sync_folder(os.path.dirname(missing_folder))
         yield folder
     except BaseException:
         with suppress(OSError):
-            for made in missing:
-                os.rmdir(made)
+            for missing_folder in missing:
+                os.rmdir(missing_folder)
         raise
 
 
@@ -225,7 +231,7 @@ _TEMPORARY = r"\.ckptool-[0-9a-f]{12}\.tmp"
 
 
 @contextmanager
-def atomic_output(
+def open_atomic_output(
     path: str | os.PathLike[str],
     size: int | None,
     *,
@@ -258,15 +264,15 @@ def atomic_output(
         WriteError: another system error, or more or fewer bytes than `size`.
     """
     target = os.path.realpath(path)
-    with worded(os.fspath(path)):
+    with convert_os_errors(os.fspath(path)):
         old = refuse_target(path, overwrite=overwrite)
         recover_before_writing(target)
-        with hold_edit_lock(target), _folder_of(target) as folder:
+        with hold_edit_lock(target), _create_folder(target) as folder:
             _remove_debris(target)
             check_space(folder, (size or 0) - (shared.length if shared else 0))
-            with _temporary_file(target, mode if old is None else 0o600) as file:
+            with _create_temporary(target, mode if old is None else 0o600) as file:
                 _remove_debris(target, file.name)
-                if shared is None or not shares_blocks(shared.run, file.fileno()):
+                if shared is None or not try_sharing_blocks(shared.run, file.fileno()):
                     check_space(folder, size or 0)
                     reserve(file.fileno(), size or 0)
                 output = FileOutput(file.fileno(), size, progress, file.name)
@@ -313,28 +319,28 @@ def refuse_taken(path: str | os.PathLike[str], *, is_folder: bool, overwrite: bo
         raise TargetExists("already exists", file=path, hint=hint)
 
 
-def _remove_debris(target: str, own: str = "") -> None:
+def _remove_debris(target: str, own_path: str = "") -> None:
     """Remove temporary files of killed runs, and refuse a target that another process writes.
 
-    Called again when our `own` temporary file exists: of two processes that start at the same time
-    both may be refused, but never neither.
+    Called again when our own temporary file, `own_path`, exists: of two processes that start at the
+    same time both may be refused, but never neither.
     """
-    for found in _find_temporaries(target, _TEMPORARY):
-        if found != own and (holder := remove_unlocked(found)) is not None:
+    for path in _find_temporaries(target, _TEMPORARY):
+        if path != own_path and (holder := remove_unlocked(path)) is not None:
             raise FileBusy(
-                f"is being written by {who(holder)}",
+                f"is being written by {describe_process(holder)}",
                 file=target,
                 hint="try again when it has finished, or choose another path",
             )
 
 
 @contextmanager
-def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
+def _create_temporary(target: str, mode: int | None) -> Iterator[FileIO]:
     """Yield a new temporary file, open and locked; remove it if the block fails."""
     while True:
         temporary = temporary_name(target, f".ckptool-{secrets.token_hex(6)}.tmp")
         try:
-            with open(temporary, "xb", buffering=0, opener=private(mode)) as file:
+            with open(temporary, "xb", buffering=0, opener=make_private_opener(mode)) as file:
                 lock(file.fileno())
                 if not os.path.lexists(temporary):  # it was removed before it was locked
                     continue
@@ -350,7 +356,7 @@ Outputs = Callable[[str | os.PathLike[str]], AbstractContextManager[FileOutput]]
 
 
 @contextmanager
-def atomic_set(
+def open_atomic_set(
     index: str | os.PathLike[str],
     sizes: Mapping[str, int],
     *,
@@ -360,13 +366,13 @@ def atomic_set(
     progress: Progress | None = None,
     shared: Shared | None = None,
 ) -> Iterator[Outputs]:
-    """Yield outputs for files that appear together if the block succeeds; see `atomic_output`.
+    """Yield a function that opens outputs by path; the files appear if the block succeeds.
 
-    Each is written to a temporary file in the same folder; when all are on the disk, they are
-    renamed, the index last. If anything fails, the old files stay and the temporary files are
-    removed. After a kill, the next run that writes the same index removes or finishes the set
-    (`files.renames`). Files of an older set that have no new file stay. Get the outputs one by one,
-    by path; a file is on the disk when the block of its output succeeds.
+    See `open_atomic_output`. Each is written to a temporary file in the same folder; when all are
+    on the disk, they are renamed, the index last. If anything fails, the old files stay and the
+    temporary files are removed. After a kill, the next run that writes the same index removes or
+    finishes the set (`files.renames`). Files of an older set that have no new file stay. Get the
+    outputs one by one, by path; a file is on the disk when the block of its output succeeds.
 
     Args:
         index: The last of the files, which lists the others.
@@ -376,17 +382,17 @@ def atomic_set(
         check: Called when everything is on the disk, before the first rename; if it raises, the old
             files stay.
         progress: Called with the bytes done and the bytes of all files.
-        shared: As in `atomic_output`, for a set of one file.
+        shared: As in `open_atomic_output`, for a set of one file.
 
     Raises:
         UsageError: the files are not in one folder, two are the same, or the index is not the last.
         CorruptFile: an earlier write was interrupted, and can be neither finished nor undone.
-        WriteError: a file of the set was not written; and all errors of `atomic_output`.
+        WriteError: a file of the set was not written; and all errors of `open_atomic_output`.
     """
     path, target = os.fspath(index), os.path.realpath(index)
-    parts = parts_of(target, sizes, mode)
+    parts = plan_parts(target, sizes, mode)
     if len(parts) == 1:
-        with atomic_output(
+        with open_atomic_output(
             path,
             parts[0].size,
             overwrite=overwrite,
@@ -394,24 +400,32 @@ def atomic_set(
             check=check,
             progress=progress,
             shared=shared,
-        ) as alone:
-            yield lambda _: nullcontext(alone)
+        ) as output:
+            yield lambda _: nullcontext(output)
         return
-    known, total, done = {part.path: part for part in parts}, sum(part.size for part in parts), 0
+    parts_by_path, total, done = (
+        {part.path: part for part in parts},
+        sum(part.size for part in parts),
+        0,
+    )
 
     @contextmanager
-    def output_of(path: str | os.PathLike[str]) -> Iterator[FileOutput]:
+    def open_output(path: str | os.PathLike[str]) -> Iterator[FileOutput]:
+        """Yield the output of one file of the set."""
         nonlocal done
-        part = known[os.fspath(path)]
-        with worded(part.path), part.output(counting_on(progress, done, total)) as output:
+        part = parts_by_path[os.fspath(path)]
+        with (
+            convert_os_errors(part.path),
+            part.open_output(shift_progress(progress, done, total)) as output,
+        ):
             yield output
         done += part.size
 
-    with begun_set(path, target, parts, overwrite=overwrite):
+    with begin_set(path, target, parts, overwrite=overwrite):
         try:
             for part in parts:
                 part.reserve()
-            yield output_of
+            yield open_output
             for part in parts:
                 part.check_finished(overwrite=overwrite)
             if check is not None:
@@ -425,7 +439,7 @@ def atomic_set(
 
 
 @contextmanager
-def begun_set(
+def begin_set(
     path: str,
     target: str,
     parts: Sequence[PendingFile],
@@ -433,12 +447,16 @@ def begun_set(
     overwrite: bool,
     keeps: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[None]:
-    """Lock a set; finish what a killed run left of it, or remove that unless `keeps`.
+    """Lock a set; finish a killed run, or remove its files except those that `keeps` accepts.
 
     Raises:
-        As `atomic_set`.
+        As `open_atomic_set`.
     """
-    with worded(path), _folder_of(target) as folder, only_writer(target, path) as is_locked:
+    with (
+        convert_os_errors(path),
+        _create_folder(target) as folder,
+        hold_set_lock(target, path) as is_locked,
+    ):
         journal = read_journal(target)
         if journal is not None:
             finish_renames(target, journal)
@@ -449,16 +467,16 @@ def begun_set(
                 recover_before_writing(part.target)
         if is_locked:
             remove_unfinished(target)
-            for found in _find_temporaries(target, PART):
-                if not keeps(found):
-                    remove(found)
+            for leftover in _find_temporaries(target, PART):
+                if not keeps(leftover):
+                    remove(leftover)
         check_space(folder, sum(part.size for part in parts if not keeps(part.temporary)))
         yield
 
 
-def counting_on(progress: Progress | None, done: int, total: int) -> Progress | None:
+def shift_progress(progress: Progress | None, done: int, total: int) -> Progress | None:
     """Return the progress callback of one file in a set, with `done` bytes in earlier files."""
-    return progress and (lambda now, _: progress(done + now, total))
+    return progress and (lambda written, _: progress(done + written, total))
 
 
 @dataclass(slots=True)
@@ -480,13 +498,13 @@ class PendingFile:
         """Create the file, and reserve its space."""
         mode = self.mode if self.old is None else 0o600
         with (
-            worded(self.path),
-            open(self.temporary, "xb", buffering=0, opener=private(mode)) as file,
+            convert_os_errors(self.path),
+            open(self.temporary, "xb", buffering=0, opener=make_private_opener(mode)) as file,
         ):
             reserve(file.fileno(), self.size)
 
     @contextmanager
-    def output(self, progress: Progress | None) -> Iterator[FileOutput]:
+    def open_output(self, progress: Progress | None) -> Iterator[FileOutput]:
         """Yield its output; sync it to the disk if the block succeeds."""
         with open(self.temporary, "r+b", buffering=0) as file:
             output = FileOutput(file.fileno(), self.size, progress, self.temporary)
@@ -506,7 +524,7 @@ class PendingFile:
         return PendingRename(*names, self.inode or 0, self.size, state_of(self.old))
 
 
-def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[PendingFile]:
+def plan_parts(target: str, sizes: Mapping[str, int], mode: int | None) -> list[PendingFile]:
     """Return the files of a set, all in one folder, the index last."""
     token, parts = secrets.token_hex(6), []
     for number, (path, size) in enumerate(sizes.items(), 1):

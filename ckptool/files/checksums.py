@@ -10,7 +10,7 @@ from threading import Lock
 
 from ckptool.errors import CorruptFile
 from ckptool.files.source import ByteRange, BytesDone
-from ckptool.files.threads import in_order
+from ckptool.files.threads import run_in_order
 
 _POLYNOMIAL = 0xEDB88320
 """The polynomial of CRC-32, with its bits reversed."""
@@ -20,11 +20,11 @@ class Checked:
     """A range of bytes with a known CRC-32, which is checked while the range is read."""
 
     def __init__(
-        self, data: ByteRange, crc32: int | None, refused: Callable[[], Exception]
+        self, data: ByteRange, crc32: int | None, make_error: Callable[[], Exception]
     ) -> None:
-        """Expect `crc32` (None: unknown) for `data`; `refused` makes the error of a mismatch."""
+        """Expect `crc32` (None: unknown) for `data`; `make_error` makes the error of a mismatch."""
         self._data = data
-        self._refused = refused
+        self._make_error = make_error
         self._expected = crc32
         self._parts: dict[int, tuple[int, int]] = {}
         """By its first byte, the length and the CRC-32 of each part that was read."""
@@ -39,7 +39,8 @@ class Checked:
     def add_part(self, start: int, length: int, crc32: int) -> None:
         """Add the CRC-32 of a part that was read; parts do not overlap.
 
-        Raises the error from `refused` if all parts have been read and the CRC-32 does not match.
+        Raises the error from `make_error` if all parts have been read and the CRC-32 does not
+        match.
         """
         with self._lock:
             if self._expected is None or start in self._parts:
@@ -48,26 +49,27 @@ class Checked:
             self._length_read += length
             if self._length_read < self._data.length:
                 return
-            found = 0
+            crc_so_far = 0
             for _, (size, crc) in sorted(self._parts.items()):
-                found = combined(found, crc, size)
-            self._settle(found)
+                crc_so_far = combine_crc32(crc_so_far, crc, size)
+            self._compare(crc_so_far)
 
     def check(self) -> None:
-        """Read and check all of it now, unless it was checked; raises as `add_part`."""
+        """Read and check the whole range now, unless it was checked; raises as `add_part`."""
         with self._lock:
             if self._expected is None:
                 return
-            self._settle(crc32_of(self._data.reread()))
+            self._compare(compute_crc32(self._data.iterate_reused()))
 
-    def _settle(self, found: int) -> None:
-        if found != self._expected:
-            raise self._refused()
+    def _compare(self, crc32: int) -> None:
+        """Compare the CRC-32 of the whole range with the expected one."""
+        if crc32 != self._expected:
+            raise self._make_error()
         self._expected = None
         self._parts.clear()
 
 
-def crc32_of(blocks: Iterable[bytes | memoryview]) -> int:
+def compute_crc32(blocks: Iterable[bytes | memoryview]) -> int:
     """Return the CRC-32 of consecutive blocks."""
     crc = 0
     for block in blocks:
@@ -82,25 +84,25 @@ def crc32c(data: bytes, crc: int = 0) -> int:
     return int(google_crc32c.extend(crc, data))
 
 
-def crc32cs(runs: Sequence[ByteRange], told: BytesDone) -> Iterator[int]:
-    """Yield the CRC-32C of each range; `told` is called with the bytes done."""
+def compute_crc32cs(runs: Sequence[ByteRange], on_progress: BytesDone) -> Iterator[int]:
+    """Yield the CRC-32C of each range; `on_progress` is called with the bytes done."""
     for run in runs:
         crc = 0
-        for block in run.blocks(_BLOCK):
+        for block in run.iterate_blocks(_BLOCK):
             crc = crc32c(block, crc)
-            told(len(block))
+            on_progress(len(block))
         yield crc
 
 
-def combined(first: int, second: int, length: int) -> int:
+def combine_crc32(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of two consecutive ranges, the second of `length` bytes."""
     if first == 0:
         return second
-    return _product(_shift(length), first) ^ second
+    return _multiply(_shift_factor(length), first) ^ second
 
 
 @lru_cache(maxsize=64)
-def _shift(length: int) -> int:
+def _shift_factor(length: int) -> int:
     """Return the factor of a CRC-32 before `length` more bytes: x to the power of their bits.
 
     After `crc32_combine` of zlib 1.2.12.
@@ -108,19 +110,19 @@ def _shift(length: int) -> int:
     power, square = 1 << 31, 1 << 23  # x**0, and x**8 for a byte
     while length:
         if length & 1:
-            power = _product(power, square)
-        square = _product(square, square)
+            power = _multiply(power, square)
+        square = _multiply(square, square)
         length >>= 1
     return power
 
 
-def _product(one: int, other: int) -> int:
+def _multiply(a: int, b: int) -> int:
     """Multiply two polynomials modulo the CRC-32 polynomial; the highest bit is the power 0."""
     product, bit = 0, 1 << 31
     while bit:
-        if one & bit:
-            product ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+        if a & bit:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
         bit >>= 1
     return product
 
@@ -140,32 +142,40 @@ _WORTH = 4 << 20
 """Total bytes from which threads pay off."""
 
 
-def crc32s(runs: Sequence[ByteRange], told: BytesDone | None = None) -> Iterator[int | CorruptFile]:
+def compute_crc32s(
+    runs: Sequence[ByteRange], on_progress: BytesDone | None = None
+) -> Iterator[int | CorruptFile]:
     """Yield the CRC-32 of each range, in order, or the error if it cannot be inflated.
 
-    `told` is called with the bytes done.
+    `on_progress` is called with the bytes done.
 
     Raises:
         UnreadableFile: a file cannot be read.
     """
-    jobs = _jobs(runs)
-    work = partial(_summed, runs)
-    large = sum(run.length for run in runs) >= _WORTH
-    found: int | CorruptFile = 0
+    jobs = _divide_into_jobs(runs)
+    work = partial(_compute_job, runs)
+    is_large = sum(run.length for run in runs) >= _WORTH
+    result: int | CorruptFile = 0
     current = 0
-    for index, length, part in chain.from_iterable((in_order if large else map)(work, jobs)):
+    for index, length, part_result in chain.from_iterable(
+        (run_in_order if is_large else map)(work, jobs)
+    ):
         if index != current:
-            yield found
-            current, found = index, 0
-        if isinstance(found, int):
-            found = combined(found, part, length) if isinstance(part, int) else part
-        if told is not None:
-            told(length)
+            yield result
+            current, result = index, 0
+        if isinstance(result, int):
+            result = (
+                combine_crc32(result, part_result, length)
+                if isinstance(part_result, int)
+                else part_result
+            )
+        if on_progress is not None:
+            on_progress(length)
     if runs:
-        yield found
+        yield result
 
 
-def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
+def _divide_into_jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
     """Divide all ranges, in order, into jobs of about equal work."""
     job: list[_Piece] = []
     weight = 0
@@ -182,14 +192,17 @@ def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
         yield job
 
 
-def _summed(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_Found]:
+def _compute_job(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_Found]:
+    """Return the results for the pieces of one job."""
     return [
-        (index, length, _crc32(runs[index].slice(start, length))) for index, start, length in job
+        (index, length, _compute_or_error(runs[index].slice(start, length)))
+        for index, start, length in job
     ]
 
 
-def _crc32(data: ByteRange) -> int | CorruptFile:
+def _compute_or_error(data: ByteRange) -> int | CorruptFile:
+    """Return the CRC-32 of a range, or the error if it cannot be inflated."""
     try:
-        return crc32_of(data.reread(_BLOCK))
+        return compute_crc32(data.iterate_reused(_BLOCK))
     except CorruptFile as error:
         return error

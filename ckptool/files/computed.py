@@ -11,8 +11,8 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.files.source import BLOCK, ByteRange, Source, neighbors
-from ckptool.files.strided import row_major
+from ckptool.files.source import BLOCK, ByteRange, Source, join_neighbors
+from ckptool.files.strided import iterate_row_major
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,7 +67,7 @@ class ComputedSource(FilledSource):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`, or `TruncatedFile`."""
-        self._check(offset, len(buffer))
+        self._check_range(offset, len(buffer))
         if self._ahead is None or len(buffer) < WORTH:
             self.fill(offset, buffer)
         else:
@@ -99,51 +99,52 @@ class ReadAhead:
 
     def read_into(self, source: ComputedSource, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from a block that was computed ahead, or compute it now."""
-        place, length = self._order[id(source)], len(buffer)
-        if not self._take(source, offset, buffer):
+        source_index, length = self._order[id(source)], len(buffer)
+        if not self._take_predicted(source, offset, buffer):
             source.fill(offset, buffer)
-        follows, self._next = self._next == (place, offset), (place, offset + length)
+        follows, self._next = self._next == (source_index, offset), (source_index, offset + length)
         if (follows or offset == 0) and length <= BLOCK:
-            rest = source.size - offset - length
-            self._go_ahead(place, offset + length, length if rest else BLOCK)
+            remaining = source.size - offset - length
+            self._compute_next(source_index, offset + length, length if remaining else BLOCK)
 
-    def _take(self, source: ComputedSource, offset: int, buffer: memoryview) -> bool:
+    def _take_predicted(self, source: ComputedSource, offset: int, buffer: memoryview) -> bool:
+        """Fill `buffer` from the next block if it was predicted; else drop all predicted blocks."""
         if not self._blocks:
             return False
-        known, start, length, block, data = self._blocks[0]
-        if (known, start, length) == (source, offset, len(buffer)):
+        predicted, start, length, block, data = self._blocks[0]
+        if (predicted, start, length) == (source, offset, len(buffer)):
             self._blocks.popleft()
             block.result()
             buffer[:] = memoryview(data)[:length]
             self._spare.append(data)
             self._right += not offset
             return True
-        self._right -= 2 * (known is not source)
+        self._right -= 2 * (predicted is not source)
         while self._blocks:  # not needed, and must not delay others
             self._blocks.popleft()[3].cancel()
         return False
 
-    def _go_ahead(self, place: int, offset: int, length: int) -> None:
+    def _compute_next(self, source_index: int, offset: int, length: int) -> None:
         """Start to compute the blocks after the last one."""
         if self._blocks:
             source, start, size, *_ = self._blocks[-1]
-            place, offset = self._order[id(source)], start + size
+            source_index, offset = self._order[id(source)], start + size
         while len(self._blocks) < DEPTH:
-            source = self._sources[place]
+            source = self._sources[source_index]
             size = min(length, source.size - offset)
             if size < WORTH:
-                place, offset, length = place + 1, 0, BLOCK
-                if self._right <= 0 or place == len(self._sources):
+                source_index, offset, length = source_index + 1, 0, BLOCK
+                if self._right <= 0 or source_index == len(self._sources):
                     return
                 continue
             data = self._spare.pop() if self._spare else bytearray(BLOCK)
-            block = _threads().submit(source.fill, offset, memoryview(data)[:size])
+            block = _get_thread_pool().submit(source.fill, offset, memoryview(data)[:size])
             self._blocks.append((source, offset, size, block, data))
             offset += size
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _get_thread_pool() -> ThreadPoolExecutor:
     """Return the thread pool that all sources share."""
     from concurrent.futures import ThreadPoolExecutor  # imports logging: milliseconds
 
@@ -151,10 +152,10 @@ def _threads() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):  # a forked process does not have the threads of its parent
-    os.register_at_fork(after_in_child=_threads.cache_clear)
+    os.register_at_fork(after_in_child=_get_thread_pool.cache_clear)
 
 
-def computed(
+def make_computed_range(
     made_of: Sequence[ByteRange],
     size: int,
     fill: Callable[[int, memoryview], None],
@@ -182,9 +183,9 @@ def gather_view(
     """
     axes = list(zip(shape, stride, strict=True)) or [(1, 1)]
     rows = _Rows(data, itemsize, axes, offset)
-    made = computed((data,), rows.size, rows.read_into)
-    made.source.rearranges = True
-    return made
+    gathered = make_computed_range((data,), rows.size, rows.read_into)
+    gathered.source.rearranges = True
+    return gathered
 
 
 class _Rows:
@@ -193,6 +194,7 @@ class _Rows:
     def __init__(
         self, data: ByteRange, itemsize: int, axes: list[tuple[int, int]], offset: int
     ) -> None:
+        """Represent the view of `data` with these axes: (size, stride) in elements."""
         self.size = prod(size for size, _ in axes) * itemsize
         self._data = data
         self._itemsize = itemsize
@@ -220,29 +222,30 @@ class _Rows:
     def _seek(self, offset: int) -> None:
         """Begin at the row of the outermost dimension that contains `offset`."""
         (rows, step), *inner = self._axes
-        row = prod(size for size, _ in inner) * self._itemsize
-        skipped, within = divmod(offset, row)
-        self._blocks = row_major(
+        row_size = prod(size for size, _ in inner) * self._itemsize
+        skipped_rows, skip = divmod(offset, row_size)
+        self._blocks = iterate_row_major(
             self._data,
             itemsize=self._itemsize,
-            shape=(rows - skipped, *(size for size, _ in inner)),
+            shape=(rows - skipped_rows, *(size for size, _ in inner)),
             stride=tuple(step for _, step in self._axes),
-            offset=self._offset + skipped * step,
+            offset=self._offset + skipped_rows * step,
         )
         self._pending = memoryview(b"")
-        while within:
+        while skip:
             block = memoryview(next(self._blocks))
-            self._pending, within = block[within:], max(within - len(block), 0)
+            self._pending, skip = block[skip:], max(skip - len(block), 0)
 
 
-def joined(parts: Sequence[ByteRange]) -> ByteRange:
+def join_ranges(parts: Sequence[ByteRange]) -> ByteRange:
     """Return the parts as one range, in their own source if they are adjacent there."""
-    runs = neighbors(parts)
+    runs = join_neighbors(parts)
     if len(runs) == 1:
         return runs[0]
     starts = list(accumulate((run.length for run in runs), initial=0))
 
     def fill(offset: int, buffer: memoryview) -> None:
+        """Write the bytes from `offset` into `buffer`, from all parts that have some of them."""
         index, done = bisect_right(starts, offset) - 1, 0
         while done < len(buffer):
             part, begin = runs[index], offset + done - starts[index]

@@ -16,15 +16,15 @@ from enum import Enum
 from ckptool.errors import CheckpointError, CorruptFile, WriteDenied, WriteError
 from ckptool.files.journal import (
     Journal,
-    exclusive,
-    leads_to,
-    refuse_cut_short,
+    is_path_of,
+    open_locked,
+    refuse_interrupted,
     remove_journal,
-    unusable,
+    unusable_error,
     write_journal,
 )
 from ckptool.files.source import Source, read_at
-from ckptool.files.system import boot_id, check_space, worded, write_at
+from ckptool.files.system import boot_id, check_space, convert_os_errors, write_at
 from ckptool.words import shell
 
 KIND = "edit"
@@ -76,7 +76,7 @@ class Edit:
     """The boot of the system, for which device and process numbers are valid."""
 
     @classmethod
-    def of(cls, fd: int, patch: Patch) -> Edit:
+    def from_patch(cls, fd: int, patch: Patch) -> Edit:
         """Return the edit that applies `patch` to the open file.
 
         Raises:
@@ -91,7 +91,7 @@ class Edit:
                 f"{size:,} bytes"
             )
         old = read_at(fd, patch.offset, min(len(patch.data), size - patch.offset))
-        tail = _tail(fd, size, patch.offset, len(old))
+        tail = _hash_tail(fd, size, patch.offset, len(old))
         return cls(status.st_dev, status.st_ino, size, tail, patch.offset, old, patch.data)
 
     @classmethod
@@ -107,10 +107,10 @@ class Edit:
             old, new = journal.blobs
             tail = str(journal.facts["tail"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise unusable(path) from error
+            raise unusable_error(path) from error
         fits = offset in (0, size) and len(old) == min(len(new), size - offset)
         if journal.kind != KIND or not fits:
-            raise unusable(path)
+            raise unusable_error(path)
         return cls(device, inode, size, tail, offset, old, new, journal.pid, journal.boot)
 
     @property
@@ -123,41 +123,41 @@ class Edit:
         facts = {key: getattr(self, key) for key in (*_NUMBERS, "tail")}
         return Journal(KIND, facts, (self.old, self.new), self.pid, self.boot)
 
-    def state(self, fd: int, path: str, *, moved: bool = False) -> EditState:
+    def state(self, fd: int, path: str, *, is_moved: bool = False) -> EditState:
         """Return the progress of this edit in the open file, which is at `path`.
 
-        `moved` also accepts a copy of the edited file, with the content that the edit left.
+        `is_moved` also accepts a copy of the edited file, with the content that the edit left.
 
         Raises:
             CorruptFile: it is another file, or it was changed in another way.
         """
-        if not moved and not self._is_of(os.fstat(fd)):
+        if not is_moved and not self._is_same_file(os.fstat(fd)):
             raise self._other_file_error(fd, path)
         status = os.fstat(fd)
         if not self.size <= status.st_size <= self.new_size:
             raise _foreign_error(path, f"size is {status.st_size:,}, expected {self.size:,}")
-        if _tail(fd, self.size, self.offset, len(self.old)) != self.tail:
+        if _hash_tail(fd, self.size, self.offset, len(self.old)) != self.tail:
             raise _foreign_error(path, f"the bytes before {self.size:,} differ")
-        found = read_at(fd, self.offset, min(len(self.new), status.st_size - self.offset))
-        if found == self.old and status.st_size == self.size:
+        content = read_at(fd, self.offset, min(len(self.new), status.st_size - self.offset))
+        if content == self.old and status.st_size == self.size:
             return EditState.OLD
-        if found == self.new and status.st_size == self.new_size:
+        if content == self.new and status.st_size == self.new_size:
             return EditState.NEW
-        self._check_sectors(found, path)
+        self._check_sectors(content, path)
         return EditState.CUT
 
     def _other_file_error(self, fd: int, path: str) -> CorruptFile:
         """Return the error for a file that was not edited itself, for example a copy."""
         with suppress(CorruptFile):
-            if self.state(fd, path, moved=True) is EditState.CUT:
+            if self.state(fd, path, is_moved=True) is EditState.CUT:
                 return _moved_error(path)
         return _foreign_error(path, "the file was replaced")
 
-    def _is_of(self, status: os.stat_result) -> bool:
-        """Return whether it is the edited file."""
+    def _is_same_file(self, status: os.stat_result) -> bool:
+        """Return True if the open file is the edited file."""
         # Device numbers may change with a restart.
-        moved = self.boot == boot_id() and status.st_dev != self.device
-        return status.st_ino == self.inode and not moved
+        is_other_device = self.boot == boot_id() and status.st_dev != self.device
+        return status.st_ino == self.inode and not is_other_device
 
     def apply(self, fd: int) -> None:
         """Write the new bytes and wait until they are on the disk."""
@@ -171,7 +171,7 @@ class Edit:
         write_at(fd, self.old, self.offset)
         os.fsync(fd)
 
-    def _check_sectors(self, found: bytes, path: str) -> None:
+    def _check_sectors(self, content: bytes, path: str) -> None:
         """Refuse content that neither a kill nor a power loss can leave.
 
         A sector is new, or still old (zeros after the old end); the write stopped within at most
@@ -179,23 +179,25 @@ class Edit:
         """
         before = self.old.ljust(len(self.new), b"\0")
         start, torn = 0, 0
-        while start < len(found):
-            stop = min(start + SECTOR - (self.offset + start) % SECTOR, len(found))
-            piece, old, new = (part[start:stop] for part in (found, before, self.new))
-            if piece not in (old, new):
+        while start < len(content):
+            stop = min(start + SECTOR - (self.offset + start) % SECTOR, len(content))
+            sector, old, new = (part[start:stop] for part in (content, before, self.new))
+            if sector not in (old, new):
                 torn += 1
-                if torn > 1 or not _is_torn(piece, old, new):
-                    at = self.offset + start
+                if torn > 1 or not _is_torn(sector, old, new):
+                    position = self.offset + start
                     raise _foreign_error(
-                        path, f"the bytes at {at:,} are neither the old nor the new ones"
+                        path, f"the bytes at {position:,} are neither the old nor the new ones"
                     )
             start = stop
 
 
-def _is_torn(piece: bytes, old: bytes, new: bytes) -> bool:
-    """Return whether `piece` begins as `new` and continues as `old`."""
-    begun = next((i for i, (a, b) in enumerate(zip(piece, new, strict=True)) if a != b), len(piece))
-    return piece[begun:] == old[begun:]
+def _is_torn(sector: bytes, old: bytes, new: bytes) -> bool:
+    """Return True if a sector begins as `new` and continues as `old`."""
+    first_difference = next(
+        (i for i, (a, b) in enumerate(zip(sector, new, strict=True)) if a != b), len(sector)
+    )
+    return sector[first_difference:] == old[first_difference:]
 
 
 def apply_patch(
@@ -223,9 +225,9 @@ def apply_patch(
         WriteError: the file was replaced, or another system error.
     """
     path = path or source.name
-    with worded(path), exclusive(path) as fd:
+    with convert_os_errors(path), open_locked(path) as fd:
         _check_target(source, path, fd)
-        edit = Edit.of(fd, patch)
+        edit = Edit.from_patch(fd, patch)
         growth = edit.new_size - edit.size
         folder = os.path.dirname(os.path.realpath(path))
         check_space(folder, growth + len(edit.old) + len(edit.new))
@@ -248,13 +250,13 @@ def _check_target(source: Source, path: str, fd: int) -> None:
         raise WriteDenied(
             "no write permission", hint="write the result to another file with -o FILE"
         )
-    if not leads_to(path, source.fd() or -1):
+    if not is_path_of(path, source.fd() or -1):
         raise WriteError(
             "the file was replaced during the edit; nothing was written",
             hint="write the result to another file with -o FILE",
         )
     source.check_unchanged()
-    refuse_cut_short(path)
+    refuse_interrupted(path)
 
 
 def _undo_edit(edit: Edit, path: str, fd: int) -> None:
@@ -265,13 +267,14 @@ def _undo_edit(edit: Edit, path: str, fd: int) -> None:
         remove_journal(path)
 
 
-def _tail(fd: int, size: int, offset: int, length: int) -> str:
+def _hash_tail(fd: int, size: int, offset: int, length: int) -> str:
     """Hash the last bytes before `size`, without the `length` bytes from `offset`."""
     first = max(size - _TAIL, 0 if offset == size else offset + length)
     return hashlib.sha256(read_at(fd, first, max(size - first, 0))).hexdigest()
 
 
 def _moved_error(path: str) -> CorruptFile:
+    """Return the error for a copy of a file with an interrupted edit."""
     return CorruptFile(
         "an in-place edit was interrupted, and the file was then copied or moved; nothing "
         "was changed",
@@ -280,9 +283,10 @@ def _moved_error(path: str) -> CorruptFile:
     )
 
 
-def _foreign_error(path: str, why: str) -> CorruptFile:
+def _foreign_error(path: str, difference: str) -> CorruptFile:
+    """Return the error for a journal that belongs to other content than the file has."""
     return CorruptFile(
-        f"the journal next to it belongs to other content ({why}); nothing was changed",
+        f"the journal next to it belongs to other content ({difference}); nothing was changed",
         file=path,
         hint=f"keep the file as it is: ckptool recover --discard {shell(path)}",
     )

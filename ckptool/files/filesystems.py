@@ -23,8 +23,8 @@ from ckptool.errors import (
     WriteError,
     warn,
 )
-from ckptool.files.atomic import STEP, FileOutput, Outputs, counting_on, refuse_taken
-from ckptool.files.http import RangeResponse, changed
+from ckptool.files.atomic import STEP, FileOutput, Outputs, refuse_taken, shift_progress
+from ckptool.files.http import RangeResponse, changed_error
 from ckptool.files.source import Progress
 from ckptool.words import listed
 
@@ -34,30 +34,31 @@ Fetch = Callable[[int, int, str], RangeResponse]
 """Returns the bytes between two offsets of a file, if it still has the tag."""
 
 
-def by_fsspec(path: str) -> Fetch:
+def make_fsspec_fetcher(path: str) -> Fetch:
     """Return the function that fetches the bytes of a file."""
-    system, inner = system_of(path)
+    system, inner = find_file_system(path)
     with convert_errors(path):
         system.invalidate_cache()
-        told = system.info(inner)
-        if told["type"] == "directory":
+        info = system.info(inner)
+        if info["type"] == "directory":
             raise FileMissing("is a folder", file=path)
-        size = int(told["size"])
-        tags = (told.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
-        known = str(next(filter(None, tags), ""))
+        size = int(info["size"])
+        tags = (info.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
+        tag_now = str(next(filter(None, tags), ""))
 
-    def ask(start: int, stop: int, tag: str) -> RangeResponse:
+    def fetch_range(start: int, stop: int, tag: str) -> RangeResponse:
+        """Return the bytes from `start` to `stop`; the size must not have changed."""
         stop = max(min(stop, size), start)
         with convert_errors(path):
             data = system.cat_file(inner, start=start, end=stop) if stop > start else b""
         if len(data) != stop - start:
-            raise changed(path)
-        return RangeResponse(bytes(data), size, known)
+            raise changed_error(path)
+        return RangeResponse(bytes(data), size, tag_now)
 
-    return ask
+    return fetch_range
 
 
-def system_of(path: str) -> tuple[Any, str]:
+def find_file_system(path: str) -> tuple[Any, str]:
     """Return the fsspec file system of an address, and the path in it.
 
     Raises:
@@ -71,12 +72,12 @@ def system_of(path: str) -> tuple[Any, str]:
         ) from error
     with convert_errors(path):  # resolving a chained address may send requests
         try:
-            found: tuple[Any, str] = url_to_fs(path)
+            system_and_path: tuple[Any, str] = url_to_fs(path)
         except (ImportError, ValueError) as error:
             raise UnsupportedFormat(
                 f"fsspec does not support this address: {error}", file=path
             ) from error
-    return found
+    return system_and_path
 
 
 @contextmanager
@@ -95,8 +96,10 @@ def convert_errors(path: str, *, to_write: bool = False) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not to_write:
             raise FileMissing("no such file", file=path) from error
-        denied, failed = (WriteDenied, WriteError) if to_write else (FileDenied, UnreadableFile)
-        raise (denied if isinstance(error, PermissionError) else failed)(
+        denied_error, failed_error = (
+            (WriteDenied, WriteError) if to_write else (FileDenied, UnreadableFile)
+        )
+        raise (denied_error if isinstance(error, PermissionError) else failed_error)(
             f"cannot be {'written' if to_write else 'downloaded'}: {type(error).__name__}, {error}",
             file=path,
         ) from error
@@ -120,18 +123,18 @@ def refuse_object(path: str, *, overwrite: bool) -> None:
             f"cannot write to {kind}://, which cannot write a file atomically",
             hint="write a local file, then upload it" + (" with hf upload" if kind == "hf" else ""),
         )
-    system, inner = system_of(path)
+    system, inner = find_file_system(path)
     with convert_errors(path, to_write=True):
         system.invalidate_cache()
         try:
-            there = system.info(inner)
+            info = system.info(inner)
         except FileNotFoundError:
             return
-    refuse_taken(path, is_folder=there["type"] == "directory", overwrite=overwrite)
+    refuse_taken(path, is_folder=info["type"] == "directory", overwrite=overwrite)
 
 
 @contextmanager
-def uploaded_set(
+def upload_set(
     index: str,
     sizes: Mapping[str, int],
     *,
@@ -139,7 +142,7 @@ def uploaded_set(
     check: Callable[[], None] | None,
     progress: Progress | None,
 ) -> Iterator[Outputs]:
-    """Yield outputs for objects, used one by one, the index last; see `atomic_set`.
+    """Yield outputs for objects, used one by one, the index last; see `open_atomic_set`.
 
     `check` is called before the last one appears. After a failure, the objects that have appeared
     stay, and a `CheckpointWarning` lists them.
@@ -148,32 +151,33 @@ def uploaded_set(
         TargetExists: an object exists and `overwrite` is false.
         WriteDenied, WriteError: the write fails, or the object has another size.
     """
-    done: list[str] = []
+    written: list[str] = []
 
     @contextmanager
-    def output_of(name: str | os.PathLike[str]) -> Iterator[FileOutput]:
+    def open_output(name: str | os.PathLike[str]) -> Iterator[FileOutput]:
+        """Yield the output of one object; check it before it appears."""
         path = os.fspath(name)
-        before, total = sum(sizes[one] for one in done), sum(sizes.values())
-        report = counting_on(progress, before, total)
+        before, total = sum(sizes[sent] for sent in written), sum(sizes.values())
+        report = shift_progress(progress, before, total)
         with _upload(path, sizes[path], report) as output:
             yield output
             if check is not None and path == index:
                 check()
             refuse_object(path, overwrite=overwrite)
-        done.append(path)
+        written.append(path)
 
     try:
-        yield output_of
+        yield open_output
     except BaseException:
-        if done:
-            warn(f"{index}: was not written, but these of its files were: {listed(done)}")
+        if written:
+            warn(f"{index}: was not written, but these of its files were: {listed(written)}")
         raise
 
 
 @contextmanager
 def _upload(path: str, size: int, progress: Progress | None) -> Iterator[FileOutput]:
     """Yield an output; the object appears if the block succeeds."""
-    system, inner = system_of(path)
+    system, inner = find_file_system(path)
     transaction = system.transaction
     transaction.start()  # every file system defers writes in a transaction, even `memory`
     file: Any = None
@@ -194,11 +198,12 @@ def _upload(path: str, size: int, progress: Progress | None) -> Iterator[FileOut
     with convert_errors(path, to_write=True):
         transaction.complete(commit=True)
         system.invalidate_cache()
-        there = int(system.info(inner)["size"])
-        if there != size:
+        actual_size = int(system.info(inner)["size"])
+        if actual_size != size:
             system.rm_file(inner)
             raise WriteError(
-                f"sent {size:,} bytes, but the object had {there:,} and was removed", file=path
+                f"sent {size:,} bytes, but the object had {actual_size:,} and was removed",
+                file=path,
             )
 
 
@@ -206,10 +211,12 @@ class _Upload(FileOutput):
     """An output that uploads its bytes."""
 
     def __init__(self, file: Any, path: str, size: int, progress: Progress | None) -> None:
+        """Upload `size` bytes through an open file of fsspec."""
         super().__init__(-1, size, progress, path)
         self._file = file
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
+        """Send `data` to the file system, and report the progress after each `STEP` bytes."""
         with convert_errors(self.name, to_write=True):
             self._file.write(data)
         self._flushed += len(data)

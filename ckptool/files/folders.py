@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptool.errors import CheckpointError
-from ckptool.files.system import check_space, sync_folder, worded
+from ckptool.files.system import check_space, convert_os_errors, sync_folder
 
 _HIDDEN = re.compile(r"\.(.+)\.(?:new|old|gone)", re.DOTALL)
 
 
 @contextmanager
-def atomic_folder(
+def open_atomic_folder(
     path: str,
     size: int,
     *,
-    last: str,
-    first: Callable[[Callable[[], None]], object] = lambda work: work(),
-    own: int = 0,
+    last_file: str,
+    run_first: Callable[[Callable[[], None]], object] = lambda work: work(),
+    rank: int = 0,
 ) -> Iterator[str]:
     """Create a hidden folder to write into; it is renamed to `path` if the block succeeds.
 
@@ -36,24 +36,24 @@ def atomic_folder(
     Args:
         path: The folder; an existing one is replaced.
         size: Its expected size in bytes.
-        last: The file that is written last; without it, the folder is incomplete.
-        first: Runs the part of rank 0 if several processes write into the folder: all processes
+        last_file: The file that is written last; without it, the folder is incomplete.
+        run_first: Runs the part of rank 0 if several processes write into the folder: all processes
             enter the block and reach its end, or all raise an error.
-        own: The rank of this process.
+        rank: The rank of this process.
 
     Raises:
         NoSpace: the disk cannot hold it.
         WriteError: a system call fails.
     """
-    new = _hidden(path, "new")
-    first(lambda: _begin(path, new, size, last))
+    new = _hidden_path(path, "new")
+    run_first(lambda: _create_hidden(path, new, size, last_file))
     try:
         yield new
     except CheckpointError:
-        if own == 0:  # `recover_folders` removes the rest
+        if rank == 0:  # `recover_folders` removes the rest
             shutil.rmtree(new, ignore_errors=True)
         raise
-    first(lambda: _take_place(path, new))
+    run_first(lambda: _swap_folders(path, new))
 
 
 def remove_folder(path: str) -> None:
@@ -62,35 +62,37 @@ def remove_folder(path: str) -> None:
     Raises:
         OSError: a system call fails.
     """
-    gone = _hidden(path, "gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(path, gone)
-    shutil.rmtree(gone)
+    hidden = _hidden_path(path, "gone")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)
 
 
-def recover_folders(folder: str, names: re.Pattern[str], last: str) -> None:
+def recover_folders(folder: str, names: re.Pattern[str], last_file: str) -> None:
     """Finish interrupted writes of folders with these names in `folder`.
 
     Raises:
         WriteError: a system call fails.
     """
-    with worded(folder):
+    with convert_os_errors(folder):
         for entry in os.listdir(folder) if os.path.isdir(folder) else ():
-            found = _HIDDEN.fullmatch(entry)
-            if found is not None and names.fullmatch(found[1]):
-                _settle(os.path.join(folder, found[1]), last)
+            match = _HIDDEN.fullmatch(entry)
+            if match is not None and names.fullmatch(match[1]):
+                _recover_folder(os.path.join(folder, match[1]), last_file)
 
 
-def _begin(path: str, new: str, size: int, last: str) -> None:
-    with worded(path):
-        _settle(path, last)
+def _create_hidden(path: str, new: str, size: int, last_file: str) -> None:
+    """Recover the folder from an earlier interruption, and create the hidden one."""
+    with convert_os_errors(path):
+        _recover_folder(path, last_file)
         check_space(os.path.dirname(path) or ".", size)
         os.makedirs(new)
 
 
-def _take_place(path: str, new: str) -> None:
-    old = _hidden(path, "old")
-    with worded(path):
+def _swap_folders(path: str, new: str) -> None:
+    """Rename the hidden folder to `path`, and remove the folder that was there."""
+    old = _hidden_path(path, "old")
+    with convert_os_errors(path):
         if os.path.isdir(path):
             os.rename(path, old)
         os.rename(new, path)
@@ -98,16 +100,17 @@ def _take_place(path: str, new: str) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _settle(path: str, last: str) -> None:
+def _recover_folder(path: str, last_file: str) -> None:
     """Give the name to the new folder, or back to the old one, if neither has it."""
-    new, old = _hidden(path, "new"), _hidden(path, "old")
+    new, old = _hidden_path(path, "new"), _hidden_path(path, "old")
     if os.path.isdir(old) and not os.path.exists(path):
-        os.rename(new if os.path.exists(os.path.join(new, last)) else old, path)
+        os.rename(new if os.path.exists(os.path.join(new, last_file)) else old, path)
         sync_folder(os.path.dirname(path) or ".")
-    for one in (new, old, _hidden(path, "gone")):
-        shutil.rmtree(one, ignore_errors=True)
+    for leftover in (new, old, _hidden_path(path, "gone")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _hidden(path: str, word: str) -> str:
+def _hidden_path(path: str, state: str) -> str:
+    """Return the hidden path of a folder in a state: `.NAME.new`, `.old` or `.gone`."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{word}")
+    return os.path.join(folder, f".{name}.{state}")

@@ -45,8 +45,9 @@ class RangeResponse(NamedTuple):
 class _Retry(Exception):
     """A failure that is worth another attempt; the last one becomes the error message."""
 
-    def __init__(self, why: str, pause: float | None = None, data: bytes = b"") -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, pause: float | None = None, data: bytes = b"") -> None:
+        """Store the reason, the pause in seconds, and the bytes that arrived before the failure."""
+        super().__init__(reason)
         self.pause, self.data = pause, data
         """Seconds to wait; the bytes that arrived before the failure."""
 
@@ -74,25 +75,25 @@ def fetch(
         try:
             part = _request_range(url, start + len(done), stop, tag, headers or {})
             return part._replace(data=done + part.data)
-        except _Retry as again:
-            done, why, pause = done + again.data, str(again), again.pause
-            if len(again.data) >= _PROGRESS:
+        except _Retry as retry:
+            done, reason, pause = done + retry.data, str(retry), retry.pause
+            if len(retry.data) >= _PROGRESS:
                 attempt = 0
         except CheckpointError:
             raise
         except (http.client.InvalidURL, ValueError) as error:
             raise UnreadableFile(f"is not a valid address: {error}", file=url) from error
         except (OSError, http.client.HTTPException) as error:
-            why = _reason(error)
+            reason = _find_reason(error)
         attempt += 1
         if attempt < ATTEMPTS:
             time.sleep(min(LONGEST_PAUSE, 0.125 * 2**attempt if pause is None else pause))
     raise UnreadableFile(
-        f"cannot be downloaded: {why}", file=url, hint="try again, or " + _DOWNLOAD
+        f"cannot be downloaded: {reason}", file=url, hint="try again, or " + _DOWNLOAD
     )
 
 
-def _opener() -> urllib.request.OpenerDirector:
+def _make_opener() -> urllib.request.OpenerDirector:
     """Return an opener for http and https only, so that redirects to local files fail."""
     opener = urllib.request.OpenerDirector()
     for handler in (
@@ -111,55 +112,57 @@ def _opener() -> urllib.request.OpenerDirector:
 def _request_range(
     url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]
 ) -> RangeResponse:
-    there = _REDIRECTS.get(url, url) if tag else url
+    """Send one request for the bytes from `start` to `stop`, and return them."""
+    target = _REDIRECTS.get(url, url) if tag else url
     request = urllib.request.Request(
-        quote(urldefrag(there).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser quotes it
+        quote(urldefrag(target).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser quotes it
         headers={"Accept-Encoding": "identity", "User-Agent": "ckptool"},
     )
     request.add_header("Range", f"bytes={start}-{stop - 1}")
     if tag.startswith('"'):
         request.add_header("If-Match", tag)
-    for name, value in headers.items() if there == url else ():
+    for name, value in headers.items() if target == url else ():
         request.add_unredirected_header(name, value)
     try:
-        with _opener().open(request, timeout=TIMEOUT) as answer:
-            part = _read_response(url, answer, start, stop, tag)
-            if answer.url != request.full_url:
-                _REDIRECTS[url] = answer.url
+        with _make_opener().open(request, timeout=TIMEOUT) as response:
+            part = _read_response(url, response, start, stop, tag)
+            if response.url != request.full_url:
+                _REDIRECTS[url] = response.url
             return part
     except urllib.error.HTTPError as error:
         with error:
-            if there != url and error.code in (400, 401, 403, 404, 410):  # it has expired
+            if target != url and error.code in (400, 401, 403, 404, 410):  # it has expired
                 _REDIRECTS.pop(url, None)
                 raise _Retry("the redirect has expired", 0.0) from error
-            raise _error_of_response(url, error, start) from error
+            raise _response_error(url, error, start) from error
 
 
-def _read_response(url: str, answer: Any, start: int, stop: int, tag: str) -> RangeResponse:
-    told, status = answer.headers, answer.status
-    if told.get("Content-Encoding", "identity").lower() not in ("identity", ""):
+def _read_response(url: str, response: Any, start: int, stop: int, tag: str) -> RangeResponse:
+    """Return the bytes from `start` to `stop` of a response; refuse unusable responses."""
+    headers, status = response.headers, response.status
+    if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
         raise UnreadableFile(
-            f"the server compresses the file ({told['Content-Encoding']}), so parts of "
+            f"the server compresses the file ({headers['Content-Encoding']}), so parts of "
             "it cannot be read",
             file=url,
             hint=_DOWNLOAD,
         )
-    if told.get_content_type() == "text/html" and "Content-Length" not in told:
+    if headers.get_content_type() == "text/html" and "Content-Length" not in headers:
         hint = "log in on that page, and give the direct link of the file"
         raise UnreadableFile("the server sent a web page, not the file", file=url, hint=hint)
-    now = told.get("ETag") or told.get("Last-Modified") or ""
-    if tag and now and now != tag:
-        raise changed(url)
+    current_tag = headers.get("ETag") or headers.get("Last-Modified") or ""
+    if tag and current_tag and current_tag != tag:
+        raise changed_error(url)
     if status == 206:
-        found = _RANGE.fullmatch(told.get("Content-Range", ""))
-        if found is None or int(found[1]) != start:
+        content_range = _RANGE.fullmatch(headers.get("Content-Range", ""))
+        if content_range is None or int(content_range[1]) != start:
             raise UnreadableFile("the server sent other bytes than requested", file=url)
-        size, end = int(found[3]), int(found[2]) + 1
-        data = _read_exactly(answer, min(stop, size, end) - start)
+        size, end = int(content_range[3]), int(content_range[2]) + 1
+        data = _read_exactly(response, min(stop, size, end) - start)
         if data and end < min(stop, size):
             raise _Retry("the server sent fewer bytes than requested", 0.0, data)
-        return RangeResponse(data, size, now)
-    length = told.get("Content-Length", "")
+        return RangeResponse(data, size, current_tag)
+    length = headers.get("Content-Length", "")
     if stop > FROM_THE_START or not re.fullmatch(r"[0-9]{1,18}", length):
         raise UnreadableFile(
             "the server does not support range requests; without them, only the start of a "
@@ -168,31 +171,32 @@ def _read_response(url: str, answer: Any, start: int, stop: int, tag: str) -> Ra
             hint=_DOWNLOAD,
         )
     size = int(length)
-    return RangeResponse(_read_exactly(answer, min(stop, size))[start:], size, now)
+    return RangeResponse(_read_exactly(response, min(stop, size))[start:], size, current_tag)
 
 
-def _read_exactly(answer: Any, length: int) -> bytes:
+def _read_exactly(response: Any, length: int) -> bytes:
     """Return exactly `length` bytes of a response."""
     parts: list[bytes] = []
-    left = max(length, 0)
-    while left:
+    remaining = max(length, 0)
+    while remaining:
         try:
-            data = answer.read(min(left, 1 << 20))
+            data = response.read(min(remaining, 1 << 20))
         except (OSError, http.client.HTTPException):
             data = b""
         if not data:
             raise _Retry("the connection was lost", None, b"".join(parts))
         parts.append(data)
-        left -= len(data)
+        remaining -= len(data)
     return b"".join(parts)
 
 
-def _error_of_response(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
+def _response_error(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
+    """Return the error for the status code of a response."""
     code, file = error.code, url
     if code == 404 or code == 410:
         return FileMissing("the server has no such file", file=file, hint="check the spelling")
     if code in (401, 403):
-        own = error.headers.get("X-Error-Message") or error.reason
+        reason = error.headers.get("X-Error-Message") or error.reason
         hint = (
             "a signed address may have expired; get a new one, or download the file where you "
             "are logged in"
@@ -201,19 +205,19 @@ def _error_of_response(url: str, error: urllib.error.HTTPError, start: int) -> E
             hint = "request access on its page, then run: hf auth login"
         elif "X-Error-Message" in error.headers or "/resolve/" in url:
             hint = "run hf auth login, or set HF_TOKEN"
-        return FileDenied(f"the server denied access ({code} {own})", file=file, hint=hint)
+        return FileDenied(f"the server denied access ({code} {reason})", file=file, hint=hint)
     if code == 412:
-        return changed(url)
+        return changed_error(url)
     if code == 416:
         return TruncatedFile(f"the file ends before {start:,}", file=file)
-    why = f"the server answered {code} {str(error.reason).splitlines()[0]}"
+    text = f"the server answered {code} {str(error.reason).splitlines()[0]}"
     if code in _AGAIN:
         pause = error.headers.get("Retry-After", "")
-        return _Retry(why, float(pause) if pause.isdecimal() else None)
-    return UnreadableFile(why, file=file, hint=_DOWNLOAD)
+        return _Retry(text, float(pause) if pause.isdecimal() else None)
+    return UnreadableFile(text, file=file, hint=_DOWNLOAD)
 
 
-def changed(file: str) -> UnreadableFile:
+def changed_error(file: str) -> UnreadableFile:
     """Return the error for a file that has changed on the server."""
     return UnreadableFile(
         "changed while it was read: the server has another version now",
@@ -222,6 +226,7 @@ def changed(file: str) -> UnreadableFile:
     )
 
 
-def _reason(error: BaseException) -> str:
+def _find_reason(error: BaseException) -> str:
+    """Return the message inside a network error, or the name of its class."""
     inner = getattr(error, "reason", error)
     return str(getattr(inner, "strerror", None) or inner or type(error).__name__)

@@ -48,35 +48,32 @@ class InflatedSource(Source):
             buffer[done : done + len(part)] = part
             done += len(part)
 
-    def head(self, length: int) -> bytes:
-        """Return up to `length` first bytes; nothing is kept for the next read.
-
-        Raises:
-            CorruptFile: they cannot be inflated.
-        """
+    def read_head(self, length: int) -> bytes:
+        """Return up to `length` first bytes, inflated separately from other reads."""
         packed = self._packed.read(0, min(self._packed.length, length + _PREAMBLE))
         try:
             return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, length)
         except zlib.error as error:
-            raise self._damaged(error) from error
+            raise self._damaged_error(error) from error
 
     def _start(self) -> None:
+        """Start to inflate at the beginning of the record."""
         self._inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-        self._blocks = self._packed.blocks()
+        self._blocks = self._packed.iterate_blocks()
         self._pending = b""
         self._position = 0
 
-    def _take(self, most: int) -> bytes:
-        """Return 1 to `most` inflated bytes."""
-        data = self._inflate(most)
+    def _take(self, max_length: int) -> bytes:
+        """Return 1 to `max_length` inflated bytes."""
+        data = self._inflate(max_length)
         if not data:
             raise CorruptFile("a compressed record ends too early", file=self.name)
         self._position += len(data)
         if self._position == self.size:
-            self._finish()
+            self._check_end()
         return data
 
-    def _finish(self) -> None:
+    def _check_end(self) -> None:
         """Check that the stream ends after its last byte."""
         inflater = self._inflater
         if self._inflate(1):
@@ -89,8 +86,8 @@ class InflatedSource(Source):
             self._ends_well = inflater.eof and not (inflater.unused_data or any(self._blocks))
         self._inflater = None
 
-    def ends_well(self) -> bool:
-        """Return whether the stream has its end mark and nothing after it, as far as it was read.
+    def has_clean_end(self) -> bool:
+        """Return False if the stream was read and has no end mark, or data after it.
 
         The inflated bytes are right in any case, and every reader accepts them.
 
@@ -99,31 +96,31 @@ class InflatedSource(Source):
         """
         if self.size == 0 and self._ends_well is None:
             self._start()
-            self._finish()
+            self._check_end()
         return self._ends_well is not False
 
-    def _inflate(self, most: int) -> bytes:
-        """Return up to `most` more bytes, none at the end of the stream."""
+    def _inflate(self, max_length: int) -> bytes:
+        """Return up to `max_length` more bytes, none at the end of the stream."""
         inflater = self._inflater
         while inflater is not None and not inflater.eof:
             block = self._pending or next(self._blocks, b"")
             if not block:
                 break
             try:
-                data = inflater.decompress(block, most)
+                data = inflater.decompress(block, max_length)
             except zlib.error as error:
-                raise self._damaged(error) from error
+                raise self._damaged_error(error) from error
             self._pending = inflater.unconsumed_tail
             if data:
                 return data
         return b""
 
-    def _damaged(self, error: zlib.error) -> CorruptFile:
+    def _damaged_error(self, error: zlib.error) -> CorruptFile:
         return CorruptFile(f"a compressed record is damaged ({error})", file=self.name)
 
 
-def refuse_bomb(data: ByteRange, most: int) -> None:
-    """Refuse content that inflates to more than 128 KiB and more than `most` times its stored size.
+def refuse_bomb(data: ByteRange, max_ratio: int) -> None:
+    """Refuse more than 128 KiB that inflate to more than `max_ratio` times their stored size.
 
     Raises:
         LimitExceeded: it does.
@@ -131,9 +128,9 @@ def refuse_bomb(data: ByteRange, most: int) -> None:
     source = data.source
     if not isinstance(source, InflatedSource) or data.length <= _SMALL:
         return
-    if data.length > source.packed_size * most:
+    if data.length > source.packed_size * max_ratio:
         raise LimitExceeded(
             f"a header of {source.packed_size:,} bytes inflates to {data.length:,}, more than "
-            f"{most:,} times its size",
+            f"{max_ratio:,} times its size",
             file=source.name,
         )

@@ -22,14 +22,14 @@ from ckptool.errors import (
 from ckptool.files.source import ByteRange, FileSource, open_descriptor
 from ckptool.files.system import (
     boot_id,
+    convert_os_errors,
+    describe_process,
     hand_over,
     is_running,
     lock_holder,
-    private,
+    make_private_opener,
     sync_folder,
     try_lock,
-    who,
-    worded,
     write_at,
 )
 from ckptool.files.temporary import UNFINISHED, journal_path
@@ -73,7 +73,7 @@ def write_journal(target: str, journal: Journal) -> None:
     content = b"".join((json.dumps(line).encode("ascii"), b"\n", *journal.blobs))
     remove_unfinished(target)
     try:
-        with open(path + UNFINISHED, "xb", buffering=0, opener=private(0o600)) as file:
+        with open(path + UNFINISHED, "xb", buffering=0, opener=make_private_opener(0o600)) as file:
             _share(file.name, target)
             write_at(file.fileno(), content + hashlib.sha256(content).digest(), 0)
             os.fsync(file.fileno())
@@ -97,18 +97,18 @@ def read_journal(target: str) -> Journal | None:
         return None
     source = FileSource(path)
     try:
-        return _parse(source)
+        return _parse_journal(source)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         text = (
             "the journal of an in-place edit cannot be used: it is damaged, or from another "
             "version of ckptool"
         )
-        raise unusable(target, text, file=path) from error
+        raise unusable_error(target, text, file=path) from error
     finally:
         source.close()
 
 
-def refuse_cut_short(path: str) -> None:
+def refuse_interrupted(path: str) -> None:
     """Refuse to change a file that has a journal, because an edit was interrupted just now.
 
     Raises:
@@ -139,12 +139,17 @@ def remove_unfinished(target: str) -> None:
     remove(journal_path(target) + UNFINISHED)
 
 
-def _parse(source: FileSource) -> Journal:
+def _parse_journal(source: FileSource) -> Journal:
+    """Return the journal in a file: a line of JSON, the bytes, and the SHA-256 of both.
+
+    Raises:
+        ValueError, KeyError, TypeError, OverflowError, RecursionError: it is damaged or unknown.
+    """
     length = source.size - _DIGEST_BYTES
     if not 0 < length <= _LINE_BYTES + DEFAULT_LIMITS.max_pickle_bytes:
         raise ValueError("impossible length")
     digest = hashlib.sha256()
-    for block in ByteRange(source, 0, length).reread():
+    for block in ByteRange(source, 0, length).iterate_reused():
         digest.update(block)
     if digest.digest() != source.read(length, _DIGEST_BYTES):
         raise ValueError("checksum mismatch")
@@ -161,7 +166,7 @@ def _parse(source: FileSource) -> Journal:
     )
 
 
-def unusable(
+def unusable_error(
     target: str,
     text: str = "the journal next to it was not written by this version of ckptool",
     *,
@@ -187,7 +192,7 @@ _ATTEMPTS = 3
 
 
 @contextmanager
-def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
+def open_locked(path: str | os.PathLike[str]) -> Iterator[int]:
     """Yield a descriptor of the file at `path` (links followed), locked against other writers.
 
     The descriptor is read-only without write permission. The lock ends with the block or with the
@@ -205,8 +210,8 @@ def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
     while True:
         fd = _open(target)
         try:
-            _lock(fd, path)
-            if leads_to(target, fd):  # otherwise it was replaced before it was locked
+            _take_lock(fd, path)
+            if is_path_of(target, fd):  # otherwise it was replaced before it was locked
                 yield fd
                 return
         finally:
@@ -227,13 +232,13 @@ def hold_edit_lock(path: str) -> Iterator[None]:
     with ExitStack() as stack:
         if os.name == "posix":
             with suppress(FileMissing, FileDenied):
-                stack.enter_context(exclusive(path))
-                refuse_cut_short(path)
+                stack.enter_context(open_locked(path))
+                refuse_interrupted(path)
         yield
 
 
 @contextmanager
-def occupied(folder: str) -> Iterator[None]:
+def hold_folder_lock(folder: str) -> Iterator[None]:
     """Yield a folder, created if needed, and lock it against other processes.
 
     The lock ends with the block or with the process; there is none without system support for
@@ -243,28 +248,29 @@ def occupied(folder: str) -> Iterator[None]:
         FileBusy: another process has the lock; the message has its number.
         WriteError: it cannot be created or written.
     """
-    made = missing_folders(folder)
+    created = find_missing_folders(folder)
     lock = lock_file(
         os.path.join(folder, LOCK),
         lambda pid: FileBusy(
-            f"{folder} is in use by {who(pid)}",
+            f"{folder} is in use by {describe_process(pid)}",
             hint="choose another folder, or wait until it has finished",
         ),
     )
     with ExitStack() as stack:
-        stack.callback(_remove_empty, made)
-        with worded(folder):
+        stack.callback(_remove_empty, created)
+        with convert_os_errors(folder):
             stack.enter_context(lock)
         yield
 
 
 def _remove_empty(folders: list[str]) -> None:
+    """Remove folders, innermost first, until one is not empty."""
     with suppress(OSError):  # it is not empty
-        for one in folders:
-            os.rmdir(one)
+        for folder in folders:
+            os.rmdir(folder)
 
 
-def missing_folders(folder: str) -> list[str]:
+def find_missing_folders(folder: str) -> list[str]:
     """Return the missing folders that lead to this one, innermost first."""
     missing = []
     while folder and not os.path.lexists(folder):
@@ -274,34 +280,35 @@ def missing_folders(folder: str) -> list[str]:
 
 
 @contextmanager
-def lock_file(path: str, busy: Callable[[int | None], FileBusy]) -> Iterator[bool]:
+def lock_file(path: str, busy_error: Callable[[int | None], FileBusy]) -> Iterator[bool]:
     """Create a lock file, lock it, and remove it after the block.
 
     Yields:
-        Whether the system and the file system support locks.
+        True if the system and the file system support locks.
 
     Raises:
-        FileBusy: another process has the lock; `busy` makes the error from its number.
+        FileBusy: another process has the lock; `busy_error` makes the error from its number.
     """
     while True:
-        fd, taken, ours = _open_lock(path), None, False
+        fd, is_locked, is_ours = _open_lock_file(path), None, False
         try:
-            taken = try_lock(fd)
-            if taken is False:
-                raise busy(lock_holder(fd))
-            ours = leads_to(path, fd)  # otherwise it was removed before it was locked
-            if ours:
-                yield bool(taken)
+            is_locked = try_lock(fd)
+            if is_locked is False:
+                raise busy_error(lock_holder(fd))
+            is_ours = is_path_of(path, fd)  # otherwise it was removed before it was locked
+            if is_ours:
+                yield bool(is_locked)
                 return
         finally:
-            if ours and taken:  # while it is locked, so that no other process has it
+            if is_ours and is_locked:  # while it is locked, so that no other process has it
                 remove(path)
             os.close(fd)
-            if ours and not taken:  # Windows cannot remove an open file
+            if is_ours and not is_locked:  # Windows cannot remove an open file
                 remove(path)
 
 
-def _open_lock(path: str) -> int:
+def _open_lock_file(path: str) -> int:
+    """Return a descriptor of a lock file; create the file and its folder if needed."""
     flags = getattr(os, "O_NOFOLLOW", 0)
     while True:
         os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
@@ -321,8 +328,8 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
-def leads_to(path: str | os.PathLike[str], fd: int) -> bool:
-    """Return whether `path` leads to the open file."""
+def is_path_of(path: str | os.PathLike[str], fd: int) -> bool:
+    """Return True if `path` leads to the open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:
@@ -336,30 +343,36 @@ def _open(path: str) -> int:
     return open_descriptor(path)
 
 
-def _lock(fd: int, path: str) -> None:
+def _take_lock(fd: int, path: str) -> None:
+    """Lock the open file at `path`; refuse it if another process is editing it.
+
+    Raises:
+        FileBusy: another process has the lock, or a journal here.
+    """
     for _ in range(_ATTEMPTS):
-        taken = try_lock(fd)
-        journal = None if taken else _journal(path)
-        if taken or (taken is None and not _is_at_work(journal)):
+        is_locked = try_lock(fd)
+        journal = None if is_locked else _try_read_journal(path)
+        if is_locked or (is_locked is None and not _is_writer_running(journal)):
             return
         pid = lock_holder(fd) or (journal.pid if journal else None)
         if pid:  # otherwise it may have ended just now
             break
     raise FileBusy(
-        f"is being edited by {who(pid)}",
+        f"is being edited by {describe_process(pid)}",
         file=path,
         hint="try again when it has finished",
     )
 
 
-def _journal(path: str) -> Journal | None:
+def _try_read_journal(path: str) -> Journal | None:
+    """Return the journal of a file; None if it has none or it is unusable."""
     with suppress(CheckpointError):
         return read_journal(path)
     return None
 
 
-def _is_at_work(journal: Journal | None) -> bool:
-    """Return whether the process that wrote the journal is known to be running."""
+def _is_writer_running(journal: Journal | None) -> bool:
+    """Return True if the process that wrote the journal is known to be running."""
     if journal is None or journal.pid == os.getpid() or journal.boot != boot_id():
         return False
     return is_running(journal.pid)

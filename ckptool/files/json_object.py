@@ -11,11 +11,11 @@ from ckptool.errors import CheckpointError
 from ckptool.files.source import FileSource
 
 
-def json_object(path: str, most: int = 1 << 20) -> Mapping[str, Any]:
-    """Return the object in a JSON file of at most `most` bytes; empty if there is none."""
+def read_json_object(path: str, max_bytes: int = 1 << 20) -> Mapping[str, Any]:
+    """Return the object in a JSON file of at most `max_bytes` bytes; empty without an object."""
     # This refuses a pipe, where a plain `open` would wait for its writer.
     with suppress(CheckpointError, ValueError, RecursionError), closing(FileSource(path)) as source:
-        found = json.loads(source.read(0, min(source.size, most)))
-        if isinstance(found, dict):
-            return found
+        content = json.loads(source.read(0, min(source.size, max_bytes)))
+        if isinstance(content, dict):
+            return content
     return {}

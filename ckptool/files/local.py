@@ -34,11 +34,11 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
         if not has_journal(path):
             raise
     else:
-        edited = has_journal(path)
-        if not edited and source.changed() is None:
+        is_edited = has_journal(path)
+        if not is_edited and source.describe_change() is None:
             return source  # consistent: no edit had begun when it was opened
         source.close()
-        if not edited:
+        if not is_edited:
             return open_source(path)
     # Imported here: almost no file needs a recovery.
     from ckptool.files.recovery import open_recovered
@@ -49,27 +49,27 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
 class Place:
     """The file system of this machine; other places have the same methods."""
 
-    def spelled(self, path: str) -> str:
+    def normalize_path(self, path: str) -> str:
         """Return the path in a form that can be joined with other names."""
         return path
 
-    def pinned(self, path: str) -> str:
+    def pin_revision(self, path: str) -> str:
         """Return the path with its revision, if its content may change over time."""
         return ""
 
     def exists(self, path: str) -> bool:
-        """Return whether the path exists, even as a broken link."""
+        """Return True if the path exists, even as a broken link."""
         return os.path.lexists(path)
 
     def is_folder(self, path: str) -> bool:
-        """Return whether the path is a folder."""
+        """Return True if the path is a folder."""
         return os.path.isdir(path)
 
     def is_file(self, path: str) -> bool:
-        """Return whether the path is a file; links are followed."""
+        """Return True if the path is a file; links are followed."""
         return os.path.isfile(path)
 
-    def names(self, folder: str) -> frozenset[str]:
+    def list_names(self, folder: str) -> frozenset[str]:
         """Return the names in a folder (empty: the current folder).
 
         Raises:
@@ -96,7 +96,7 @@ class Place:
     def expect(self, paths: Sequence[str]) -> None:
         """Prepare for files that are about to be opened one after the other."""
 
-    def member(self, path: str, size: int) -> Source:
+    def open_member(self, path: str, size: int) -> Source:
         """Return a file in a folder, which is opened when read and must then have `size` bytes."""
         return FolderFile(path, size)
 
@@ -106,7 +106,7 @@ class Place:
 
         refuse_target(path, overwrite=overwrite)
 
-    def new_files(
+    def open_outputs(
         self,
         index: str,
         sizes: Mapping[str, int],
@@ -117,10 +117,10 @@ class Place:
         progress: Progress | None,
         shared: Shared | None = None,
     ) -> AbstractContextManager[Outputs]:
-        """Yield outputs for files that appear together; see `files.atomic.atomic_set`."""
-        from ckptool.files.atomic import atomic_set
+        """Yield outputs for files that appear together; see `files.atomic.open_atomic_set`."""
+        from ckptool.files.atomic import open_atomic_set
 
-        return atomic_set(
+        return open_atomic_set(
             index,
             sizes,
             overwrite=overwrite,

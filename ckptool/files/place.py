@@ -12,7 +12,7 @@ _ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+://", re.IGNORE
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is an address on another machine."""
+    """Return True if a path is an address on another machine."""
     return _ADDRESS.match(os.fsdecode(path)) is not None
 
 
@@ -20,6 +20,6 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     """Return the place of a path."""
     if not is_address(path):
         return _HERE
-    from ckptool.files.remote import remote_place  # not needed for local files
+    from ckptool.files.remote import get_remote_place  # not needed for local files
 
-    return remote_place()
+    return get_remote_place()

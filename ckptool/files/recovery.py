@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from ckptool._lazy import Result
 from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
 from ckptool.files.editing import KIND, Edit, EditState
-from ckptool.files.journal import exclusive, read_journal, remove_journal, remove_unfinished
+from ckptool.files.journal import open_locked, read_journal, remove_journal, remove_unfinished
 from ckptool.files.renames import FINISHED, recover_set
 from ckptool.files.source import FileSource
-from ckptool.files.system import worded
+from ckptool.files.system import convert_os_errors
 from ckptool.files.temporary import has_journal
 from ckptool.words import shell
 
@@ -72,7 +72,7 @@ def open_recovered(path: str) -> FileSource:
             return FileSource(path, size=edit.size, head=edit.old)
         with suppress(OSError):  # the edit is settled
             remove_journal(path)
-        _, text = _outcome(edit, state)
+        _, text = _describe_outcome(edit, state)
         warn(f"{path}: {text}")
         return FileSource(path)
 
@@ -82,15 +82,14 @@ def recover_before_writing(path: str | os.PathLike[str]) -> None:
 
     Raises:
         FileBusy: another process is editing it.
-        CorruptFile: a journal lies beside it that is damaged, or about other content; nothing was
-            touched.
+        CorruptFile: its journal is damaged or belongs to other content; nothing was changed.
         WriteError: the file of the journal is missing.
     """
     path = os.fspath(path)
     if not has_journal(path):
         return
     try:
-        done = recover(path)
+        recovery = recover(path)
     except FileMissing as error:
         remove_unfinished(path)
         if not has_journal(path):
@@ -100,14 +99,14 @@ def recover_before_writing(path: str | os.PathLike[str]) -> None:
             file=path,
             hint=f"ckptool recover --discard {shell(path)}",
         ) from error
-    if done.action != "nothing":
-        warn(f"{done.path}: {done.text}")
+    if recovery.action != "nothing":
+        warn(f"{recovery.path}: {recovery.text}")
 
 
 def recover(
     path: str | os.PathLike[str], *, discard: bool = False, force: bool = False
 ) -> Recovery:
-    """Finish or roll back an interrupted edit of a file, and return what was done.
+    """Finish or roll back an interrupted edit of a file, and return the result.
 
     Args:
         path: The file.
@@ -122,17 +121,17 @@ def recover(
     """
     path = os.fspath(path)
     nothing = Recovery(path, "nothing", "nothing to recover")
-    with worded(path):
+    with convert_os_errors(path):
         if discard and force:
             raise UsageError("discard and force cannot be combined", hint="choose one of them")
         if not discard and _finish_set(path):
             return Recovery(path, "completed", FINISHED)
-        is_there = os.path.exists(path)
-        if not (discard or is_there):
+        file_exists = os.path.exists(path)
+        if not (discard or file_exists):
             raise FileMissing("no such file", file=path)
         if not has_journal(path):
             return nothing
-        with _lock_patiently(path) if is_there else nullcontext(-1) as fd:
+        with _lock_patiently(path) if file_exists else nullcontext(-1) as fd:
             if discard:
                 remove_unfinished(path)
                 remove_journal(path)
@@ -141,11 +140,11 @@ def recover(
             edit = _read_edit(path)
             if edit is None:
                 return nothing
-            state = edit.state(fd, path, moved=force)
+            state = edit.state(fd, path, is_moved=force)
             _check_access(path)
             _settle_edit(edit, state, fd)
             remove_journal(path)
-        return Recovery(path, *_outcome(edit, state))
+        return Recovery(path, *_describe_outcome(edit, state))
 
 
 def _settle_edit(edit: Edit, state: EditState, fd: int) -> None:
@@ -163,7 +162,7 @@ def _read_edit(path: str) -> Edit | None:
     return None if journal is None else Edit.from_journal(journal, path)
 
 
-def _outcome(edit: Edit, state: EditState) -> tuple[str, str]:
+def _describe_outcome(edit: Edit, state: EditState) -> tuple[str, str]:
     """Return the action and the text of a `Recovery`."""
     if state is EditState.NEW:
         return "completed", f"kept the interrupted edit of process {edit.pid}, which was complete"
@@ -171,6 +170,7 @@ def _outcome(edit: Edit, state: EditState) -> tuple[str, str]:
 
 
 def _describe_old(edit: Edit) -> str:
+    """Return words for the content before an edit."""
     return f"{edit.size:,} bytes from before the interrupted edit of process {edit.pid}"
 
 
@@ -187,7 +187,7 @@ def _finish_set(path: str) -> bool:
 def _lock_patiently(path: str) -> Iterator[int]:
     """Yield a descriptor of the locked file; wait for other processes."""
     with ExitStack() as stack:
-        yield _retry_while_busy(lambda: stack.enter_context(exclusive(path)))
+        yield _retry_while_busy(lambda: stack.enter_context(open_locked(path)))
 
 
 def _retry_while_busy(attempt: Callable[[], _Got]) -> _Got:

@@ -23,16 +23,16 @@ from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedF
 from ckptool.files.filesystems import (
     INSTALL,
     Fetch,
-    by_fsspec,
     convert_errors,
+    find_file_system,
+    make_fsspec_fetcher,
     refuse_object,
-    system_of,
-    uploaded_set,
+    upload_set,
 )
-from ckptool.files.http import changed, fetch
+from ckptool.files.http import changed_error, fetch
 from ckptool.files.local import Place
 from ckptool.files.source import Progress, Shared, Source
-from ckptool.files.threads import in_order
+from ckptool.files.threads import run_in_order
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs
@@ -83,62 +83,62 @@ class RemotePlace(Place):
         self._sources: dict[str, RemoteSource | None] = {}
         self._opened: set[str] = set()
 
-    def spelled(self, path: str) -> str:
+    def normalize_path(self, path: str) -> str:
         """Return an address of Hugging Face as `hf://owner/name@COMMIT/path`."""
-        if (found := _in_hub(path)) is None:
+        if (match := _parse_hub_address(path)) is None:
             return path
-        repository, inner = found
+        repository, inner = match
         return f"{repository.address}/{inner}" if inner else repository.address
 
-    def pinned(self, path: str) -> str:
+    def pin_revision(self, path: str) -> str:
         """Return a repository of Hugging Face as `hf://owner/name@COMMIT`."""
-        return "" if (found := _in_hub(path)) is None else found[0].address
+        return "" if (match := _parse_hub_address(path)) is None else match[0].address
 
     def exists(self, path: str) -> bool:
-        """Return whether the address exists."""
+        """Return True if the address exists."""
         return self.is_file(path) or self.is_folder(path)
 
     def is_folder(self, path: str) -> bool:
-        """Return whether the address is a folder; plain http has none."""
-        if _in_hub(path) is not None:
-            return bool(self.names(path))
+        """Return True if the address is a folder; plain http has none."""
+        if _parse_hub_address(path) is not None:
+            return bool(self.list_names(path))
         if _is_http(path):
             return False
         try:
-            system, inner = system_of(path)
+            system, inner = find_file_system(path)
         except FileMissing:  # for a chained address, the files it leads through
             return False
         with convert_errors(path):
             return bool(system.isdir(inner))
 
     def is_file(self, path: str) -> bool:
-        """Return whether the address is a file."""
-        if (found := _in_hub(path)) is not None:
-            return found[1] in found[0].sizes
-        return self._found(path) is not None
+        """Return True if the address is a file."""
+        if (match := _parse_hub_address(path)) is not None:
+            return match[1] in match[0].sizes
+        return self._find_source(path) is not None
 
-    def names(self, folder: str) -> frozenset[str]:
-        """Return the names in a folder; for plain http those that were requested."""
-        if (found := _in_hub(folder)) is not None:
-            repository, inner = found
-            beginning = f"{inner}/" if inner else ""
+    def list_names(self, folder: str) -> frozenset[str]:
+        """Return the names in a folder; for plain http, the names requested so far."""
+        if (match := _parse_hub_address(folder)) is not None:
+            repository, inner = match
+            prefix = f"{inner}/" if inner else ""
             return frozenset(
-                name.removeprefix(beginning).partition("/")[0]
+                name.removeprefix(prefix).partition("/")[0]
                 for name in repository.sizes
-                if name.startswith(beginning)
+                if name.startswith(prefix)
             )
         if _is_http(folder):
-            beginning = folder.rstrip("/") + "/"
-            known = (url for url, source in self._sources.items() if source is not None)
+            prefix = folder.rstrip("/") + "/"
+            requested = (url for url, source in self._sources.items() if source is not None)
             return frozenset(
-                url.removeprefix(beginning) for url in known if url.startswith(beginning)
+                url.removeprefix(prefix) for url in requested if url.startswith(prefix)
             )
         if "::" in folder:
             return frozenset()  # the parts of a chained address share no folder
-        system, inner = system_of(folder)
+        system, inner = find_file_system(folder)
         with convert_errors(folder):
-            there = system.ls(inner, detail=False)
-        return frozenset(os.path.basename(one.rstrip("/")) for one in there)
+            paths = system.ls(inner, detail=False)
+        return frozenset(os.path.basename(path.rstrip("/")) for path in paths)
 
     def size(self, path: str) -> int:
         """Return the bytes of a file.
@@ -146,7 +146,7 @@ class RemotePlace(Place):
         Raises:
             FileMissing: it does not exist.
         """
-        return self._there(path).size
+        return self._require_source(path).size
 
     def open(self, path: str) -> Source:
         """Return a file with its beginning fetched; a second call fetches it again.
@@ -155,31 +155,31 @@ class RemotePlace(Place):
             UnreadableFile: it cannot be fetched (`FileMissing`: it does not exist).
         """
         if path in self._opened:  # files next to it may be new, too
-            beginning = os.path.dirname(path) + "/"
-            self._opened = {one for one in self._opened if not one.startswith(beginning)}
-            for one in [one for one in self._sources if one.startswith(beginning)]:
-                del self._sources[one]
+            folder = os.path.dirname(path) + "/"
+            self._opened = {opened for opened in self._opened if not opened.startswith(folder)}
+            for opened in [opened for opened in self._sources if opened.startswith(folder)]:
+                del self._sources[opened]
         self._opened.add(path)
-        return self._there(path)
+        return self._require_source(path)
 
-    def member(self, path: str, size: int) -> Source:
+    def open_member(self, path: str, size: int) -> Source:
         """Return a file in a folder."""
-        return self._there(path)
+        return self._require_source(path)
 
     def expect(self, paths: Sequence[str]) -> None:
         """Fetch the beginnings of files that are about to be opened, many at a time."""
-        for one in paths:
-            self._sources.pop(one, None)
-            self._opened.discard(one)
-        for found in in_order(self._found, paths, _AT_ONCE):
-            if found is None:  # no more requests are sent
+        for path in paths:
+            self._sources.pop(path, None)
+            self._opened.discard(path)
+        for source in run_in_order(self._find_source, paths, _AT_ONCE):
+            if source is None:  # no more requests are sent
                 return
 
     def refuse_target(self, path: str, *, overwrite: bool) -> None:
         """Refuse a target that cannot be written or must not be replaced; see `refuse_object`."""
         refuse_object(path, overwrite=overwrite)
 
-    def new_files(
+    def open_outputs(
         self,
         index: str,
         sizes: Mapping[str, int],
@@ -190,21 +190,27 @@ class RemotePlace(Place):
         progress: Progress | None,
         shared: Shared | None = None,
     ) -> AbstractContextManager[Outputs]:
-        """Yield outputs for objects, of which the index appears last; see `uploaded_set`."""
+        """Yield outputs for objects; the index appears last. See `upload_set`."""
         for path in sizes:
             self._sources.pop(path, None)
-        return uploaded_set(index, sizes, overwrite=overwrite, check=check, progress=progress)
+        return upload_set(index, sizes, overwrite=overwrite, check=check, progress=progress)
 
-    def _there(self, path: str) -> RemoteSource:
-        source = self._found(path)
+    def _require_source(self, path: str) -> RemoteSource:
+        """Return the file at an address.
+
+        Raises:
+            FileMissing: it does not exist.
+        """
+        source = self._find_source(path)
         if source is None:
             raise FileMissing("no such file", file=path)
         return source
 
-    def _found(self, path: str) -> RemoteSource | None:
+    def _find_source(self, path: str) -> RemoteSource | None:
+        """Return the file at an address, fetched once; None if it does not exist."""
         if path not in self._sources:
             try:
-                self._sources[path] = RemoteSource(path, _fetcher(path))
+                self._sources[path] = RemoteSource(path, _make_fetcher(path))
             except FileMissing:
                 self._sources[path] = None
         return self._sources[path]
@@ -216,35 +222,35 @@ class RemoteSource(Source):
     is_far = True
     is_shared = True
 
-    def __init__(self, name: str, ask: Fetch) -> None:
+    def __init__(self, name: str, fetch_range: Fetch) -> None:
         """Fetch the first bytes, and thereby the size.
 
         Raises:
             UnreadableFile: it cannot be fetched.
         """
-        self.name, self._ask = name, ask
-        first = ask(0, WINDOW, "")
-        TRAFFIC.add(len(first.data))
-        self.size, self._tag = first.size, first.tag
-        self._windows: OrderedDict[int, bytes] = OrderedDict({0: first.data})
+        self.name, self._fetch_range = name, fetch_range
+        beginning = fetch_range(0, WINDOW, "")
+        TRAFFIC.add(len(beginning.data))
+        self.size, self._tag = beginning.size, beginning.tag
+        self._windows: OrderedDict[int, bytes] = OrderedDict({0: beginning.data})
         self._ahead = _Ahead(self.size, self._fetch)
         self._lock = RLock()
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
         with self._lock:
-            done = self._ahead.give(offset, buffer)
+            done = self._ahead.fill_from_requests(offset, buffer)
             if done == len(buffer):
                 return
             if len(buffer) > WINDOW:
                 buffer[done:] = self._fetch(offset + done, offset + len(buffer))
-                self._ahead.follow(offset, offset + len(buffer))
+                self._ahead.note_read(offset, offset + len(buffer))
                 return
             while done < len(buffer):
-                start, data = self._window(offset + done)
-                piece = data[offset + done - start :][: len(buffer) - done]
-                buffer[done : done + len(piece)] = piece
-                done += len(piece)
+                start, data = self._get_window(offset + done)
+                part = data[offset + done - start :][: len(buffer) - done]
+                buffer[done : done + len(part)] = part
+                done += len(part)
 
     def version(self) -> str:
         """Return the size and the tag, which changes with the content."""
@@ -256,16 +262,16 @@ class RemoteSource(Source):
         Raises:
             UnreadableFile: it has changed.
         """
-        now = _fetcher(self.name)(0, 1, "")
-        TRAFFIC.add(len(now.data))
-        if (now.size, now.tag) != (self.size, self._tag):
-            raise changed(self.name)
+        response = _make_fetcher(self.name)(0, 1, "")
+        TRAFFIC.add(len(response.data))
+        if (response.size, response.tag) != (self.size, self._tag):
+            raise changed_error(self.name)
 
     def close(self) -> None:
         """Send no more requests."""
-        self._ahead.end()
+        self._ahead.stop()
 
-    def _window(self, offset: int) -> tuple[int, bytes]:
+    def _get_window(self, offset: int) -> tuple[int, bytes]:
         """Return the window with the byte at `offset`; the last window is as long as the others."""
         tail = max(self.size - WINDOW, 0)
         start = tail if offset >= tail else offset // WINDOW * WINDOW
@@ -276,49 +282,52 @@ class RemoteSource(Source):
         return start, self._windows[start]
 
     def _fetch(self, start: int, stop: int) -> bytes:
+        """Request the bytes from `start` to `stop`; refuse a file that has changed."""
         TRAFFIC.add(stop - start)
-        part = self._ask(start, stop, self._tag)
-        if len(part.data) != stop - start or part.size != self.size:
-            raise changed(self.name)
-        return part.data
+        response = self._fetch_range(start, stop, self._tag)
+        if len(response.data) != stop - start or response.size != self.size:
+            raise changed_error(self.name)
+        return response.data
 
 
 class _Ahead:
     """Fetches the bytes after a sequential read, with several concurrent requests."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
+        """Read ahead in a file of `size` bytes; `fetch` returns the bytes between two offsets."""
         self._size, self._fetch = size, fetch
         self._pieces: deque[tuple[int, int, Future[bytes]]] = deque()
         self._depth, self._end = 0, -1
         self._pool: ThreadPoolExecutor | None = None
 
-    def give(self, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` as far as requests are under way, and return the number of bytes."""
+    def fill_from_requests(self, offset: int, buffer: memoryview) -> int:
+        """Fill the start of `buffer` from pending requests; return the number of bytes filled."""
         while self._pieces and self._pieces[0][1] <= offset:
             self._pieces.popleft()
         if not self._pieces or self._pieces[0][0] > offset:
             return 0
         done = 0
         while self._pieces and done < len(buffer):
-            start, stop, coming = self._pieces[0]
-            data = coming.result()[offset + done - start :][: len(buffer) - done]
+            start, stop, future = self._pieces[0]
+            data = future.result()[offset + done - start :][: len(buffer) - done]
             buffer[done : done + len(data)] = data
             done += len(data)
             if offset + done == stop:
                 self._pieces.popleft()
-                self._ask_for_more(stop)
+                self._request_more(stop)
         self._end = offset + done
         return done
 
-    def follow(self, start: int, stop: int) -> None:
+    def note_read(self, start: int, stop: int) -> None:
         """Read ahead if a read begins near the end of the last one; further each time."""
         if 0 <= start - self._end <= WINDOW:
-            self._ask_for_more(stop)
+            self._request_more(stop)
         else:
-            self.end()
+            self.stop()
         self._end = stop
 
-    def _ask_for_more(self, position: int) -> None:
+    def _request_more(self, position: int) -> None:
+        """Send requests for the bytes from `position`, twice as many each time."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_IN_FLIGHT)
         self._depth = min(2 * self._depth or 1, _IN_FLIGHT)
@@ -329,10 +338,10 @@ class _Ahead:
                 return
             self._pieces.append((start, stop, self._pool.submit(self._fetch, start, stop)))
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Send no more requests."""
-        for _, _, coming in self._pieces:
-            coming.cancel()
+        for _, _, future in self._pieces:
+            future.cancel()
         self._pieces.clear()
         self._depth = 0
         if self._pool is not None:
@@ -344,10 +353,10 @@ def _is_http(path: str) -> bool:
     return re.match("https?://", path, re.IGNORECASE) is not None
 
 
-def _fetcher(path: str) -> Fetch:
+def _make_fetcher(path: str) -> Fetch:
     """Return the function that fetches the bytes of a file."""
-    if (found := _in_hub(path)) is not None:
-        repository, inner = found
+    if (match := _parse_hub_address(path)) is not None:
+        repository, inner = match
         if inner not in repository.sizes:
             raise FileMissing("the repository has no such file", file=path)
         url = f"{repository.base}/{quote(inner)}"
@@ -360,7 +369,7 @@ def _fetcher(path: str) -> Fetch:
                 hint="give a signed address, or download the file first: curl -LOn URL",
             )
         return lambda start, stop, tag: fetch(path, start, stop, tag=tag)
-    return by_fsspec(path)
+    return make_fsspec_fetcher(path)
 
 
 _HUB = re.compile(
@@ -373,69 +382,72 @@ _PASTED = re.compile(
 )
 
 
-def _in_hub(path: str) -> tuple[_Repository, str] | None:
+def _parse_hub_address(path: str) -> tuple[_Repository, str] | None:
     """Return the repository and the path of a Hugging Face address, or None."""
-    found = _HUB.fullmatch(path)
-    if found is None and _is_http(path):
+    match = _HUB.fullmatch(path)
+    if match is None and _is_http(path):
         try:
             parts = urlsplit(path)
         except ValueError:
             return None  # not an address: `fetch` reports it
-        if parts.netloc in ("huggingface.co", "hf.co", urlsplit(_endpoint()).netloc):
-            found = _PASTED.fullmatch(unquote(parts.path.lstrip("/")))
-    if found is None:
+        if parts.netloc in ("huggingface.co", "hf.co", urlsplit(_get_hub_url()).netloc):
+            match = _PASTED.fullmatch(unquote(parts.path.lstrip("/")))
+    if match is None:
         return None
-    revision = unquote(found["revision"] or "main")
-    inner = (found["path"] or "").strip("/")
-    return _repository(found["kind"] or "", found["name"], revision), inner
+    revision = unquote(match["revision"] or "main")
+    inner = (match["path"] or "").strip("/")
+    return _look_up_repository(match["kind"] or "", match["name"], revision), inner
 
 
-def _endpoint() -> str:
+def _get_hub_url() -> str:
+    """Return the URL of Hugging Face, which the environment may change."""
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
 @cache
-def _repository(kind: str, name: str, revision: str) -> _Repository:
+def _look_up_repository(kind: str, name: str, revision: str) -> _Repository:
     """Look up a repository (once): its commit and its files.
 
     Raises:
         UnsupportedFormat: huggingface_hub is not installed.
         FileMissing, FileDenied, UnreadableFile: it cannot be looked up.
     """
-    shown = f"hf://{kind}{name}@{revision}"
+    address = f"hf://{kind}{name}@{revision}"
     try:
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import GatedRepoError
     except ImportError as error:
         raise UnsupportedFormat(
-            "hf:// addresses need huggingface_hub, which is not installed", file=shown, hint=INSTALL
+            "hf:// addresses need huggingface_hub, which is not installed",
+            file=address,
+            hint=INSTALL,
         ) from error
     try:
-        told = HfApi(endpoint=_endpoint()).repo_info(
+        info = HfApi(endpoint=_get_hub_url()).repo_info(
             name, revision=revision, repo_type=kind.rstrip("s/") or None, files_metadata=True
         )
     except GatedRepoError as error:
         hint = "request access on its page, then run: hf auth login"
-        raise FileDenied("the repository is gated", file=shown, hint=hint) from error
+        raise FileDenied("the repository is gated", file=address, hint=hint) from error
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403, 404):
             hint = "check the spelling; for a private one, run hf auth login or set HF_TOKEN"
             text = "no such repository or revision"
-            raise FileMissing(text, file=shown, hint=hint) from error
+            raise FileMissing(text, file=address, hint=hint) from error
         raise UnreadableFile(
-            f"cannot be looked up: {type(error).__name__}, {error}", file=shown
+            f"cannot be looked up: {type(error).__name__}, {error}", file=address
         ) from error
     token = get_token()
     return _Repository(
-        f"hf://{kind}{name}@{told.sha}",
-        f"{_endpoint()}/{kind}{name}/resolve/{told.sha}",
+        f"hf://{kind}{name}@{info.sha}",
+        f"{_get_hub_url()}/{kind}{name}/resolve/{info.sha}",
         {"Authorization": f"Bearer {token}"} if token else {},
-        {one.rfilename: one.size or 0 for one in getattr(told, "siblings", None) or ()},
+        {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or ()},
     )
 
 
 @cache
-def remote_place() -> RemotePlace:
+def get_remote_place() -> RemotePlace:
     """Return the single `RemotePlace`, which has the caches."""
     return RemotePlace()

@@ -17,10 +17,10 @@ from ckptool.files.journal import (
     lock_file,
     read_journal,
     remove_journal,
-    unusable,
+    unusable_error,
     write_journal,
 )
-from ckptool.files.system import allow_open_files, sync_folder, who
+from ckptool.files.system import allow_open_files, describe_process, sync_folder
 from ckptool.files.temporary import temporary_name
 from ckptool.words import shell
 
@@ -54,8 +54,8 @@ class PendingRename:
             ValueError, KeyError, TypeError, OverflowError: the facts do not describe a rename.
         """
         temporary, name, old = str(facts["temporary"]), str(facts["name"]), facts["replaces"]
-        beginning = os.path.basename(temporary_name(target, ""))
-        if not re.fullmatch(re.escape(beginning) + PART, temporary):
+        prefix = os.path.basename(temporary_name(target, ""))
+        if not re.fullmatch(re.escape(prefix) + PART, temporary):
             raise ValueError("not a temporary file of this set")
         if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
             raise ValueError("file in another folder")
@@ -63,26 +63,30 @@ class PendingRename:
         return cls(temporary, name, int(facts["inode"]), int(facts["size"]), replaces)
 
     def is_done(self, folder: str) -> bool:
-        """Return whether the new file has its name."""
+        """Return True if the new file has its final name."""
         return self._is_new(os.path.join(folder, self.name))
 
     def is_pending(self, folder: str) -> bool:
-        """Return whether the new file has its temporary name, and the old file is unchanged."""
-        now = state_of(_status(os.path.join(folder, self.name)))
-        return self._is_new(os.path.join(folder, self.temporary)) and now in (None, self.replaces)
+        """Return True if the new file has its temporary name, and the old file is unchanged."""
+        current_state = state_of(_try_lstat(os.path.join(folder, self.name)))
+        return self._is_new(os.path.join(folder, self.temporary)) and current_state in (
+            None,
+            self.replaces,
+        )
 
     def carry_out(self, folder: str) -> None:
-        """Rename it, unless it is renamed."""
+        """Rename the new file to its final name, unless that is done."""
         if not self.is_done(folder):
             os.replace(os.path.join(folder, self.temporary), os.path.join(folder, self.name))
 
     def take_back(self, folder: str) -> None:
-        """Rename it back, if it is renamed."""
+        """Rename the new file back to its temporary name, if it was renamed."""
         if self.is_done(folder):
             os.replace(os.path.join(folder, self.name), os.path.join(folder, self.temporary))
 
     def _is_new(self, path: str) -> bool:
-        status = _status(path)
+        """Return True if the file at `path` is the new file."""
+        status = _try_lstat(path)
         return status is not None and (status.st_ino, status.st_size) == (self.inode, self.size)
 
 
@@ -103,7 +107,7 @@ def rename_all(target: str, moves: Sequence[PendingRename]) -> None:
             stack.enter_context(hold_edit_lock(os.path.join(folder, move.name)))
         try:
             write_journal(target, Journal(KIND, {"files": [asdict(move) for move in moves]}))
-            _carry_out(target, moves)
+            _carry_out_all(target, moves)
             with suppress(OSError):  # all renamed: the next reader of the index removes it
                 remove_journal(target)
         except BaseException:
@@ -121,12 +125,12 @@ def finish_renames(target: str, journal: Journal) -> None:
     folder, moves = os.path.dirname(target), _parse_moves(target, journal)
     for move in moves:
         if not move.is_done(folder) and not move.is_pending(folder):
-            raise unusable(
+            raise unusable_error(
                 target,
                 f"{move.name} was changed or removed after the write of this index and its "
                 "files was interrupted; no file was touched",
             )
-    _carry_out(target, moves)
+    _carry_out_all(target, moves)
     remove_journal(target)
 
 
@@ -136,15 +140,17 @@ def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
 
 
 def _parse_moves(target: str, journal: Journal) -> list[PendingRename]:
+    """Return the renames in a journal; refuse a journal of another kind."""
     try:
         if journal.kind != KIND:
             raise ValueError("other kind")
         return [PendingRename.from_facts(facts, target) for facts in journal.facts["files"]]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise unusable(target) from error
+        raise unusable_error(target) from error
 
 
-def _carry_out(target: str, moves: Sequence[PendingRename]) -> None:
+def _carry_out_all(target: str, moves: Sequence[PendingRename]) -> None:
+    """Carry out all renames that are not done, and sync the folder."""
     folder = os.path.dirname(target)
     for move in moves:
         move.carry_out(folder)
@@ -152,21 +158,22 @@ def _carry_out(target: str, moves: Sequence[PendingRename]) -> None:
 
 
 def _settle_renames(target: str, moves: Sequence[PendingRename]) -> None:
-    """After an interruption, undo all renames, or finish them if an old file is gone already.
+    """After an interruption, undo all renames, or finish them if an old file was replaced.
 
     If that fails too, the journal stays for the next reader of the index.
     """
     folder = os.path.dirname(target)
     with suppress(OSError):
         if any(move.replaces is not None and move.is_done(folder) for move in moves):
-            _carry_out(target, moves)
+            _carry_out_all(target, moves)
         else:
             for move in moves:
                 move.take_back(folder)
         remove_journal(target)
 
 
-def _status(path: str) -> os.stat_result | None:
+def _try_lstat(path: str) -> os.stat_result | None:
+    """Return the status of a file; None if it does not exist."""
     try:
         return os.lstat(path)
     except FileNotFoundError:
@@ -187,7 +194,7 @@ def recover_set(path: str | os.PathLike[str], journal: Journal) -> None:
     """
     path, target = os.fspath(path), os.path.realpath(path)
     try:
-        with only_writer(target, path):
+        with hold_set_lock(target, path):
             if read_journal(target) == journal:
                 finish_renames(target, journal)
     except OSError as error:
@@ -201,15 +208,15 @@ def recover_set(path: str | os.PathLike[str], journal: Journal) -> None:
         ) from error
 
 
-def only_writer(target: str, path: str) -> AbstractContextManager[bool]:
-    """Lock the set; yields whether the system supports locks.
+def hold_set_lock(target: str, path: str) -> AbstractContextManager[bool]:
+    """Lock the set; yield True if the system supports locks.
 
     It is a separate lock file, since the index may not exist yet, and is replaced.
     """
     return lock_file(
         temporary_name(target, LOCK),
         lambda pid: FileBusy(
-            f"is being written with its files by {who(pid)}",
+            f"is being written with its files by {describe_process(pid)}",
             file=path,
             hint="try again when it has finished",
         ),

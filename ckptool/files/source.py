@@ -53,14 +53,14 @@ class Source:
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`, or raise `TruncatedFile`."""
-        self._check(offset, length)
+        self._check_range(offset, length)
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` (bytes) from `offset`, or raise `TruncatedFile`."""
-        self._check(offset, len(buffer))
+        self._check_range(offset, len(buffer))
         self.fill(offset, buffer)
 
     def fd(self) -> int | None:
@@ -75,7 +75,7 @@ class Source:
         """Return a text that changes with the content."""
         return str(self.size)
 
-    def changed(self) -> str | None:
+    def describe_change(self) -> str | None:
         """Return the change since it was opened, as a clause; None if it has not changed."""
         return None
 
@@ -85,7 +85,7 @@ class Source:
         Raises:
             UnreadableFile: it has changed since it was opened.
         """
-        change = self.changed()
+        change = self.describe_change()
         if change is not None:
             raise UnreadableFile(
                 f"changed while it was read: {change}",
@@ -99,7 +99,8 @@ class Source:
     def close(self) -> None:
         """Release system resources; harmless a second time."""
 
-    def _check(self, offset: int, length: int) -> None:
+    def _check_range(self, offset: int, length: int) -> None:
+        """Raise `TruncatedFile` if a range is not inside the source."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise TruncatedFile(
                 f"cannot read {length:,} bytes at offset {offset:,}: the file has {self.size:,}",
@@ -133,12 +134,14 @@ def open_descriptor(path: str) -> int:
 def _missing_error(path: str) -> FileMissing:
     """Return the error for a missing file, which may be a broken link or a repository name."""
     if os.path.islink(path):
-        gone = os.path.realpath(path)
+        link_target = os.path.realpath(path)
         hint = (
             "download or copy the target of the link; in the Hugging Face cache, run hf download "
             "again"
         )
-        return FileMissing(f"is a link to {gone}, which does not exist", file=path, hint=hint)
+        return FileMissing(
+            f"is a link to {link_target}, which does not exist", file=path, hint=hint
+        )
     is_file_name = re.search(r"\.(?:pth?|th|tar|ckpt|bin|safetensors|pkl|npz|json)\Z", path)
     folder = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", path)
     if folder and not is_file_name and not os.path.exists(folder[1]):
@@ -204,15 +207,15 @@ class FileSource(Source):
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`, or raise `TruncatedFile`."""
-        self._check(offset, length)
-        data = self._system(_pread, length, offset)
+        self._check_range(offset, length)
+        data = self._call_system(_read_once, length, offset)
         return data if len(data) == length and not self._head else super().read(offset, length)
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
         done = 0
         while done < len(buffer):
-            count = self._system(_preadv, buffer[done:], offset + done)
+            count = self._call_system(_fill_once, buffer[done:], offset + done)
             if count == 0:
                 raise TruncatedFile(
                     f"the file ended at {offset + done:,} while it was read; "
@@ -220,10 +223,10 @@ class FileSource(Source):
                     file=self.path,
                 )
             done += count
-        shown = self._head[offset : offset + len(buffer)]
-        buffer[: len(shown)] = shown
+        overlay = self._head[offset : offset + len(buffer)]
+        buffer[: len(overlay)] = overlay
 
-    def changed(self) -> str | None:
+    def describe_change(self) -> str | None:
         """Return the change since the file was opened, as a clause; None if it has not changed."""
         status = os.fstat(self.fd())
         if status.st_size != self._stored:
@@ -242,16 +245,21 @@ class FileSource(Source):
             os.close(self._fd)
             self._fd = -1
 
-    def _system(self, call: Callable[[int, _Wanted, int], _Got], wanted: _Wanted, at: int) -> _Got:
-        """Read from the open descriptor, and convert system errors to ours."""
+    def _call_system(
+        self, call: Callable[[int, _Wanted, int], _Got], target: _Wanted, offset: int
+    ) -> _Got:
+        """Call a read function on the open descriptor; convert system errors to ours."""
         try:
-            return call(self.fd(), wanted, at)
+            return call(self.fd(), target, offset)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise UnreadableFile(f"cannot be read at {at:,} ({reason})", file=self.path) from error
+            raise UnreadableFile(
+                f"cannot be read at {offset:,} ({reason})", file=self.path
+            ) from error
 
 
-def _pread(fd: int, length: int, offset: int) -> bytes:
+def _read_once(fd: int, length: int, offset: int) -> bytes:
+    """Read up to `length` bytes at `offset` in one call."""
     if hasattr(os, "pread"):
         return os.pread(fd, length, offset)
     os.lseek(fd, offset, os.SEEK_SET)
@@ -262,7 +270,7 @@ def read_at(fd: int, offset: int, length: int) -> bytes:
     """Return `length` bytes of an open file from `offset`, fewer if it ends before."""
     parts = []
     while length:
-        part = _pread(fd, length, offset)
+        part = _read_once(fd, length, offset)
         if not part:
             break
         parts.append(part)
@@ -270,10 +278,11 @@ def read_at(fd: int, offset: int, length: int) -> bytes:
     return b"".join(parts)
 
 
-def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
+def _fill_once(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset` in one call, and return the number of bytes."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [buffer], offset)
-    data = _pread(fd, min(len(buffer), BLOCK), offset)
+    data = _read_once(fd, min(len(buffer), BLOCK), offset)
     buffer[: len(data)] = data
     return len(data)
 
@@ -365,12 +374,12 @@ class ByteRange:
             )
         return ByteRange(self.source, self.offset + start, length)
 
-    def blocks(self, size: int = BLOCK) -> Iterator[bytes]:
+    def iterate_blocks(self, size: int = BLOCK) -> Iterator[bytes]:
         """Yield the content in order, at most `size` bytes at a time."""
         for start in range(0, self.length, size):
             yield self.source.read(self.offset + start, min(size, self.length - start))
 
-    def reread(self, size: int = BLOCK) -> Iterator[memoryview]:
+    def iterate_reused(self, size: int = BLOCK) -> Iterator[memoryview]:
         """Yield the content in order, each block in the memory of the previous one."""
         buffer = memoryview(bytearray(min(size, self.length)))
         for start in range(0, self.length, size):
@@ -379,20 +388,20 @@ class ByteRange:
             yield part
 
 
-def far_bytes(ranges: Iterable[ByteRange]) -> int:
+def count_far_bytes(ranges: Iterable[ByteRange]) -> int:
     """Count the bytes of ranges on other machines, shared bytes once."""
-    known: dict[tuple[int, int, int], None] = {}
-    todo = list(ranges)
-    while todo:
-        one = todo.pop()
-        if one.source.made_of:
-            todo.extend(one.source.made_of)
-        elif not isinstance(one.source, MemorySource) and one.source.fd() is None:
-            known[id(one.source), one.offset, one.length] = None
-    return sum(length for _, _, length in known)
+    ranges_seen: dict[tuple[int, int, int], None] = {}
+    pending = list(ranges)
+    while pending:
+        item = pending.pop()
+        if item.source.made_of:
+            pending.extend(item.source.made_of)
+        elif not isinstance(item.source, MemorySource) and item.source.fd() is None:
+            ranges_seen[id(item.source), item.offset, item.length] = None
+    return sum(length for _, _, length in ranges_seen)
 
 
-def neighbors(parts: Iterable[ByteRange]) -> list[ByteRange]:
+def join_neighbors(parts: Iterable[ByteRange]) -> list[ByteRange]:
     """Return the parts in order, with adjacent parts of one source joined."""
     runs: list[ByteRange] = []
     for part in parts:

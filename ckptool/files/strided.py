@@ -40,7 +40,7 @@ class Axis(NamedTuple):
     place: int = 0
 
 
-def row_major(
+def iterate_row_major(
     data: ByteRange,
     *,
     itemsize: int,
@@ -63,21 +63,21 @@ def row_major(
     axes = _join_axes(shape, stride)
     if not axes or (len(axes) == 1 and axes[0].step == 1):
         run = data.slice(offset * itemsize, prod(shape) * itemsize)
-        yield from run.blocks(max(block - block % 16, 16))
+        yield from run.iterate_blocks(max(block - block % 16, 16))
         return
     limit = max(block // itemsize, 1)
-    first, last = _reach(axes)
+    first, last = _reach_of(axes)
     data.slice((offset + first) * itemsize, (last - first + 1) * itemsize)  # or it is truncated
-    for start, box in _boxes(axes, limit):
-        yield from _content(data, itemsize, offset + start, box, limit)
+    for start, box in _divide_into_boxes(axes, limit):
+        yield from _iterate_box(data, itemsize, offset + start, box, limit)
 
 
-def _content(
+def _iterate_box(
     data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
 ) -> Iterator[bytes]:
     """Yield the elements of a box that begins at element `start` of `data`, in portions."""
     buffer = bytearray(prod(axis.size for axis in box) * itemsize)
-    _fill(buffer, data, itemsize, start, box, limit)
+    _fill_from_box(buffer, data, itemsize, start, box, limit)
     portion = max(limit // PORTIONS, 1) * itemsize
     for begin in range(0, len(buffer), portion):
         yield bytes(memoryview(buffer)[begin : begin + portion])
@@ -96,30 +96,33 @@ def _join_axes(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
     return axes
 
 
-def _reach(axes: Sequence[Axis]) -> tuple[int, int]:
+def _reach_of(axes: Sequence[Axis]) -> tuple[int, int]:
     """Return the lowest and the highest element that these axes reach, counted from the first."""
     low = sum((axis.size - 1) * axis.step for axis in axes if axis.step < 0)
-    return low, low + _span(axes) - 1
+    return low, low + _span_of(axes) - 1
 
 
-def _boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list[Axis]]]:
+def _divide_into_boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list[Axis]]]:
     """Yield boxes of consecutive elements that cover the view, with their starts in the source.
 
     A box has at most `limit` elements, `WIDE` times as many if they are scattered.
     """
-    cut, rows = _cut(axes, limit)
-    if _span([axes[cut]._replace(size=rows), *axes[cut + 1 :]]) > 4 * limit:
-        cut, rows = _cut(axes, limit * WIDE)
-    places = [prod(axis.size for axis in axes[index + 1 :]) for index in range(len(axes))]
-    axes = [axis._replace(place=place) for axis, place in zip(axes, places, strict=True)]
+    cut, rows = _find_cut(axes, limit)
+    if _span_of([axes[cut]._replace(size=rows), *axes[cut + 1 :]]) > 4 * limit:
+        cut, rows = _find_cut(axes, limit * WIDE)
+    result_steps = [prod(axis.size for axis in axes[index + 1 :]) for index in range(len(axes))]
+    axes = [
+        axis._replace(place=result_step)
+        for axis, result_step in zip(axes, result_steps, strict=True)
+    ]
     size, step, _ = axes[cut]
-    for start in _starts(axes[:cut]):
+    for start in _iterate_starts(axes[:cut]):
         for row in range(0, size, rows):
-            first = axes[cut]._replace(size=min(rows, size - row))
-            yield start + row * step, [first, *axes[cut + 1 :]]
+            first_axis = axes[cut]._replace(size=min(rows, size - row))
+            yield start + row * step, [first_axis, *axes[cut + 1 :]]
 
 
-def _cut(axes: list[Axis], limit: int) -> tuple[int, int]:
+def _find_cut(axes: list[Axis], limit: int) -> tuple[int, int]:
     """Return the axis to cut along, and the number of its rows in a box of `limit` elements."""
     inner = 1
     for index in range(len(axes) - 1, 0, -1):
@@ -129,17 +132,17 @@ def _cut(axes: list[Axis], limit: int) -> tuple[int, int]:
     return 0, min(max(limit // inner, 1), axes[0].size)
 
 
-def _starts(axes: Sequence[Axis]) -> Iterator[int]:
+def _iterate_starts(axes: Sequence[Axis]) -> Iterator[int]:
     """Return the source position of each index of the outer axes, in order."""
     if not axes:
         yield 0
         return
     for index in range(axes[0].size):
-        for start in _starts(axes[1:]):
+        for start in _iterate_starts(axes[1:]):
             yield index * axes[0].step + start
 
 
-def _span(axes: Sequence[Axis]) -> int:
+def _span_of(axes: Sequence[Axis]) -> int:
     """Return the number of source elements from the first to the last that these axes reach."""
     return 1 + sum((axis.size - 1) * abs(axis.step) for axis in axes)
 
@@ -159,94 +162,98 @@ class _Tiling(NamedTuple):
     rest: list[Axis]
 
 
-def _tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
+def _plan_tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
     """Return a tiling of about `tile` elements; its run is contiguous, or almost, in the file."""
     axes = sorted(axes, key=lambda axis: axis.step)
     run: list[Axis] = []
     while axes:
-        span, axis = _span(run), axes.pop(0)
+        span, axis = _span_of(run), axes.pop(0)
         if (axis.step - span) * itemsize > max(GAP, span * itemsize):
             pitch = span + PADDING // itemsize
             return _Tiling(run, axis, min(max(tile // pitch, 1), axis.size), pitch, False, axes)
-        if _span([*run, axis]) > tile:
+        if _span_of([*run, axis]) > tile:
             rows = min(max((tile - span) // axis.step, 1), axis.size)
             return _Tiling(run, axis, rows, axis.step, True, axes)
         run.append(axis)
     return _Tiling(run, Axis(1, 0), 1, 0, True, [])
 
 
-def _fill(
+def _fill_from_box(
     target: bytearray, data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
 ) -> None:
     """Put the elements of `box`, which begins at element `start` of `data`, into `target`."""
-    place, axes = 0, []
+    target_start, axes = 0, []
     for size, step, pitch in box:  # read the file forwards, whether a step is positive or negative
-        back = size - 1 if step < 0 else 0
-        start, place = start + back * step, place + back * pitch
-        axes.append(Axis(size, abs(step), -pitch if back else pitch))
-    tiling = _tiling(axes, itemsize, max(limit // 4, 1))
-    tile = bytearray((tiling.rows * tiling.pitch + _span(tiling.run)) * itemsize)
-    cells, places = _cells(tile, itemsize), _cells(target, itemsize)
+        from_end = size - 1 if step < 0 else 0
+        start, target_start = start + from_end * step, target_start + from_end * pitch
+        axes.append(Axis(size, abs(step), -pitch if from_end else pitch))
+    tiling = _plan_tiling(axes, itemsize, max(limit // 4, 1))
+    tile = bytearray((tiling.rows * tiling.pitch + _span_of(tiling.run)) * itemsize)
+    cells, target_cells = _view_as_cells(tile, itemsize), _view_as_cells(target, itemsize)
     along = tiling.along
-    for origin, goal in _corners(list(reversed(tiling.rest)), start, place):
+    for origin, goal in _list_corners(list(reversed(tiling.rest)), start, target_start):
         for row in range(0, along.size, tiling.rows):
             rows = min(tiling.rows, along.size - row)
-            _read(memoryview(tile), data, itemsize, origin + row * along.step, rows, tiling)
-            _move(
-                places,
+            _read_tile(memoryview(tile), data, itemsize, origin + row * along.step, rows, tiling)
+            _move_elements(
+                target_cells,
                 cells,
                 [*tiling.run, Axis(rows, tiling.pitch, along.place)],
                 goal + row * along.place,
             )
 
 
-def _cells(buffer: bytearray, itemsize: int) -> Cells:
+def _view_as_cells(buffer: bytearray, itemsize: int) -> Cells:
     """Return the buffer as a sequence of elements of `itemsize` bytes."""
     return buffer if itemsize == 1 else memoryview(buffer).cast(FORMATS[itemsize])
 
 
-def _read(
+def _read_tile(
     tile: memoryview, data: ByteRange, itemsize: int, first: int, rows: int, tiling: _Tiling
 ) -> None:
     """Read `rows` runs into the tile, the first from element `first`."""
-    base, size = data.offset + first * itemsize, _span(tiling.run) * itemsize
+    base, size = data.offset + first * itemsize, _span_of(tiling.run) * itemsize
     if tiling.dense:
         data.source.read_into(base, tile[: (rows - 1) * tiling.pitch * itemsize + size])
         return
-    read, pitch, step = data.source.read_into, tiling.pitch * itemsize, tiling.along.step * itemsize
+    read_into, pitch, step = (
+        data.source.read_into,
+        tiling.pitch * itemsize,
+        tiling.along.step * itemsize,
+    )
     for row in range(rows):
-        read(base + row * step, tile[row * pitch : row * pitch + size])
+        read_into(base + row * step, tile[row * pitch : row * pitch + size])
 
 
-def _corners(axes: list[Axis], start: int, place: int) -> list[tuple[int, int]]:
+def _list_corners(axes: list[Axis], start: int, target_start: int) -> list[tuple[int, int]]:
     """Return the positions of each index of `axes`, in the source and in the result."""
-    corners = [(start, place)]
+    corners = [(start, target_start)]
     for size, step, pitch in axes:
         corners = [
-            (origin + index * step, goal + index * pitch)
-            for origin, goal in corners
+            (source_index + index * step, target_index + index * pitch)
+            for source_index, target_index in corners
             for index in range(size)
         ]
     return corners
 
 
-def _cost(axis: Axis) -> float:
+def _estimate_cost(axis: Axis) -> float:
     """Return the cost of moving an element along this axis; steps in the tile stay in the cache."""
     return CALL_COST / axis.size + (abs(axis.place) > 8) + (axis.step != 1) / 2
 
 
-def _move(target: Cells, cells: Cells, axes: list[Axis], place: int) -> None:
+def _move_elements(target: Cells, cells: Cells, axes: list[Axis], target_start: int) -> None:
     """Move the elements of a tile to their places, by slices along the cheapest axis."""
     axes = [axis for axis in axes if axis.size > 1] or [Axis(1, 1, 1)]
-    best = min(axes, key=_cost)
-    axes.remove(best)
-    size, step, pitch = best
+    cheapest = min(axes, key=_estimate_cost)
+    axes.remove(cheapest)
+    size, step, pitch = cheapest
     itemsize = 1 if isinstance(cells, bytearray) else cells.itemsize
-    for origin, goal in _corners(axes, 0, place):
+    for origin, goal in _list_corners(axes, 0, target_start):
         if step:
             run = cells[origin : origin + (size - 1) * step + 1 : step]
         else:
-            run = _cells(bytearray(cells[origin : origin + 1]) * size, itemsize)
+            run = _view_as_cells(bytearray(cells[origin : origin + 1]) * size, itemsize)
         stop = goal + size * pitch
         target[goal : stop if stop >= 0 else None : pitch] = run
 
@@ -263,11 +270,11 @@ def swap_bytes(data: bytes, size: int) -> bytes:
 _FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
 
 
-def swapped(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
+def swap_blocks(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
     """Yield the blocks in the other byte order; an incomplete element at the end is unchanged."""
     for block in blocks:
-        whole = len(block) - len(block) % size
-        yield swap_bytes(block[:whole], size) + block[whole:]
+        complete = len(block) - len(block) % size
+        yield swap_bytes(block[:complete], size) + block[complete:]
 
 
 def flip_signs(data: bytes, size: int, is_complex: bool, flags: tuple[str, ...]) -> bytes:
@@ -297,40 +304,41 @@ def narrow(
     steps: list[int] = []
     items = _complete_index(index, len(shape))
     for axis, (item, size, step) in enumerate(zip(items, shape, stride, strict=True)):
-        chosen = _choose(item, size, axis)
-        if isinstance(chosen, range):
-            offset += chosen.start * step
-            sizes.append(len(chosen))
-            steps.append(step * chosen.step)
+        selection = _select_along(item, size, axis)
+        if isinstance(selection, range):
+            offset += selection.start * step
+            sizes.append(len(selection))
+            steps.append(step * selection.step)
         else:
-            offset += chosen * step
+            offset += selection * step
     return tuple(sizes), tuple(steps), offset
 
 
 def _complete_index(index: Any, dimensions: int) -> list[Any]:
     """Return one item for each dimension, with the ellipsis and missing items spelled out."""
     items = list(index) if isinstance(index, tuple) else [index]
-    dots = [position for position, item in enumerate(items) if item is Ellipsis]
-    if len(dots) > 1:
+    ellipses = [position for position, item in enumerate(items) if item is Ellipsis]
+    if len(ellipses) > 1:
         raise UsageError("an index can have only one ellipsis ('...')")
-    missing = dimensions - len(items) + len(dots)
+    missing = dimensions - len(items) + len(ellipses)
     if missing < 0:
-        raise UsageError(f"{len(items) - len(dots)} indices for {dimensions} dimensions")
-    at = dots[0] if dots else len(items)
-    return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
+        raise UsageError(f"{len(items) - len(ellipses)} indices for {dimensions} dimensions")
+    first_dots = ellipses[0] if ellipses else len(items)
+    return [*items[:first_dots], *[slice(None)] * missing, *items[first_dots + 1 :]]
 
 
-def _choose(item: Any, size: int, axis: int) -> int | range:
+def _select_along(item: Any, size: int, axis: int) -> int | range:
+    """Return the position or range that an index or slice selects in a dimension."""
     try:
         if isinstance(item, bool):
             raise TypeError("use integers, slices and '...'")
-        chosen: int | range = range(size)[item]
+        selection: int | range = range(size)[item]
     except IndexError as error:
         raise OutOfRange(
             f"index {item} is out of range for dimension {axis} of size {size}"
         ) from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"cannot slice or index by {a_class(item)}: {error}") from error
-    if isinstance(chosen, range) and chosen.step < 1:
+    if isinstance(selection, range) and selection.step < 1:
         raise UsageError(f"cannot slice by {item}: the step must be positive")
-    return chosen
+    return selection

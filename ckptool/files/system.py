@@ -19,7 +19,7 @@ _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 @contextmanager
-def worded(path: str) -> Iterator[None]:
+def convert_os_errors(path: str) -> Iterator[None]:
     """Convert system errors in a block to our errors about `path`.
 
     Raises:
@@ -65,7 +65,7 @@ def check_space(folder: str, size: int) -> None:
         )
 
 
-def who(pid: int | None) -> str:
+def describe_process(pid: int | None) -> str:
     """Describe the holder of a lock: one of our own threads, or another process."""
     if not pid:
         return "another process"
@@ -94,20 +94,20 @@ _SPARE = 64
 """Files that may be opened in addition to the requested ones."""
 
 
-def allow_open_files(more: int) -> int:
+def allow_open_files(extra: int) -> int:
     """Raise this process's limit of open files for `count` more files, up to the hard limit.
 
     Return the number of files that would be open then.
 
     Many systems start with a soft limit of 256 or 1,024, for programs that use `select`.
     """
-    count = _open_files() + more + _SPARE
+    count = _open_files() + extra + _SPARE
     if sys.platform != "win32":
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        if soft != resource.RLIM_INFINITY and soft < most:
+        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        if soft != resource.RLIM_INFINITY and soft < limit:
             with suppress(OSError, ValueError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return count
 
 
@@ -177,7 +177,7 @@ def lock_holder(fd: int) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process is running; False if that cannot be checked safely."""
+    """Return True if the process is running; False if that cannot be checked safely."""
     if sys.platform == "win32":
         return False
     try:
@@ -215,7 +215,7 @@ def remove_unlocked(path: str) -> int | None:
     return None
 
 
-def private(mode: int | None) -> Callable[[str, int], int]:
+def make_private_opener(mode: int | None) -> Callable[[str, int], int]:
     """Return an opener of a private file, until it gets `mode` (None: from the umask)."""
     return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
 
@@ -276,11 +276,8 @@ _CLONE = 0x4020940D
 """`FICLONERANGE` (linux/fs.h): fails if blocks cannot be shared, and never copies."""
 
 
-def shares_blocks(run: ByteRange, target: int) -> bool:
-    """Return whether an empty file can share blocks with a range's file; it gets the first block.
-
-    Only Linux has the call; macOS shares whole files.
-    """
+def try_sharing_blocks(run: ByteRange, target: int) -> bool:
+    """Share one block of a range's file with an empty file; return True if that is possible."""
     source = run.source.fd()
     if source is None or not sys.platform.startswith("linux"):
         return False
@@ -303,40 +300,42 @@ def copy_bytes(source: Source, offset: int, target: int, position: int, length: 
         OSError: the target cannot be written.
     """
     fd = source.fd()
-    ways = list(KERNEL_WAYS) if offset >= source.overlaid else []
+    calls = list(KERNEL_WAYS) if offset >= source.overlaid else []
     done = 0
     while done < length:
-        places = offset + done, target, position + done
+        positions = offset + done, target, position + done
         # Blocks are shared if a range begins at a block.
-        to_block = -places[0] % SHARED if (offset - position) % SHARED == 0 else 0
-        if fd is None or not ways or to_block:
-            data = source.read(places[0], min(to_block or BLOCK, length - done))
-            write_at(target, data, places[2])
+        to_block = -positions[0] % SHARED if (offset - position) % SHARED == 0 else 0
+        if fd is None or not calls or to_block:
+            data = source.read(positions[0], min(to_block or BLOCK, length - done))
+            write_at(target, data, positions[2])
             done += len(data)
             continue
         try:
-            moved = ways[0](fd, *places, min(MOST, length - done))
+            copied = calls[0](fd, *positions, min(MOST, length - done))
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
-            moved = 0
-        if moved == 0:
-            ways.pop(0)
-        done += moved
+            copied = 0
+        if copied == 0:
+            calls.pop(0)
+        done += copied
 
 
-def _by_range(source: int, offset: int, target: int, position: int, length: int) -> int:
+def _copy_by_range(source: int, offset: int, target: int, position: int, length: int) -> int:
+    """Copy bytes with `copy_file_range`; return the number of bytes copied."""
     return os.copy_file_range(source, target, length, offset, position)
 
 
-def _by_sendfile(source: int, offset: int, target: int, position: int, length: int) -> int:
+def _copy_by_sendfile(source: int, offset: int, target: int, position: int, length: int) -> int:
+    """Copy bytes with `sendfile`; return the number of bytes copied."""
     os.lseek(target, position, os.SEEK_SET)
     return os.sendfile(target, source, offset, length)
 
 
 KERNEL_WAYS: tuple[_Way, ...] = tuple(
     way
-    for call, way in (("copy_file_range", _by_range), ("sendfile", _by_sendfile))
+    for call, way in (("copy_file_range", _copy_by_range), ("sendfile", _copy_by_sendfile))
     if hasattr(os, call)
 )
 """The available system calls, the best first."""
@@ -344,7 +343,7 @@ KERNEL_WAYS: tuple[_Way, ...] = tuple(
 
 def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
     """Write all of `data` at `position`, in several calls if needed."""
-    left = memoryview(data)
+    remaining = memoryview(data)
     os.lseek(fd, position, os.SEEK_SET)
-    while left:
-        left = left[os.write(fd, left) :]
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]

@@ -31,7 +31,7 @@ def journal_path(target: str) -> str:
     return temporary_name(os.path.realpath(target), _JOURNAL)
 
 
-def journalled(name: str) -> str | None:
+def parse_journal_name(name: str) -> str | None:
     """Return the file that has the journal `name` (unless that was shortened), or None."""
     if not name.startswith(".") or not name.endswith(_JOURNAL):
         return None
@@ -39,6 +39,6 @@ def journalled(name: str) -> str | None:
 
 
 def has_journal(target: str) -> bool:
-    """Return whether `target` has a journal, complete or not."""
+    """Return True if `target` has a journal, complete or not."""
     path = journal_path(target)
     return os.path.lexists(path) or os.path.lexists(path + UNFINISHED)

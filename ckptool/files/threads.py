@@ -19,7 +19,7 @@ _AHEAD = 4
 """Jobs per thread that are started ahead: a terabyte has millions of jobs."""
 
 
-def in_order(
+def run_in_order(
     work: Callable[[_Job], _Result], jobs: Iterable[_Job], threads: int = THREADS
 ) -> Iterator[_Result]:
     """Yield the result of `work` for each job, in order, computed by some threads.
@@ -29,13 +29,13 @@ def in_order(
     from concurrent.futures import ThreadPoolExecutor  # imports logging: milliseconds
 
     with ThreadPoolExecutor(threads) as pool:
-        begun: deque[Future[_Result]] = deque()
+        started: deque[Future[_Result]] = deque()
         try:
             for job in jobs:
-                begun.append(pool.submit(work, job))
-                if len(begun) > _AHEAD * threads:
-                    yield begun.popleft().result()
-            while begun:
-                yield begun.popleft().result()
+                started.append(pool.submit(work, job))
+                if len(started) > _AHEAD * threads:
+                    yield started.popleft().result()
+            while started:
+                yield started.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -23,7 +23,7 @@ from ckptool.errors import (
 )
 from ckptool.files import ByteRange, FolderFile, InflatedSource, Source
 from ckptool.files.inflated import refuse_bomb
-from ckptool.files.tiled import late
+from ckptool.files.tiled import make_late_range
 from ckptool.formats.base import Archive, Probe, Record, add_error_context, check_limit
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.transfers import salvage_command
@@ -394,7 +394,7 @@ def make_record(
     crc = entry.crc32 if entry.crc32 or not entry.size else None
     if payload is None:
         stated_crc = crc if entry.method == STORED else None
-        packed = late(
+        packed = make_late_range(
             data.source.name, entry.packed, partial(_locate_content, data, entry, stated_crc)
         )
     else:

@@ -213,7 +213,7 @@ class Probe:
         """
         self.limits, self.salvages = limits, salvages
         self.place = place_of(path)
-        self.path = self.place.spelled(os.fsdecode(path))
+        self.path = self.place.normalize_path(os.fsdecode(path))
         self._pattern = "*"
         folder, name = os.path.split(self.path)
         self.is_folder = self.place.is_folder(self.path)
@@ -239,7 +239,7 @@ class Probe:
     @cached_property
     def entries(self) -> frozenset[str]:
         """The names in a folder; empty for a file."""
-        names = self.place.names(self.path) if self.is_folder else frozenset()
+        names = self.place.list_names(self.path) if self.is_folder else frozenset()
         return names if self._pattern == "*" else frozenset(matching(names, self._pattern))
 
     def require_source(self) -> Source:

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from ckptool.errors import warn
-from ckptool.files.json_object import json_object
+from ckptool.files.json_object import read_json_object
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
 from ckptool.formats.sharded import open_index
@@ -61,7 +61,9 @@ def find_library(folder: str | os.PathLike[str]) -> str | None:
     if ADAPTER_CONFIG in names:
         return "peft"
     return (
-        "diffusers" if "_diffusers_version" in json_object(os.path.join(folder, CONFIG)) else None
+        "diffusers"
+        if "_diffusers_version" in read_json_object(os.path.join(folder, CONFIG))
+        else None
     )
 
 

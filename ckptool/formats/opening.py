@@ -120,7 +120,7 @@ def read_probe(probe: Probe) -> Checkpoint | None:
         from ckptool.formats.transfers import text_transfer_error  # not needed for files that open
 
         fault = None
-        changed = probe.source is not None and probe.source.changed() is not None
+        changed = probe.source is not None and probe.source.describe_change() is not None
         with suppress(CheckpointError):
             fault = None if probe.source is None else text_transfer_error(probe.source)
         probe.close()
@@ -132,7 +132,7 @@ def read_probe(probe: Probe) -> Checkpoint | None:
         if error.file is None:
             error.file = probe.path
         raise
-    if any(source.changed() for source in checkpoint.sources):
+    if any(source.describe_change() for source in checkpoint.sources):
         checkpoint.close()
         return None
     return replace(checkpoint, original=checkpoint.root)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError
-from ckptool.files.json_object import json_object
+from ckptool.files.json_object import read_json_object
 from ckptool.formats.base import Probe
 from ckptool.formats.registry import find_candidate_formats
 from ckptool.limits import DEFAULT_LIMITS
@@ -47,7 +47,7 @@ def find_run(folder: str, names: Iterable[str]) -> Run | None:
 
 def read_trainer_state(folder: str) -> Mapping[str, Any]:
     """Return the state that the Trainer of transformers saved in the folder of a step, or {}."""
-    return json_object(os.path.join(folder, _STATE), _MOST_BYTES)
+    return read_json_object(os.path.join(folder, _STATE), _MOST_BYTES)
 
 
 def _find_trainer_run(folder: str, names: Iterable[str]) -> Run | None:

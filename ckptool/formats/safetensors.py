@@ -24,7 +24,7 @@ from ckptool.core.sections import list_wrappable_keys
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, Source
-from ckptool.files.source import MANY, Shared, neighbors
+from ckptool.files.source import MANY, Shared, join_neighbors
 from ckptool.formats.base import EditableFormat, NewFile, Probe, WritePlan
 from ckptool.formats.safetensors_header import (
     FORMAT,
@@ -304,7 +304,7 @@ def _plan_pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef
     written = (tensor for tensor in tensors if tensor.nbytes)
     for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
         if verbatim:
-            yield from neighbors(tensor.data for tensor in group)
+            yield from join_neighbors(tensor.data for tensor in group)
         else:
             yield from group
 
@@ -387,7 +387,7 @@ class Safetensors(EditableFormat):
                 if isinstance(piece, ByteRange):
                     output.copy(piece)
                 else:
-                    output.stream(piece.content())
+                    output.write_blocks(piece.content())
 
         return WritePlan(
             self.name,

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
-from ckptool.files.checksums import crc32s
+from ckptool.files.checksums import compute_crc32s
 from ckptool.files.source import BLOCK
 from ckptool.formats.archive import (
     DESCRIPTOR,
@@ -59,7 +59,7 @@ def read_intact_records(data: ByteRange, limits: Limits, sources: tuple[Source, 
             raise
         except CheckpointError:  # a damaged header: the record is lost
             continue
-    sums = crc32s([record.data for record in candidates])
+    sums = compute_crc32s([record.data for record in candidates])
     records = {
         record.name: record
         for record, crc in zip(candidates, sums, strict=True)

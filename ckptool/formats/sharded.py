@@ -15,10 +15,10 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import OrderedMap, TensorRef, find_tensors
 from ckptool.errors import CheckpointError, CorruptFile, FileBusy, FileMissing, UnsupportedFormat
 from ckptool.files import FileSource, Source
-from ckptool.files.journal import leads_to
+from ckptool.files.journal import is_path_of
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
-from ckptool.files.temporary import has_journal, journalled
+from ckptool.files.temporary import has_journal, parse_journal_name
 from ckptool.formats import identify
 from ckptool.formats.base import (
     Format,
@@ -81,7 +81,7 @@ class ShardIndex:
             return
         listed_names, existing = set(self.shards), []
         with suppress(OSError):  # a folder that can be read but not listed
-            existing = sorted(place_of(self.path).names(os.path.dirname(self.path)))
+            existing = sorted(place_of(self.path).list_names(os.path.dirname(self.path)))
         for name in existing:
             match = NUMBERED.fullmatch(name)
             if match and match.group(1, 3, 4) in series and name not in listed_names:
@@ -104,7 +104,9 @@ def open_index(probe: Probe) -> ShardIndex | None:
             return _read_index(probe.source, probe.limits)
     with ExitStack() as opened:
         inner_indexes = []
-        names = {journalled(name) or name for name in probe.entries}  # a write may be unfinished
+        names = {
+            parse_journal_name(name) or name for name in probe.entries
+        }  # a write may be unfinished
         paths = (os.path.join(probe.path, name) for name in sorted(filter(_NAME.fullmatch, names)))
         for path in (
             candidate
@@ -496,7 +498,7 @@ def _open_shard(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Fo
 def _check_index_unchanged(index: ShardIndex) -> None:
     """Refuse the shards if the index was replaced meanwhile: some may belong to the new one."""
     fd = index.source.fd()
-    if has_journal(index.path) or (fd is not None and not leads_to(index.path, fd)):
+    if has_journal(index.path) or (fd is not None and not is_path_of(index.path, fd)):
         raise FileBusy(
             "is being rewritten with all its shards",
             file=index.path,

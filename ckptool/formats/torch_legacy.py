@@ -9,7 +9,7 @@ from ckptool.core.tree import name_of
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
-from ckptool.files.strided import swapped
+from ckptool.files.strided import swap_blocks
 from ckptool.formats.base import NewFile, Probe, WritableFormat, WritePlan, details_from_pickle
 from ckptool.formats.legacy_stream import (
     COUNT,
@@ -108,7 +108,7 @@ class TorchLegacy(WritableFormat):
                 if swap == 1:
                     output.copy(data)
                 else:
-                    output.stream(swapped(data.blocks(), swap))
+                    output.write_blocks(swap_blocks(data.iterate_blocks(), swap))
 
         size = len(head) + sum(COUNT.size + data.length for data, _, _ in payloads)
         return WritePlan(

@@ -15,7 +15,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing, NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.place import place_of
-from ckptool.files.strided import swapped
+from ckptool.files.strided import swap_blocks
 from ckptool.formats.archive import find_end, open_archive, read_raw_entries, read_text, read_zip
 from ckptool.formats.base import (
     Archive,
@@ -62,7 +62,7 @@ def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) ->
     def write(output: FileOutput) -> int:
         """Write the bytes, swapped if necessary, and return their CRC-32."""
         if swap > 1:
-            return output.stream(swapped(data.blocks(), swap))
+            return output.write_blocks(swap_blocks(data.iterate_blocks(), swap))
         if is_copied:
             output.copy(data)
             return storage.crc32 or 0
@@ -210,7 +210,7 @@ def open_member(path: str) -> ByteRange:
         size = place.size(path)
     except OSError as error:
         raise FileMissing("is missing", file=path, hint="copy it as well") from error
-    return ByteRange(place.member(path, size), 0, size)
+    return ByteRange(place.open_member(path, size), 0, size)
 
 
 def read_zip_contents(probe: Probe) -> ZipContents:

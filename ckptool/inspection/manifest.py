@@ -22,7 +22,7 @@ from ckptool.core.tree import name_of
 from ckptool.core.values import format_shape, to_document, to_json_path
 from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import FileSource
-from ckptool.files.atomic import atomic_output
+from ckptool.files.atomic import open_atomic_output
 from ckptool.files.source import BytesDone
 from ckptool.formats.base import Findings
 from ckptool.formats.safetensors_header import parse_json
@@ -83,7 +83,7 @@ def write_manifest(path: str, files: Files) -> None:
         for name, tensors in files.items()
     ]
     data = json.dumps({"schema": SCHEMA, "files": documents}, indent=1).encode() + b"\n"
-    with atomic_output(path, len(data)) as output:
+    with open_atomic_output(path, len(data)) as output:
         output.write(data)
 
 

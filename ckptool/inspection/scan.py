@@ -233,8 +233,8 @@ def _walk_files(folder: str) -> Iterator[str]:
     """Yield the files below a folder, and unreadable folders: opening them raises the error."""
     if is_address(folder):
         place = place_of(folder)
-        top = place.spelled(folder).rstrip("/")
-        for path in (f"{top}/{name}" for name in sorted(place.names(folder))):
+        top = place.normalize_path(folder).rstrip("/")
+        for path in (f"{top}/{name}" for name in sorted(place.list_names(folder))):
             yield from _walk_files(path) if place.is_folder(path) else (path,)
         return
     failed = list[OSError]()
@@ -543,7 +543,7 @@ class _Scanner:
         meets a fault. `is_certain` reports faults: the bytes are not a stream by chance only.
         """
         out, member_end, is_new = bytearray(), -1, False
-        inflater, blocks, pending = make_inflater(), data.blocks(_STEP), b""
+        inflater, blocks, pending = make_inflater(), data.iterate_blocks(_STEP), b""
         try:
             while len(out) < _MOST_INFLATED:
                 block = pending or next(blocks, b"")

@@ -38,7 +38,7 @@ from ckptool.errors import (
     without_query,
 )
 from ckptool.files import ByteRange, FileSource, InflatedSource, Source
-from ckptool.files.checksums import crc32cs, crc32s
+from ckptool.files.checksums import compute_crc32cs, compute_crc32s
 from ckptool.files.source import BLOCK, Progress
 from ckptool.formats import checks, find_candidate_formats, read_probe
 from ckptool.formats.archive import open_archive
@@ -188,7 +188,7 @@ class _FileCheck:
             return
         size, digest = probe.source.size, hashlib.sha256()
         meter = Meter(self.progress, size)
-        for block in ByteRange(probe.source, 0, size).blocks(BLOCK):
+        for block in ByteRange(probe.source, 0, size).iterate_blocks(BLOCK):
             digest.update(block)
             meter.advance(len(block))
         digest_prefix = digest.hexdigest()[: len(match[1])]
@@ -324,7 +324,11 @@ class _FileCheck:
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Mismatch]:
         """Compute checksums, and return the mismatches."""
         meter = Meter(self.progress, sum(checksum.data.length for checksum in checksums))
-        compute = crc32cs if any(checksum.castagnoli for checksum in checksums) else crc32s
+        compute = (
+            compute_crc32cs
+            if any(checksum.castagnoli for checksum in checksums)
+            else compute_crc32s
+        )
         computed = compute([checksum.data for checksum in checksums], meter.advance)
         mismatches = []
         for checksum, crc in zip(checksums, computed, strict=True):
@@ -342,7 +346,7 @@ class _FileCheck:
 def _has_valid_end(source: Source) -> bool:
     """Return True if a record is not compressed, or its compressed data ends correctly."""
     try:
-        return not isinstance(source, InflatedSource) or source.ends_well()
+        return not isinstance(source, InflatedSource) or source.has_clean_end()
     except CorruptFile:
         return False
 

@@ -14,8 +14,8 @@ from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import PACKED
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, Source
-from ckptool.files.checksums import crc32s
-from ckptool.files.threads import in_order
+from ckptool.files.checksums import compute_crc32s
+from ckptool.files.threads import run_in_order
 from ckptool.tensors.live import is_expanded, iterate_blocks, locate_tensor, span_of_strides
 from ckptool.tensors.materialize import describe_name, get_torch_dtype, view_memory
 from ckptool.words import shell
@@ -118,7 +118,7 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
         if storage.data is not None and storage.nbytes:
             runs.append(storage.data)
             wanted.append((name, storage.crc32))
-    for run, (name, expected), found in zip(runs, wanted, crc32s(runs), strict=True):
+    for run, (name, expected), found in zip(runs, wanted, compute_crc32s(runs), strict=True):
         if not isinstance(found, int):
             raise found
         if expected is not None and found != expected:
@@ -133,7 +133,7 @@ def check_pickles(sources: Iterable[Source]) -> None:
     """Compare the pickles, which place every tensor, with the CRC-32 that their files state."""
     for source in sources:
         for name, data, stated in source.stated:
-            if name.endswith("data.pkl") and next(crc32s([data])) != stated:
+            if name.endswith("data.pkl") and next(compute_crc32s([data])) != stated:
                 raise CorruptFile(
                     f"record {name!r} is damaged: its CRC-32 is not {stated:08x}, as recorded "
                     "in the file",
@@ -173,7 +173,7 @@ def fill(fills: Iterable[Fill]) -> None:
         elif not isinstance(ref, TensorRef):
             single.append(partial(_copy, one.tensor, ref))
     if size >= _SHARED:
-        deque(in_order(lambda job: job(), shared), 0)
+        deque(run_in_order(lambda job: job(), shared), 0)
     else:
         single = shared + single
     for job in single:

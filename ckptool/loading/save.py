@@ -23,7 +23,7 @@ from ckptool.core.names import (
 )
 from ckptool.core.sections import OF_THE_MODEL, find_model_state_dict, is_extra_state
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, WriteError, warn
-from ckptool.files.system import worded
+from ckptool.files.system import convert_os_errors
 from ckptool.formats import load_format
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
 from ckptool.tensors.live import freeze
@@ -31,7 +31,7 @@ from ckptool.tensors.materialize import require_torch
 from ckptool.transforms import Compact
 from ckptool.transforms.names import moved_metadata
 from ckptool.words import a_class
-from ckptool.writing import Receipt, save as written, target_format
+from ckptool.writing import Receipt, choose_format, save as written
 
 if TYPE_CHECKING:
     import torch
@@ -184,13 +184,13 @@ def _write(
 ) -> Receipt:
     checkpoint = Compact()(freeze(tree, replacements=instead, file=path))
     _mark(checkpoint, noted)
-    is_flat = load_format(target_format(checkpoint, path)).flat
+    is_flat = load_format(choose_format(checkpoint, path)).flat
     left_out: tuple[str, ...] = ()
     if is_flat and tree.keys() == {"state_dict", N_AVERAGED}:
         checkpoint = checkpoint.with_root({"state_dict": checkpoint.root["state_dict"]})
         left_out = (f"{N_AVERAGED} (counter of an AveragedModel)",)
     try:
-        with worded(path):
+        with convert_os_errors(path):
             receipt = written(checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False)
     except NotRepresentable as error:
         hint = "save only the model, or write a .pth file" if is_flat else error.hint

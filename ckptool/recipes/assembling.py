@@ -17,9 +17,9 @@ from ckptool.core.model import Storage, TensorRef, replace_elements, row_major_s
 from ckptool.dtypes import PACKED
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
-from ckptool.files.computed import FilledSource, joined
+from ckptool.files.computed import FilledSource, join_ranges
 from ckptool.files.source import BLOCK
-from ckptool.files.strided import FORMATS, UNITS, row_major as blocks_of
+from ckptool.files.strided import FORMATS, UNITS, iterate_row_major as blocks_of
 from ckptool.formats.distributed.placements import row_major_data
 from ckptool.words import counted, printable
 
@@ -122,7 +122,7 @@ def assembled(
         return _reshaped(first, shape)
     if is_whole and all(one.is_run for one, _ in pairs):
         pairs.sort(key=lambda pair: pair[0].place)
-        data = joined([_run(*pair) for pair in pairs] or [_stored(first).slice(0, 0)])
+        data = join_ranges([_run(*pair) for pair in pairs] or [_stored(first).slice(0, 0)])
     else:
         work = _Assembly(pairs, first.itemsize, prod(shape), last)
         source = FilledSource(file, prod(shape) * first.itemsize, work.fill)

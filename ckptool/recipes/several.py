@@ -53,7 +53,7 @@ def has_files(path: str | os.PathLike[str], recipe: Recipe) -> bool:
     pattern, _ = _patterns(recipe)
     name = os.fspath(path)
     place = place_of(name)
-    names = place.names(name) if place.is_folder(name) else [os.path.basename(name)]
+    names = place.list_names(name) if place.is_folder(name) else [os.path.basename(name)]
     return any(pattern.match(one) is not None for one in names)
 
 
@@ -74,7 +74,7 @@ def open_files(
     if not place.is_folder(path):
         path = os.path.dirname(path)
     found = {}
-    for name in place.names(path):
+    for name in place.list_names(path):
         if (values := pattern.match(name)) is not None:
             found[tuple(int(values[one.name]) for one in pattern.variables)] = name
     if not found:

@@ -16,7 +16,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import ReadAhead, computed
+from ckptool.files.computed import ReadAhead, make_computed_range
 from ckptool.files.source import BLOCK
 from ckptool.tensors.casting import (
     CHUNK,
@@ -78,7 +78,7 @@ class Elements:
     storage: Storage | None = None
     """The storage of the elements: it is checked first, by the CRC-32 that its file states."""
     flags: tuple[str, ...] = ()
-    """As `TensorRef.flags`: what is still to be done to the elements."""
+    """As `TensorRef.flags`: negation and conjugation to apply to the elements."""
 
 
 def run_of_tensor(tensor: TensorRef) -> Elements:
@@ -102,7 +102,7 @@ class _Mix:
     weights: tuple[float, ...]
     total: float
     bounded: bool = False
-    """Whether the result lies between the runs, and so fits a type that all of them have."""
+    """True if the result is between the runs, so that it fits a dtype that fits all of them."""
 
 
 class Averager:
@@ -165,7 +165,7 @@ class Averager:
         name: str,
         get_mix: Callable[[], _Mix],
     ) -> Storage:
-        """Return a storage whose bytes are mixed from the runs when they are read.
+        """Return a storage; its bytes are mixed from the runs when they are read.
 
         `get_mix` is called at the first read, as it may read the runs itself.
         """
@@ -200,7 +200,7 @@ class Averager:
                 ) from error
 
         ahead = self._ahead if all(run.data.source.is_shared for run in runs) else None
-        data = computed([run.data for run in runs], size, fill, ahead=ahead)
+        data = make_computed_range([run.data for run in runs], size, fill, ahead=ahead)
         return Storage(like.key, data, size, like.device, sys.byteorder)
 
     def _check_storages(self, runs: Sequence[Elements]) -> None:
@@ -332,7 +332,7 @@ def resample_positions(
 ) -> ByteRange:
     """Return the bytes of position embeddings, resampled from the `old` to the `new` grid.
 
-    The last two dimensions are positions, of which the first `prefix` are kept, and channels. Like
+    The last two dimensions are positions and channels. The first `prefix` positions are kept. Like
     `resample_abs_pos_embed` of timm: bicubic, antialiased, in float32.
     """
     width = tensor.shape[-1] or 0
@@ -362,7 +362,7 @@ def _compute_range(
     data = tensor.storage.data if tensor.storage else None
     if data is None:
         raise NotRepresentable(f"a {tensor.kind} tensor without bytes cannot be reshaped")
-    return computed((data,), size, fill)
+    return make_computed_range((data,), size, fill)
 
 
 def _average_rows(tensor: TensorRef) -> bytes:

@@ -13,7 +13,7 @@ from ckptool.core.model import TensorRef
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
 from ckptool.files.source import BytesDone
-from ckptool.files.threads import in_order
+from ckptool.files.threads import run_in_order
 
 _STEP = 512 << 10
 """Bytes compared at a time: those of both sides are still in the processor's cache."""
@@ -110,7 +110,7 @@ def _has_same_bytes(a: ByteRange, b: ByteRange, on_progress: BytesDone | None) -
 
     starts = range(0, a.length, _STEP)
     divided = a.length >= _LARGE and a.source.is_shared and b.source.is_shared
-    for size in (in_order if divided else map)(compare_step, starts):
+    for size in (run_in_order if divided else map)(compare_step, starts):
         if not size:
             return False
         if on_progress is not None:
@@ -200,7 +200,7 @@ _CODES = {
 
 
 def is_floating(dtype: str) -> bool:
-    """Return whether numbers of a type can be NaN or infinite."""
+    """Return True if numbers of a dtype can be NaN or infinite."""
     return dtype in _FORMS or dtype in _CODES
 
 

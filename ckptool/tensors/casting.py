@@ -1,4 +1,4 @@
-"""Casts: what a float type holds, what a cast loses, and the kernel that casts and counts."""
+"""Cast floats: the range of each dtype, the losses of a cast, the kernel that casts and counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import ReadAhead, computed
+from ckptool.files.computed import ReadAhead, make_computed_range
 from ckptool.files.source import BLOCK
 from ckptool.tensors.materialize import get_torch_dtype, materialize, require_torch
 from ckptool.words import printable
@@ -39,9 +39,9 @@ class FloatType:
     """Exponent of two of the smallest positive value."""
     largest: float
     infinite: bool = True
-    """Whether it has infinities."""
+    """True if it has infinities."""
     signed: bool = True
-    """Whether it has signs, and a zero."""
+    """True if it has negative values and a zero."""
 
 
 FLOATS = {
@@ -58,11 +58,11 @@ FLOATS = {
 """The types that are cast from and to."""
 
 SATURATES = {"float8_e4m3fn": 464.0}
-"""Types of which torch makes what is too large the largest: beyond this nothing rounds to it."""
+"""Dtypes that saturate in torch instead of overflowing, with the limit up to which they round."""
 
 
 def is_exact(source: str, target: str) -> bool:
-    """Return whether every value of `source` is a value of `target`."""
+    """Return True if every value of `source` is a value of `target`."""
     old, new = FLOATS[source], FLOATS[target]
     return old == new or (
         new.digits >= old.digits
@@ -95,10 +95,10 @@ class Caster:
         self.source = source
         self.target = target
         self.losses: dict[str, Losses] = {}
-        """By the name of the first tensor of each storage, as far as it has been computed."""
+        """The losses computed so far, by the name of the first tensor of each storage."""
         self.allow_overflow = allow_overflow
         self.lock = Lock()
-        """To be held while something is counted."""
+        """Guards the losses while a thread adds to them."""
         self._file = file or None
         self._ahead = ReadAhead() if ahead is None else ahead
         self._kernels = local()
@@ -115,7 +115,7 @@ class Caster:
         if storage.data is not None:
             run = _Run(self, storage, storage.data, list(views))
             ahead = self._ahead if storage.data.source.is_shared else None
-            data = computed((storage.data,), size, run.fill, ahead=ahead)
+            data = make_computed_range((storage.data,), size, run.fill, ahead=ahead)
         return replace(storage, data=data, nbytes=size, byteorder=sys.byteorder, crc32=None)
 
     @property
@@ -224,7 +224,7 @@ class _Run:
             if self._counted[start // CHUNK]:
                 return
             self._counted[start // CHUNK] = True
-        losses = self._losses_in_views(kernel, start, stop)
+        losses = self._count_losses_in_views(kernel, start, stop)
         if losses.elements:
             with self._caster.lock:
                 self._caster.losses.setdefault(self._name, Losses()).add(losses)
@@ -234,19 +234,21 @@ class _Run:
             for first in range(0, self._size, CHUNK):
                 kernel.read(self._data, first, min(first + CHUNK, self._size))
                 kernel.cast(swap=self._swap)
-                total.add(self._losses_in_views(kernel, first, min(first + CHUNK, self._size)))
+                total.add(
+                    self._count_losses_in_views(kernel, first, min(first + CHUNK, self._size))
+                )
             self._refused = self._caster.overflow_error(self._name, total)
             raise self._refused
 
-    def _losses_in_views(self, kernel: Kernel, start: int, stop: int) -> Losses:
+    def _count_losses_in_views(self, kernel: Kernel, start: int, stop: int) -> Losses:
         """Return the losses of the chunk from `start`, limited to elements that views cover."""
         low, high = max(start, self._first), min(stop, self._last)
         return kernel.count_losses(low - start, high - start) if low < high else Losses()
 
 
 CHUNK = 1 << 15
-"""Elements handled at a time: they stay in the processor's cache, and below what torch divides
-among threads, whose waiting for each other costs more than it gains where the machine is busy."""
+"""Elements in a chunk. They stay in the processor's cache, and are too few for torch to divide
+among threads: on a busy machine these wait for each other longer than they save."""
 
 
 def iterate_chunks(
@@ -333,13 +335,13 @@ class Kernel:
         import torch
 
         source, size = self._source[: self._count], self._itemsize
-        own = self._own.dtype
-        self._target = self._own if into is None else torch.frombuffer(into, dtype=own)
+        target_dtype = self._own.dtype
+        self._target = self._own if into is None else torch.frombuffer(into, dtype=target_dtype)
         if swap and size > 1:
             rows = source.view(torch.uint8).view(-1, size)
             rows.copy_(rows.flip(1))
         self._target[: self._count].copy_(source)
-        return into or memoryview(self._made)[: self._count * own.itemsize]
+        return into or memoryview(self._made)[: self._count * target_dtype.itemsize]
 
     def count_losses(self, low: int, high: int) -> Losses:
         """Return the losses of the elements `low` to `high` of the chunk that was just cast.
@@ -415,7 +417,7 @@ def count_cast_losses(blocks: Iterable[torch.Tensor], source: str, target: str) 
 
 
 def _mark_changed(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask of the elements whose value a cast to `dtype` changes."""
+    """Return a mask: True for the elements that a cast to `dtype` changes."""
     import torch
 
     if block.is_complex():

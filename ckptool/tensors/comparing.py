@@ -1,4 +1,4 @@
-"""How much two tensors differ: figures over all elements, computed in chunks as they are read."""
+"""Measure the difference of two tensors over all elements, in chunks as they are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptool.core.model import TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.files.source import BytesDone
-from ckptool.files.threads import in_order
+from ckptool.files.threads import run_in_order
 from ckptool.tensors.averaging import ElementBuffer, Elements, run_of_tensor
 from ckptool.tensors.bytewise import align_runs
 from ckptool.tensors.casting import FLOATS
@@ -35,9 +35,9 @@ _STAND_INS = {
     **dict.fromkeys(_WHOLE, "float64"),
     "complex32": "complex64",
 }
-"""Types to calculate in, where torch cannot in those of the elements."""
+"""Dtypes for the calculation, if torch cannot calculate in the dtype of the elements."""
 COMPARED = frozenset(("float64", "float32", "float16", "bfloat16", *_COMPLEX, *_WHOLE, *_SMALL))
-"""The types whose elements are numbers, a number an element."""
+"""The dtypes with one number per element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class Comparer:
         for name, value in (("atol", atol), ("rtol", rtol)):
             if value is not None and not value >= 0:
                 raise UsageError(f"{name} is {value}, expected a number of at least 0")
-        asked = atol is not None or rtol is not None
-        self._tolerance = _Tolerance(atol or 0.0, rtol or 0.0, equal_nan, asked)
+        has_tolerance = atol is not None or rtol is not None
+        self._tolerance = _Tolerance(atol or 0.0, rtol or 0.0, equal_nan, has_tolerance)
         self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
-        """By the two types, those that no thread uses now."""
+        """The kernels that no thread uses now, by the two dtypes."""
 
     def compare(
         self, a: TensorRef, b: TensorRef, on_progress: BytesDone | None = None
@@ -135,7 +135,7 @@ class Comparer:
         divided = len(blocks) > 1 and run_a.data.source.is_shared and run_b.data.source.is_shared
         with use_one_thread():
             for first, results in zip(
-                blocks, (in_order if divided else map)(compare_block, blocks), strict=True
+                blocks, (run_in_order if divided else map)(compare_block, blocks), strict=True
             ):
                 for sums in results:
                     total.add(sums)
@@ -162,7 +162,7 @@ class _Tolerance:
     rtol: float
     equal_nan: bool
     asked: bool
-    """Whether anybody wants to know what is close."""
+    """True if a tolerance was given."""
 
 
 @dataclass(slots=True)
@@ -273,7 +273,7 @@ class _Kernel:
         self.ratio = 0.0
         """The largest of the tensor so far: smaller ones need not be calculated."""
         self.close = True
-        """Whether all of the tensor is close so far; if not, no more need be asked."""
+        """True if all elements so far are close; otherwise no more are compared."""
 
     def compare(self, a: Elements, b: Elements, start: int, stop: int) -> _Sums:
         """Return the sums over the elements from `start` up to `stop`, at most a chunk."""

@@ -1,10 +1,10 @@
 """Live Python and torch objects as the tree of a checkpoint.
 
-`LiveTree` makes new containers, with a stand-in for each tensor and object: for transforms of dicts
-in memory, and for loading from them. `frozen` makes what is saved: plain data, and tensors whose
-bytes are read from memory when they are written. An object that is not plain data is refused, with
-its place and a remedy: nothing is pickled whose class a reader would have to import. `memory_of`
-tells where the elements of a tensor lie.
+`LiveTree` makes new containers, with a leaf for each tensor and object: for transforms of dicts in
+memory, and for loading from them. `freeze` makes the checkpoint to save: plain data, and tensors
+that are read from memory when they are written. It refuses other objects, with their path and a
+remedy, because a reader would have to import their classes. `locate_tensor` returns the location of
+a tensor in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_BITS = 8 * 255 - 1
 """Bits of an integer that torch's safe unpickler reads."""
 _KEYS = (str, int, float, complex, bytes, bool, type(None), tuple, DeviceValue, Global)
 _WITHOUT_STORAGE = frozenset(("xla", "maia", "mtia"))
-"""Devices whose storages hold no bytes (`Tensor._reduce_ex_internal`)."""
+"""Devices with storages that have no bytes (`Tensor._reduce_ex_internal`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -55,9 +55,9 @@ class LiveTree:
         self.path: list[Any] = []
         """The keys on the way to the object that is being looked at."""
         self.originals: dict[int, Any] = {}
-        """The tensor or object that a leaf stands for, by the `id` of the leaf."""
+        """The tensor or object of a leaf, by the `id` of the leaf."""
         self.containers: dict[int, Any] = {}
-        """The dict, list or tuple that a container stands for, by the `id` of the container."""
+        """The original dict, list or tuple of a container, by the `id` of the container."""
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def make_node(self, original: Any) -> Any:
@@ -65,9 +65,9 @@ class LiveTree:
         kind = type(original)
         if kind in _AS_THEY_ARE:
             return original
-        known = self._made.get(id(original))
-        if known is not None:
-            return known[1]
+        existing = self._made.get(id(original))
+        if existing is not None:
+            return existing[1]
         if kind is dict:
             node: Any = self.fill_mapping(original, {})
         elif kind is OrderedDict:
@@ -244,7 +244,7 @@ class _Frozen(LiveTree):
     def __init__(self, replacements: Mapping[int, Any], file: str) -> None:
         super().__init__()
         self._storages: dict[tuple[int, str], Storage] = {}
-        self._instead = replacements
+        self._replacements = replacements
         self._file = file
         self._open: set[int] = set()
 
@@ -252,7 +252,7 @@ class _Frozen(LiveTree):
         """Return the node for an object; refuse huge integers and tuples in themselves."""
         if type(original) is int and original.bit_length() > _MOST_BITS:
             self._refuse(original, f"has {original.bit_length():,} bits, more than torch can read")
-        original = self._instead.get(id(original), original)
+        original = self._replacements.get(id(original), original)
         if type(original) is not tuple:
             return super().make_node(original)
         if id(original) in self._open:
@@ -317,6 +317,7 @@ class _Frozen(LiveTree):
 
     @property
     def _place(self) -> str:
+        """The path of the current object, for messages."""
         return printable(name_of(tuple(self.path)))
 
     def _freeze_tensor(self, tensor: torch.Tensor) -> TensorRef:
@@ -476,17 +477,17 @@ class _Memory(Source):
         """Represent the first `size` bytes of a storage."""
         self.size = size
         self._storage = storage
-        self._here: memoryview | None = None
+        self._cpu_bytes: memoryview | None = None
         if storage.device.type == "cpu" and size:
-            self._here = view_memory(storage.data_ptr(), size)
+            self._cpu_bytes = view_memory(storage.data_ptr(), size)
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`.
 
-        On the CPU without torch, whose threads wait for each other at every block.
+        On the CPU it copies without torch: its threads wait for each other at every block.
         """
-        if self._here is not None:
-            buffer[:] = self._here[offset : offset + len(buffer)]
+        if self._cpu_bytes is not None:
+            buffer[:] = self._cpu_bytes[offset : offset + len(buffer)]
         elif buffer:
             import torch
 

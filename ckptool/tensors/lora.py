@@ -26,7 +26,7 @@ class Factors:
     magnitude: TensorRef | None = None
     """DoRA's."""
     transposed: bool = False
-    """Whether the weight is (in, out)."""
+    """True if the weight is (in, out)."""
 
     @property
     def shape(self) -> tuple[int | None, ...] | None:
@@ -118,8 +118,8 @@ def _multiply_factors(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
         flat: torch.Tensor = up.flatten(1) @ down.flatten(1)
         return flat.view(weight.shape) * factors.scale
     convolve: Any = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}[down.dim()]
-    made: torch.Tensor = convolve(down.transpose(0, 1), up).transpose(0, 1)
-    return made * factors.scale
+    convolved: torch.Tensor = convolve(down.transpose(0, 1), up).transpose(0, 1)
+    return convolved * factors.scale
 
 
 def _rescale_rows(

@@ -1,4 +1,4 @@
-"""Torch tensors made of references to bytes, and what is needed of torch itself."""
+"""Make torch tensors from references to bytes; look up dtypes and devices of torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def require_torch() -> None:
-    """Import torch, or raise `TorchMissing`, which says what to install."""
+    """Import torch, or raise `TorchMissing` with the command that installs it."""
     try:
         with pause_gc():
             import torch  # noqa: F401
@@ -157,12 +157,12 @@ class Placement:
                 f"map_location is a {type(map_location).__name__}, expected a device or a function",
                 hint="give a string, a torch.device, a dict of tags, a function, or None",
             )
-        self._where: Any = map_location
+        self._map_location: Any = map_location
         self._checked: set[str] = set()
 
     def target_of(self, tag: str) -> str | None:
         """Return the device for storages saved on `tag`; None if a function decides."""
-        where = self._where
+        where = self._map_location
         if isinstance(where, Mapping):
             return str(where.get(tag, tag))
         if where is None:
@@ -187,7 +187,7 @@ class Placement:
         target = self.target_of(tag)
         if target is not None:
             return _move_storage(storage, target)
-        placed = self._where(storage, tag)
+        placed = self._map_location(storage, tag)
         if placed is not None:
             return _to_untyped(placed)
         return _restore_storage(storage, tag, tag=tag, name=name, file=file)
@@ -250,14 +250,14 @@ class StorageReader:
         self._made: dict[tuple[int, str, str], tuple[Storage, torch.UntypedStorage]] = {}
         self._maps: dict[int, mmap.mmap] = {}
 
-    def cover(self, storage: Storage, span: tuple[int, int]) -> None:
+    def announce_span(self, storage: Storage, span: tuple[int, int]) -> None:
         """Announce a span of bytes (start, stop) that will be read; call it before `get`."""
-        known = self._spans.setdefault(id(storage), (0, 0))
+        span_so_far = self._spans.setdefault(id(storage), (0, 0))
         if not span[1]:
             return
         start, stop = span[0] - span[0] % _ALIGNMENT, span[1]
-        if known[1]:
-            start, stop = min(start, known[0]), max(stop, known[1])
+        if span_so_far[1]:
+            start, stop = min(start, span_so_far[0]), max(stop, span_so_far[1])
         self._spans[id(storage)] = (start, stop)
 
     def get(
@@ -505,7 +505,7 @@ def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
     ends = starts[1:]
     if lengths is not None:
         counts = lengths.tolist()
-        ends = [at + count for at, count in zip(starts, counts, strict=False)]
+        ends = [begin + count for begin, count in zip(starts, counts, strict=False)]
         if len(counts) != len(starts) - 1 or any(count < 0 for count in counts):
             raise ValueError("its lengths do not fit its offsets")
     extent = values.shape[ragged - 1]
@@ -558,9 +558,9 @@ class Materializer:
         self._made: dict[tuple[int, bool], tuple[TensorRef, torch.Tensor]] = {}
         for node in walk_everything(root):
             if isinstance(node, StorageRef):
-                self._storages.cover(node.storage, (0, node.storage.nbytes))
+                self._storages.announce_span(node.storage, (0, node.storage.nbytes))
             elif isinstance(node, TensorRef) and node.storage is not None:
-                self._storages.cover(node.storage, node.reach)
+                self._storages.announce_span(node.storage, node.reach)
 
     def make_tensor(self, ref: TensorRef, name: str = "", *, cast: bool = True) -> torch.Tensor:
         """Return the tensor of `ref`, always the same object for the same `ref`.
@@ -574,9 +574,9 @@ class Materializer:
             CorruptFile: torch rejects the description in the file.
             UnsupportedFormat: a wrapper (DTensor, ShardedTensor) of which this file has a part.
         """
-        known = self._made.get((id(ref), cast))
-        if known is not None:
-            return known[1]
+        cached = self._made.get((id(ref), cast))
+        if cached is not None:
+            return cached[1]
         if is_one_part(ref):
             raise only_part_error(ref, name)
         tensor = self._assemble(ref.whole or ref, name, cast=cast)
@@ -672,7 +672,7 @@ class Materializer:
 
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
-"""What torch raises at arguments that it cannot use."""
+"""The errors of torch for invalid arguments."""
 
 
 def _wrap_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
@@ -688,7 +688,7 @@ def _wrap_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def is_one_part(ref: TensorRef) -> bool:
-    """Return True if a tensor of which the file has a part can only be made by its class."""
+    """Return True if the file has a part of a tensor, and only its class can use the part."""
     return ref.kind == "subclass" and ref.storage is None and ref.whole is None
 
 

@@ -1,4 +1,4 @@
-"""Statistics of tensors: how far elements reach, then their moments, chunk by chunk."""
+"""Compute statistics of tensors chunk by chunk: first the range, then the moments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptool.core.model import TensorRef
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
 from ckptool.files.source import BytesDone
-from ckptool.files.threads import in_order
+from ckptool.files.threads import run_in_order
 from ckptool.tensors.averaging import ElementBuffer, Elements, run_of_tensor
 from ckptool.tensors.casting import FLOATS
 from ckptool.tensors.materialize import require_torch, use_one_thread
@@ -30,12 +30,12 @@ _T = TypeVar("_T")
 
 _NO_NUMBERS = ("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "qint8", "quint8", "qint32")
 _BIAS = {"uint64": 1 << 63}
-"""What the numbers of a type lack, as torch computes with signed ones."""
+"""The offset of the numbers of a dtype, because torch computes with signed ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many finite elements lie in each of some equally wide bins from `low` to `high`.
+    """Counts of finite elements in bins of equal width from `low` to `high`.
 
     A bin begins at its lower edge and ends before the next; the last has `high` too. Where all
     elements are equal they are in the middle bin, as `torch.histc` has it.
@@ -143,7 +143,7 @@ class Moments:
         self.squares += other.squares + distance * distance * (self.count / count * other.count)
         self.count = count
         pairs = zip(self.bins, other.bins, strict=True)
-        self.bins = [own + more for own, more in pairs] if self.bins else other.bins
+        self.bins = [count_a + count_b for count_a, count_b in pairs] if self.bins else other.bins
 
 
 class Measurer:
@@ -155,7 +155,7 @@ class Measurer:
             raise UsageError(f"a histogram cannot have {bins} bins")
         self._bins = bins
         self._kernels: dict[str, list[_Kernel]] = {}
-        """By the type of elements, those that no thread uses now."""
+        """The kernels that no thread uses now, by dtype."""
 
     def measure(self, ref: TensorRef, on_progress: BytesDone | None = None) -> Measures:
         """Return the statistics of a tensor; `on_progress` is called with the bytes done.
@@ -232,7 +232,7 @@ class Measurer:
         blocks = range(0, count, BLOCK)
         divided = len(blocks) > 1 and run.data.source.is_shared
         for first, results in zip(
-            blocks, (in_order if divided else map)(work_on_block, blocks), strict=True
+            blocks, (run_in_order if divided else map)(work_on_block, blocks), strict=True
         ):
             yield from results
             on_elements(min(BLOCK, count - first))
@@ -241,8 +241,8 @@ class Measurer:
 class _Axis:
     """The scale of a histogram in float64: `(element - base) * scale`.
 
-    The base of 64-bit integers is their least, as float64 has 53 bits; the scale keeps the squares
-    of what a damaged file may hold within float64.
+    The base of 64-bit integers is the smallest one, because float64 has 53 bits. The scale keeps
+    the squares of huge numbers, as in a damaged file, within float64.
     """
 
     def __init__(
@@ -278,20 +278,20 @@ class _Kernel:
         """Return the extent of the elements from `start` up to `stop`, at most a chunk."""
         numbers = self._read(run, start, stop)
         nan = infinite = 0
-        low, high = _least_and_largest(numbers)
+        low, high = _find_extremes(numbers)
         if not (math.isfinite(low) and math.isfinite(high)):
             total, nan = numbers.numel(), int(numbers.isnan().sum())
             numbers = numbers.masked_select(numbers.isfinite())
             infinite = total - nan - numbers.numel()
             if not numbers.numel():
                 return _Extent(nan=nan, infinite=infinite)
-            low, high = _least_and_largest(numbers)
+            low, high = _find_extremes(numbers)
         low, high = low + self._bias, high + self._bias
         zeros = self._count_zeros(numbers) if low <= 0 <= high else 0
         return _Extent(low, high, numbers.numel(), zeros, nan, infinite)
 
     def _count_zeros(self, numbers: torch.Tensor) -> int:
-        """Return the number of zeros."""
+        """Return the number of zeros; with a bias, zero is stored as -bias."""
         import torch
 
         if numbers.is_floating_point():
@@ -338,7 +338,8 @@ class _Kernel:
         return numbers
 
 
-def _least_and_largest(numbers: torch.Tensor) -> tuple[Number, Number]:
+def _find_extremes(numbers: torch.Tensor) -> tuple[Number, Number]:
+    """Return the smallest and the largest number."""
     import torch
 
     low, high = torch.aminmax(numbers)

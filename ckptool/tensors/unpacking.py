@@ -13,7 +13,7 @@ from ckptool.core.model import Storage, TensorRef, row_major_strides
 from ckptool.core.quantization_config import QuantizationConfig
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
-from ckptool.files.computed import computed
+from ckptool.files.computed import make_computed_range
 from ckptool.tensors.casting import CHUNK, check_storage, iterate_chunks
 from ckptool.tensors.materialize import get_torch_dtype, require_torch
 from ckptool.words import listed, printable
@@ -345,7 +345,7 @@ def compute_tensor(
             if offset + len(buffer) == count * 4:
                 tables, last_start, chunk = (), -1, bytearray()
 
-    source = computed((data,), count * 4, fill)
+    source = make_computed_range((data,), count * 4, fill)
     storage = Storage(old.key, source, source.length, old.device, sys.byteorder, whole=old.data)
     stride = row_major_strides(shape)
     return replace(weight, dtype="float32", shape=shape, stride=stride, storage=storage, offset=0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptool.core.model import Storage, TensorRef, row_major_strides
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
-from ckptool.files.computed import computed
+from ckptool.files.computed import make_computed_range
 from ckptool.tensors.casting import load_checked
 from ckptool.tensors.materialize import require_torch
 
@@ -52,9 +52,13 @@ class Wholes:
                     self._last = fill, _view_bytes(make())
                 buffer[:] = self._last[1][offset : offset + len(buffer)]
 
-        sources = [one.storage.data for one in used if one.storage and one.storage.data]
+        sources = [tensor.storage.data for tensor in used if tensor.storage and tensor.storage.data]
         return Storage(
-            storage.key, computed(sources, size, fill), size, storage.device, sys.byteorder
+            storage.key,
+            make_computed_range(sources, size, fill),
+            size,
+            storage.device,
+            sys.byteorder,
         )
 
 

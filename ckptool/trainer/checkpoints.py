@@ -18,10 +18,10 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import CheckpointError, MatchError, NotFound, TargetExists, TrainingError
-from ckptool.files.atomic import atomic_output
+from ckptool.files.atomic import open_atomic_output
 from ckptool.files.folders import recover_folders, remove_folder
-from ckptool.files.journal import occupied
-from ckptool.files.system import worded
+from ckptool.files.journal import hold_folder_lock
+from ckptool.files.system import convert_os_errors
 from ckptool.trainer import sharded
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches
@@ -130,7 +130,7 @@ def hold_run_folder(folder: str) -> Iterator[None]:
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise TargetExists("is a file, not a folder", file=folder, hint="give a folder as --out")
-    with occupied(folder):
+    with hold_folder_lock(folder):
         recover_folders(folder, _NAME, sharded.VALUES)
         yield
 
@@ -147,7 +147,7 @@ def require_writable(folder: str, size: int = 1) -> None:
         FileBusy: another process is changing the file.
     """
     target = os.path.join(folder, "last.pth")
-    with suppress(_NotWritten), atomic_output(target, size, overwrite=True):
+    with suppress(_NotWritten), open_atomic_output(target, size, overwrite=True):
         raise _NotWritten
 
 
@@ -203,7 +203,7 @@ def remove_numbered(folder: str, keep: int) -> None:
 
 def remove_checkpoint(path: str) -> None:
     """Remove a checkpoint, a file or a folder, if there is one."""
-    with worded(path), suppress(FileNotFoundError):
+    with convert_os_errors(path), suppress(FileNotFoundError):
         if os.path.isdir(path) and not os.path.islink(path):
             remove_folder(path)
         else:
@@ -362,7 +362,7 @@ class Checkpoints:
 
             def write() -> None:
                 """Write a file of `torch.save`, atomically."""
-                with atomic_output(path, None, overwrite=True) as output:
+                with open_atomic_output(path, None, overwrite=True) as output:
                     _pickle(contents, output.write)
 
             self._ranks.first(write)

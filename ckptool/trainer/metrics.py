@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckptool.files.atomic import atomic_output
-from ckptool.files.system import worded
+from ckptool.files.atomic import open_atomic_output
+from ckptool.files.system import convert_os_errors
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import EpochEnded
 
@@ -29,14 +29,14 @@ class Metrics:
             WriteError: the file cannot be written.
         """
         content = "".join(line for line, epoch in self.read_lines() if epoch <= epochs).encode()
-        with atomic_output(self._path, len(content), overwrite=True) as output:
+        with open_atomic_output(self._path, len(content), overwrite=True) as output:
             output.write(content)
 
     def read_lines(self) -> Iterator[tuple[str, int]]:
         """Yield the complete lines with their epochs: a kill may leave half a line."""
         if not self._path.is_file():
             return
-        with worded(str(self._path)):
+        with convert_os_errors(str(self._path)):
             text = self._path.read_text(encoding="utf-8", errors="replace")
         for line in text.splitlines(keepends=True):
             try:
@@ -52,7 +52,7 @@ class Metrics:
         Raises:
             WriteError: the file cannot be written.
         """
-        with worded(str(self._path)), self._path.open("a", encoding="utf-8") as file:
+        with convert_os_errors(str(self._path)), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(epoch.to_dict(), allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())

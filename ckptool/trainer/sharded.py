@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.folders import atomic_folder
-from ckptool.files.system import worded
+from ckptool.files.folders import open_atomic_folder
+from ckptool.files.system import convert_os_errors
 from ckptool.loading.ranks import Ranks, is_spread
 from ckptool.matching import Allowance
 from ckptool.symbolic import unpickle
@@ -103,10 +103,10 @@ def write_folder(
         {**group, "params": [names[value] for value in group["params"]]}
         for group in optimizer.param_groups
     ]
-    with atomic_folder(
-        path, _count_bytes(state), last=VALUES, first=ranks.first, own=ranks.own
+    with open_atomic_folder(
+        path, _count_bytes(state), last_file=VALUES, run_first=ranks.first, rank=ranks.own
     ) as new:
-        with ranks.raise_on_all_ranks(), worded(path):
+        with ranks.raise_on_all_ranks(), convert_os_errors(path):
             _write_shards(state if ranks.own == 0 else _select_shards(state), new)
         ckptool.save(os.path.join(new, VALUES), **values_left)
 

@@ -13,7 +13,7 @@ from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Storage, StorageRef, TensorRef, copy_with_items, replace_elements
 from ckptool.core.tree import name_of, rebuild, walk, walk_everything
 from ckptool.files import MemorySource
-from ckptool.files.computed import joined
+from ckptool.files.computed import join_ranges
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed
 
@@ -163,7 +163,7 @@ def _plan_trims(root: Any, chosen: Container[Storage] | None = None) -> dict[Sto
         nbytes = sum(stop - start for start, stop in kept)
         if nbytes < storage.nbytes:
             runs = [storage.data.slice(start, stop - start) for start, stop in kept]
-            data = joined(runs) if runs else storage.data.slice(0, 0)
+            data = join_ranges(runs) if runs else storage.data.slice(0, 0)
             whole = storage.whole or storage.data
             new = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
             starts = accumulate((stop - start for start, stop in kept), initial=0)

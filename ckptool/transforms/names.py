@@ -322,7 +322,7 @@ class NamePlan:
             names,
             renamed,
             file=self.file or None,
-            place=describe_path(part.path),
+            location=describe_path(part.path),
             hint=self.collision_hint,
         )
 

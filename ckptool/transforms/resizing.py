@@ -14,7 +14,7 @@ from ckptool.core.sections import Section, get_named_tensors
 from ckptool.dtypes import PACKED
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.files import ByteRange
-from ckptool.files.computed import joined
+from ckptool.files.computed import join_ranges
 from ckptool.formats.distributed.placements import row_major_data
 from ckptool.tensors.averaging import make_rows, resample_positions
 from ckptool.transforms.casting import FLOATING
@@ -95,7 +95,7 @@ def resizing(rule: str) -> SectionRule:
             if not zero and (tensor.dtype not in FLOATING or not shape[0]):
                 text = f"{printable(name)!r} has no mean: it is {tensor.dtype} {list(shape)}"
                 raise UsageError(text, file=file, hint=f"--resize {shell(f'{rule}:zero')}")
-            data = joined([data, make_rows(tensor, count, zero=zero)])
+            data = join_ranges([data, make_rows(tensor, count, zero=zero)])
             mean = "the mean of the existing rows"
             rest = "all zeros" if zero else mean if count == 1 else f"each {mean}"
             text = f"added {counted(count, 'row')}, {rest}"

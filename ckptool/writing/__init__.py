@@ -2,7 +2,7 @@
 
 from ckptool.writing.save import Receipt as Receipt, save as save
 from ckptool.writing.target import (
-    goes_to_folder as goes_to_folder,
-    target_file as target_file,
-    target_format as target_format,
+    choose_file as choose_file,
+    choose_format as choose_format,
+    is_folder_target as is_folder_target,
 )

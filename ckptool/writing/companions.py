@@ -18,7 +18,7 @@ from ckptool.formats import load_format, shard_format_of
 from ckptool.formats.base import NewFile, WritePlan
 from ckptool.formats.model_folder import ADAPTER_CONFIG, identify_library
 from ckptool.words import listed
-from ckptool.writing.configuration import Edited, edited
+from ckptool.writing.configuration import Edited, edit_configuration
 
 _CONFIG = "config.json"
 PATTERNS = (
@@ -52,24 +52,24 @@ _FOLDERS = ("", "huggingface", "hf")
 """Their folders inside that of a checkpoint: verl has `huggingface`, Megatron-Bridge `hf`."""
 
 
-def folder_of_companions(checkpoint: Checkpoint) -> str | None:
+def find_companion_folder(checkpoint: Checkpoint) -> str | None:
     """Return the folder with these files for a checkpoint, or None."""
     root, format = checkpoint.path, checkpoint.format
     if not os.path.isdir(root):
-        names_others = shard_format_of(format) or load_format(format).index_name
-        if not (names_others or identify_library(root)):
+        has_index = shard_format_of(format) or load_format(format).index_name
+        if not (has_index or identify_library(root)):
             return None
         root = os.path.dirname(root) or os.curdir
-    folders = [one for name in _FOLDERS if os.path.isdir(one := os.path.join(root, name))]
-    configured = (one for one in folders if os.path.isfile(os.path.join(one, _CONFIG)))
-    others = (one for one in folders if _companions(os.listdir(one)))
-    return next(configured, None) or next(others, None)
+    folders = [folder for name in _FOLDERS if os.path.isdir(folder := os.path.join(root, name))]
+    with_config = (folder for folder in folders if os.path.isfile(os.path.join(folder, _CONFIG)))
+    with_files = (folder for folder in folders if _select_companions(os.listdir(folder)))
+    return next(with_config, None) or next(with_files, None)
 
 
-def _companions(names: Iterable[str], library: str | None = None) -> list[str]:
+def _select_companions(names: Iterable[str], library: str | None = None) -> list[str]:
     """Return the names of companion files; the configuration of an adapter only for peft."""
-    wanted = (name for name in names if any(fnmatchcase(name, one) for one in PATTERNS))
-    return [name for name in wanted if name != ADAPTER_CONFIG or library in (None, "peft")]
+    companions = (name for name in names if any(fnmatchcase(name, pattern) for pattern in PATTERNS))
+    return [name for name in companions if name != ADAPTER_CONFIG or library in (None, "peft")]
 
 
 def with_companions(
@@ -78,12 +78,12 @@ def with_companions(
     folder: str | os.PathLike[str],
     checkpoint: Checkpoint,
     *,
-    keeps: bool = False,
+    keeps_existing: bool = False,
 ) -> tuple[WritePlan, Sequence[Change]]:
     """Return `plan` with the files of `folder` next to the weights at `path`, and warnings.
 
     The copy of `config.json` reflects the changes of `checkpoint`. A warning reports statements
-    that do not match the weights. `keeps`: existing files in the target stay, with a note.
+    that do not match the weights. `keeps_existing`: existing files in the target stay, with a note.
 
     Raises:
         FileMissing: if the folder does not exist, or has none of these files.
@@ -94,54 +94,68 @@ def with_companions(
             names = sorted(entry.name for entry in entries if entry.is_file())
     except OSError as error:
         raise FileMissing("is not a readable folder", file=folder) from error
-    wanted = _companions(names, identify_library(path) or "")
-    if not wanted:
+    companions = _select_companions(names, identify_library(path) or "")
+    if not companions:
         hint = f"give a folder with {listed(PATTERNS, 4)}"
         raise FileMissing("has no configuration or tokenizer file", file=folder, hint=hint)
-    taken = {one for one in wanted if keeps and place_of(target).exists(os.path.join(target, one))}
+    existing = {
+        name
+        for name in companions
+        if keeps_existing and place_of(target).exists(os.path.join(target, name))
+    }
     is_plain = any(change.kind == "dequantize" for change in checkpoint.changes)
-    outdated = {name for name in wanted if name in SEPARATE_CONFIGS and is_plain}
-    copied = [name for name in wanted if name not in taken | outdated]
+    outdated = {name for name in companions if name in SEPARATE_CONFIGS and is_plain}
+    copied = [name for name in companions if name not in existing | outdated]
     weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
     is_copied = _CONFIG in copied
-    config = edited(os.path.join(folder, _CONFIG), checkpoint) if is_copied else Edited()
-    new = (
-        _new(config.data, os.path.join(target, name))
-        if name == _CONFIG and config.data is not None
-        else _copy(folder, name, target)
+    config_edit = (
+        edit_configuration(os.path.join(folder, _CONFIG), checkpoint) if is_copied else Edited()
+    )
+    new_files = (
+        _plan_bytes(config_edit.data, os.path.join(target, name))
+        if name == _CONFIG and config_edit.data is not None
+        else _plan_copy(folder, name, target)
         for name in copied
     )
-    notes = (*_notes(os.fspath(folder), names, copied, taken, outdated), *config.notes)
-    return replace(plan, files=(*new, *weights), notes=(*plan.notes, *notes)), config.warnings
+    notes = (
+        *_describe_files(os.fspath(folder), names, copied, existing, outdated),
+        *config_edit.notes,
+    )
+    return replace(
+        plan, files=(*new_files, *weights), notes=(*plan.notes, *notes)
+    ), config_edit.warnings
 
 
-def _new(data: bytes, path: str) -> NewFile:
+def _plan_bytes(data: bytes, path: str) -> NewFile:
+    """Return the plan of a file with these bytes."""
     return NewFile(len(data), lambda output: output.write(data), path=path)
 
 
-def _copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:
+def _plan_copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:
+    """Return the plan of a copy of a file in the folder `target`."""
     path = os.path.join(folder, name)
     size = os.path.getsize(path)
 
     def write(output: FileOutput) -> None:
+        """Copy the file to the output."""
         with closing(FileSource(path)) as source:
             output.copy(ByteRange(source, 0, size))
 
     return NewFile(size, write, path=os.path.join(target, name))
 
 
-def _notes(
+def _describe_files(
     folder: str,
     names: Iterable[str],
     copied: Collection[str],
-    taken: Iterable[str],
+    existing: Iterable[str],
     outdated: Collection[str],
 ) -> Iterator[str]:
     """Yield the notes on the files of `folder` that were copied or skipped."""
     if copied:
         yield f"copied {listed(copied)} from {folder}"
-    if taken:
-        yield f"kept {listed(sorted(taken))} of the target (not copied from {folder})"
+    if existing:
+        yield f"kept {listed(sorted(existing))} of the target (not copied from {folder})"
     if outdated:
         yield f"skipped {listed(sorted(outdated))} of {folder} (the weights are dequantized)"
     code = [name for name in names if name.endswith(".py")]

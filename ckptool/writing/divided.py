@@ -3,7 +3,7 @@
 Each process writes files next to their targets, under temporary names. Complete files get names
 derived from the plan, so that the same plan continues with them after an interruption; any other
 plan removes them. When all are complete, the first process writes the index and renames them, like
-`atomic_set`.
+`open_atomic_set`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Protocol, TypeVar
 
 from ckptool.core.tree import name_of
 from ckptool.errors import UnreadableFile
-from ckptool.files.atomic import PendingFile, begun_set, counting_on, parts_of, refuse_target
+from ckptool.files.atomic import PendingFile, begin_set, plan_parts, refuse_target, shift_progress
 from ckptool.files.journal import read_journal
 from ckptool.files.renames import recover_set, rename_all
-from ckptool.files.system import worded
+from ckptool.files.system import convert_os_errors
 from ckptool.files.temporary import temporary_name
 from ckptool.formats.base import NewFile, WritePlan
 from ckptool.writing.job import Job
-from ckptool.writing.verification import source_check, verify_file
+from ckptool.writing.verification import check_sources_meanwhile, verify_file
 
 _Result = TypeVar("_Result")
 
@@ -63,34 +63,34 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
     """
     _check_same_sources(job, group)
     target = os.path.realpath(plan.index)
-    parts = parts_of(target, {file.path: file.size for file in plan.files}, job.mode)
-    token = group.first(lambda: _token(plan, job, options))
+    parts = plan_parts(target, {file.path: file.size for file in plan.files}, job.mode)
+    token = group.first(lambda: _hash_write(plan, job, options))
     names = {
         part.path: temporary_name(target, f".ckptool-{token}-{number:05}.whole")
         for number, part in enumerate(parts[:-1], 1)
     }
-    kept: set[str] = set()
+    complete_paths: set[str] = set()
 
     def begin() -> frozenset[str]:
         """Claim the set, and return the targets of files that an earlier run completed."""
-        whole = [part for part in parts[:-1] if _size(names[part.path]) == part.size]
-        for part in whole:
+        complete = [part for part in parts[:-1] if _try_size(names[part.path]) == part.size]
+        for part in complete:
             part.temporary = names[part.path]
-            kept.add(part.temporary)
-        held = begun_set(
-            plan.index, target, parts, overwrite=job.may_replace, keeps=kept.__contains__
+            complete_paths.add(part.temporary)
+        set_lock = begin_set(
+            plan.index, target, parts, overwrite=job.may_replace, keeps=complete_paths.__contains__
         )
-        stack.enter_context(held)
-        return frozenset(part.path for part in whole)
+        stack.enter_context(set_lock)
+        return frozenset(part.path for part in complete)
 
     with ExitStack() as stack:
-        whole = group.first(begin)
-        left = [part for part in parts[:-1] if part.path not in whole]
-        shares = _shares(left, len(group.all(0)))
+        complete = group.first(begin)
+        pending = [part for part in parts[:-1] if part.path not in complete]
+        shares = _distribute(pending, len(group.all(0)))
         with group.raise_on_all_ranks():
             files = {file.path: file for file in plan.files}
-            own = [(files[one.path], one) for one in shares[group.own]]
-            _write(job, own, names, plan.format, group)
+            own_files = [(files[part.path], part) for part in shares[group.own]]
+            _write(job, own_files, names, plan.format, group)
         group.first(lambda: _finish(plan, target, parts, names, job))
 
 
@@ -101,7 +101,7 @@ def finish_divided(plan: WritePlan, job: Job, options: str) -> bool:
         As `recover_set`.
     """
     journal = read_journal(os.path.realpath(plan.index))
-    if journal is None or f".ckptool-{_token(plan, job, options)}-" not in str(journal.facts):
+    if journal is None or f".ckptool-{_hash_write(plan, job, options)}-" not in str(journal.facts):
         return False
     recover_set(plan.index, journal)
     return True
@@ -113,9 +113,9 @@ def _check_same_sources(job: Job, group: WriterGroup) -> None:
     Raises:
         UnreadableFile: if one differs; the message shows the first.
     """
-    seen = group.all([source.version() for source in job.checkpoint.sources])
+    versions_by_rank = group.all([source.version() for source in job.checkpoint.sources])
     for number, source in enumerate(job.checkpoint.sources):
-        if len({versions[number] for versions in seen}) > 1:
+        if len({versions[number] for versions in versions_by_rank}) > 1:
             raise UnreadableFile(
                 "differs between processes: it was written again, or machines have their "
                 "own copies",
@@ -124,55 +124,59 @@ def _check_same_sources(job: Job, group: WriterGroup) -> None:
             )
 
 
-def _token(plan: WritePlan, job: Job, options: str) -> str:
+def _hash_write(plan: WritePlan, job: Job, options: str) -> str:
     """Return a token that identifies a write by its sources, options and files."""
-    checkpoint, known = job.checkpoint, [options]
-    known += (f"{source.name} {source.version()}" for source in checkpoint.sources)
+    checkpoint, facts = job.checkpoint, [options]
+    facts += (f"{source.name} {source.version()}" for source in checkpoint.sources)
     for folder, _, names in sorted(os.walk(checkpoint.path)):  # most files open on first read
         for path in (os.path.join(folder, name) for name in sorted(names)):
             status = os.stat(path) if os.path.isfile(path) else None
-            known += [f"{path} {status.st_size} {status.st_mtime_ns}"] if status else []
+            facts += [f"{path} {status.st_size} {status.st_mtime_ns}"] if status else []
     for file in plan.files:
-        known.append(f"{os.path.basename(file.path)} {file.size}")
-        for place, tensor in file.checkpoint.tensors() if file.checkpoint else ():
-            known.append(f"{name_of(place)} {tensor.dtype} {tensor.shape}")
-    return hashlib.sha256("\0".join(known).encode(errors="surrogatepass")).hexdigest()[:12]
+        facts.append(f"{os.path.basename(file.path)} {file.size}")
+        for tensor_path, tensor in file.checkpoint.tensors() if file.checkpoint else ():
+            facts.append(f"{name_of(tensor_path)} {tensor.dtype} {tensor.shape}")
+    return hashlib.sha256("\0".join(facts).encode(errors="surrogatepass")).hexdigest()[:12]
 
 
-def _size(path: str) -> int | None:
+def _try_size(path: str) -> int | None:
+    """Return the size of a file; None if it does not exist."""
     try:
         return os.lstat(path).st_size
     except OSError:
         return None
 
 
-def _shares(parts: Sequence[PendingFile], count: int) -> list[list[PendingFile]]:
+def _distribute(parts: Sequence[PendingFile], count: int) -> list[list[PendingFile]]:
     """Distribute the files, largest first, each to the process with the fewest bytes."""
     shares: list[list[PendingFile]] = [[] for _ in range(count)]
     for part in sorted(parts, key=lambda part: -part.size):
-        min(shares, key=lambda share: sum(one.size for one in share)).append(part)
+        min(shares, key=lambda share: sum(member.size for member in share)).append(part)
     return shares
 
 
 def _write(
     job: Job,
-    own: Sequence[tuple[NewFile, PendingFile]],
+    files: Sequence[tuple[NewFile, PendingFile]],
     names: Mapping[str, str],
     format: str,
     group: WriterGroup,
 ) -> None:
     """Write the files of this process; stop after a failure of another one."""
-    total, done = sum(part.size for _, part in own), 0
-    roots = [file.checkpoint.root for file, _ in own if file.checkpoint]
-    roots += [member.checkpoint.root for file, _ in own for member in file.members]
-    held = job.checkpoint.with_root(roots)
-    with job.reading(), source_check(held, format) as check_sources:
-        for file, part in own:
+    total, done = sum(part.size for _, part in files), 0
+    roots = [file.checkpoint.root for file, _ in files if file.checkpoint]
+    roots += [member.checkpoint.root for file, _ in files for member in file.members]
+    checkpoint = job.checkpoint.with_root(roots)
+    with job.attribute_errors(), check_sources_meanwhile(checkpoint, format) as check_sources:
+        for file, part in files:
             if group.has_failed:
                 return
             part.old = refuse_target(part.path, overwrite=job.may_replace)
             part.reserve()
-            with worded(part.path), part.output(counting_on(job.progress, done, total)) as output:
+            with (
+                convert_os_errors(part.path),
+                part.open_output(shift_progress(job.progress, done, total)) as output,
+            ):
                 output.is_verified = job.verify
                 file.write(output)
             if job.verify:
@@ -189,7 +193,7 @@ def _finish(
     """Write the index and rename all files to their targets, in process 0."""
     index = parts[-1]
     index.reserve()
-    with worded(index.path), index.output(None) as output:
+    with convert_os_errors(index.path), index.open_output(None) as output:
         plan.files[-1].write(output)
     for part in parts[:-1]:
         part.temporary = names[part.path]

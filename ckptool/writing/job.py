@@ -12,13 +12,13 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, TruncatedFile, warn
 from ckptool.files.atomic import FileOutput
 from ckptool.files.editing import apply_patch
-from ckptool.files.journal import leads_to
+from ckptool.files.journal import is_path_of
 from ckptool.files.place import place_of
 from ckptool.files.source import Progress
 from ckptool.files.system import announce_read
 from ckptool.formats.base import WritePlan
-from ckptool.writing.target import check_still_there
-from ckptool.writing.verification import source_check, verify, verify_file
+from ckptool.writing.target import check_still_source
+from ckptool.writing.verification import check_sources_meanwhile, verify, verify_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,18 @@ class Job:
         for source in sources:
             source.check_unchanged()
         if self.in_place:
-            check_still_there(self.path, sources)
+            check_still_source(self.path, sources)
             return
         for source in sources:
             fd = source.fd()
-            if fd is not None and not leads_to(source.name, fd):
+            if fd is not None and not is_path_of(source.name, fd):
                 warn(
                     f"{source.name}: was replaced or removed during the run; "
                     "the result is of the file that was there before"
                 )
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def attribute_errors(self) -> Iterator[None]:
         """Attribute errors in the block to a source that was written to, if one was.
 
         Raises:
@@ -95,16 +95,17 @@ def execute(plan: WritePlan, job: Job) -> None:
         return
 
     def check() -> None:
+        """Verify the file if the job asks for it."""
         if job.verify:
             verify(job.checkpoint, job.path, {}, job.progress)
 
     if plan.patch is None:  # the source already has the new content
-        with job.reading():
+        with job.attribute_errors():
             check()
         job.check_sources()
         return
     header = job.checkpoint.with_root(None)
-    with job.reading(), source_check(header, plan.format) as check_header:
+    with job.attribute_errors(), check_sources_meanwhile(header, plan.format) as check_header:
         check_header()
     apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=check)
 
@@ -116,6 +117,7 @@ def _write_files(plan: WritePlan, job: Job) -> None:
         announce_read(fd)
 
     def check() -> None:
+        """Check the sources, and verify the new files if the job asks for it."""
         check_sources()
         if job.verify:
             for file, output in zip(plan.files, outputs, strict=True):
@@ -123,9 +125,9 @@ def _write_files(plan: WritePlan, job: Job) -> None:
         job.check_sources()
 
     with (
-        job.reading(),
-        source_check(job.checkpoint, plan.format) as check_sources,
-        place_of(job.path).new_files(
+        job.attribute_errors(),
+        check_sources_meanwhile(job.checkpoint, plan.format) as check_sources,
+        place_of(job.path).open_outputs(
             plan.index or job.path,
             {file.path or job.path: file.size for file in plan.files},
             overwrite=job.may_replace,
@@ -133,10 +135,10 @@ def _write_files(plan: WritePlan, job: Job) -> None:
             check=check,
             progress=job.progress,
             shared=plan.files[0].shared if len(plan.files) == 1 else None,
-        ) as output_of,
+        ) as open_output,
     ):
         for file in plan.files:
-            with output_of(file.path or job.path) as output:
+            with open_output(file.path or job.path) as output:
                 output.is_verified = job.verify
                 file.write(output)
             outputs.append(output)

@@ -16,7 +16,7 @@ from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError
 from ckptool.files import Source
 from ckptool.files.computed import ComputedSource
 from ckptool.files.place import is_address, place_of
-from ckptool.files.source import Progress, far_bytes
+from ckptool.files.source import Progress, count_far_bytes
 from ckptool.formats import load_format, load_writable_format, shard_format_of
 from ckptool.formats.base import EditableFormat, FolderFormat, NewFile, WritePlan
 from ckptool.remedies import Remedy
@@ -28,12 +28,12 @@ from ckptool.writing.job import Job, execute
 from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import (
     check_address,
-    check_still_there,
+    check_still_source,
     check_target,
+    choose_file,
+    choose_format,
+    describe_surprises,
     is_a_source,
-    remarks,
-    target_file,
-    target_format,
 )
 
 
@@ -88,15 +88,16 @@ class Receipt(Result):
             "files": [{"file": path, "size": length} for path, length in self.files],
             "verified": self.verified,
             "dry_run": self.dry_run,
-            "changes": _documents(self.changes),
-            "outcomes": _documents(self.outcomes),
+            "changes": _to_documents(self.changes),
+            "outcomes": _to_documents(self.outcomes),
             "left_out": list(self.left_out),
             "notes": list(self.notes),
             "weights_only_blockers": list(self.blockers),
         }
 
 
-def _documents(changes: Iterable[Change]) -> list[dict[str, Any]]:
+def _to_documents(changes: Iterable[Change]) -> list[dict[str, Any]]:
+    """Return changes for a JSON document."""
     return [{"kind": change.kind, "text": change.text, "count": change.count} for change in changes]
 
 
@@ -127,7 +128,7 @@ def save(
 
     `overwrite`, `in_place`, `rewrite`, `strict`, `dry_run`, `max_shard_size`, `verify`, `progress`
     and the errors are the same as for `Checkpoint.save`. Creates missing folders. Replaces the
-    target of a link and keeps the link. See `target_format` for the default of `format`.
+    target of a link and keeps the link. See `choose_format` for the default of `format`.
     `files_from` is the folder with configuration, tokenizer and processor files to copy next to the
     weights. With `to_folder` the target is a folder, and `files_from` defaults to that of the
     source. `apart` divides the checkpoint into files by name, in the folder of `path`. With a
@@ -137,55 +138,57 @@ def save(
     check_address(path, in_place=in_place, verify=verify)
     is_far = is_address(path)
     if apart is None:
-        path = _file_of(checkpoint, path, format, files_from, to_folder=to_folder)
-    own = in_place and _names_a_source(path, checkpoint.sources)
-    if own:
-        check_still_there(path, checkpoint.sources)
+        path = _choose_file(checkpoint, path, format, files_from, to_folder=to_folder)
+    is_source = in_place and _is_source_path(path, checkpoint.sources)
+    if is_source:
+        check_still_source(path, checkpoint.sources)
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
-    name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
+    name = choose_format(checkpoint, path, format, sharded=max_shard_size is not None)
     load_format(checkpoint.format).refuse_unusable(checkpoint)
     if load_format(name).flat and apart is None:
-        checkpoint = _only_state_dict(checkpoint)
+        checkpoint = _take_state_dict(checkpoint)
         refuse_placeholders(checkpoint)
     else:
         checkpoint = checkpoint.with_late_values()
     if load_format(name).index_name and checkpoint.root is not checkpoint.original:
         rewrite = False  # of such a folder only the index is written again
-    anew = not own or rewrite or max_shard_size is not None
+    is_new_file = not is_source or rewrite or max_shard_size is not None
     if apart is not None:
         plan = _plan_apart(checkpoint, os.path.dirname(path), name, apart(checkpoint))
     else:
         indexed = bool(format and shard_format_of(format))
-        plan = _plan(checkpoint, path, name, max_shard_size, anew=anew, indexed=indexed)
+        plan = _plan(
+            checkpoint, path, name, max_shard_size, is_new_file=is_new_file, indexed=indexed
+        )
     job = Job(
         checkpoint,
         os.fspath(path),
         overwrite,
-        own,
-        _computes(checkpoint) and not is_far if verify is None else verify,
+        is_source,
+        _has_computed_tensors(checkpoint) and not is_far if verify is None else verify,
         progress,
     )
     if to_folder or files_from is not None:
-        plan, more = _add_companions(plan, job, files_from, to_folder=to_folder)
-        checkpoint = checkpoint.with_root(checkpoint.root, *more)
+        plan, warnings = _add_companions(plan, job, files_from, to_folder=to_folder)
+        checkpoint = checkpoint.with_root(checkpoint.root, *warnings)
         job = replace(job, checkpoint=checkpoint)
     is_divided = plan.index and apart is None and not (dry_run or is_far)
     if group and is_divided and group.first(lambda: finish_divided(plan, job, options)):
-        return _receipt(plan, job, group, dry_run=False)
+        return _make_receipt(plan, job, group, dry_run=False)
     for file in plan.files if plan.index else ():
         check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
-    notes = [*plan.notes, *remarks(checkpoint, path, format, name)]
-    if found := find_placeholders(checkpoint):
-        notes.append(f"{found.text}; {found.hint}")
+    notes = [*plan.notes, *describe_surprises(checkpoint, path, format, name)]
+    if placeholders := find_placeholders(checkpoint):
+        notes.append(f"{placeholders.text}; {placeholders.hint}")
     if all(change.kind != "fit" for change in checkpoint.changes):
         notes += load_format(checkpoint.format).describe_layout(checkpoint)
     if any(source.is_far for source in checkpoint.sources):
-        notes += _remote_notes(checkpoint, dry_run=dry_run)
+        notes += _describe_remote(checkpoint, dry_run=dry_run)
     if (to_folder or plan.index) and apart is None and not is_far:
-        notes += _other_models(path, plan)
+        notes += _find_other_models(path, plan)
     if dry_run and (plan.index or os.path.isdir(checkpoint.path)):
-        notes.append(_space_note(plan, path))
+        notes.append(_describe_space(plan, path))
     plan = replace(plan, notes=tuple(notes))
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
@@ -198,11 +201,11 @@ def save(
         else:
             group.all(0)  # so that every process looks before the first one writes
             group.first(lambda: _execute_by_folder(plan, job))
-    receipt = _receipt(plan, job, group, dry_run=dry_run)
+    receipt = _make_receipt(plan, job, group, dry_run=dry_run)
     return receipt if apart is None else replace(receipt, path=os.path.dirname(path))
 
 
-def _file_of(
+def _choose_file(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
     format: str | None,
@@ -212,9 +215,9 @@ def _file_of(
 ) -> str | os.PathLike[str]:
     """Return the file to write: for a folder a file in it, for the source's own the index."""
     if to_folder or load_format(format or "").index_name:
-        return target_file(checkpoint, path, format, to_folder=to_folder, files_from=files_from)
-    index = target_file(checkpoint, path, checkpoint.format, to_folder=False)
-    return index if _names_a_source(index, checkpoint.sources) else path
+        return choose_file(checkpoint, path, format, to_folder=to_folder, files_from=files_from)
+    index = choose_file(checkpoint, path, checkpoint.format, to_folder=False)
+    return index if _is_source_path(index, checkpoint.sources) else path
 
 
 def _plan(
@@ -223,25 +226,25 @@ def _plan(
     format: str,
     max_shard_size: int | str | None,
     *,
-    anew: bool,
+    is_new_file: bool,
     indexed: bool,
 ) -> WritePlan:
-    """Plan an edit of the source if possible, unless `anew`; else a new file, or shards."""
-    plan = None if anew else _plan_in_place(checkpoint, path, format)
+    """Plan an edit of the source if possible, unless `is_new_file`; else a new file, or shards."""
+    plan = None if is_new_file else _plan_in_place(checkpoint, path, format)
     if plan is not None:
         return plan
     if shard_format_of(format):
         plan = _plan_sharded(checkpoint, path, format, max_shard_size, indexed=indexed)
-    elif isinstance(known := load_writable_format(format), FolderFormat):
+    elif isinstance(writer := load_writable_format(format), FolderFormat):
         if is_a_source(path, checkpoint.sources):
             raise NotRepresentable(
                 "a folder cannot be written over itself; --in-place can only change its index",
                 file=checkpoint.path,
                 hint="write to another folder with -o",
             )
-        plan = _with_full_paths(known.plan(checkpoint, _shard_limit(max_shard_size)), path)
+        plan = _with_full_paths(writer.plan(checkpoint, _parse_limit(max_shard_size)), path)
     else:
-        plan = known.plan(checkpoint)
+        plan = writer.plan(checkpoint)
     return replace(plan, left_out=(*_list_left_out(checkpoint, format), *plan.left_out))
 
 
@@ -250,20 +253,20 @@ def _plan_apart(
 ) -> WritePlan:
     """Return the plan with one file per part, by its name in the folder."""
     plans = {
-        os.path.join(folder, name): load_writable_format(format).plan(one)
-        for name, one in parts.items()
+        os.path.join(folder, name): load_writable_format(format).plan(part)
+        for name, part in parts.items()
     }
-    every = plans.values()
+    all_plans = plans.values()
     return WritePlan(
         format,
         tuple(plan.files[0]._replace(path=path) for path, plan in plans.items()),
-        tensors=sum(plan.tensors for plan in every),
+        tensors=sum(plan.tensors for plan in all_plans),
         left_out=(
             *_list_left_out(checkpoint, format),
-            *dict.fromkeys(text for plan in every for text in plan.left_out),
+            *dict.fromkeys(text for plan in all_plans for text in plan.left_out),
         ),
-        notes=tuple(dict.fromkeys(text for plan in every for text in plan.notes)),
-        blockers=tuple(dict.fromkeys(name for plan in every for name in plan.blockers)),
+        notes=tuple(dict.fromkeys(text for plan in all_plans for text in plan.notes)),
+        blockers=tuple(dict.fromkeys(name for plan in all_plans for name in plan.blockers)),
     )
 
 
@@ -280,23 +283,23 @@ def _add_companions(
     plan: WritePlan, job: Job, files_from: str | os.PathLike[str] | None, *, to_folder: bool
 ) -> tuple[WritePlan, Sequence[Change]]:
     """Return the plan with the files that belong next to the weights in a folder, and warnings."""
-    from ckptool.writing.companions import folder_of_companions, with_companions
+    from ckptool.writing.companions import find_companion_folder, with_companions
 
     if not to_folder:
         raise UsageError(
             "files_from needs a folder as the target, which is one file",
             hint="write to a folder: ckptool convert SOURCE FOLDER/",
         )
-    found = files_from is None
-    folder = folder_of_companions(job.checkpoint) if files_from is None else files_from
+    is_default = files_from is None
+    folder = find_companion_folder(job.checkpoint) if files_from is None else files_from
     target = os.path.dirname(job.path)
-    if folder is None or (found and os.path.realpath(folder) == os.path.realpath(target)):
+    if folder is None or (is_default and os.path.realpath(folder) == os.path.realpath(target)):
         return plan, ()
-    keeps = found and not job.overwrite
-    return with_companions(plan, job.path, folder, job.checkpoint, keeps=keeps)
+    keeps_existing = is_default and not job.overwrite
+    return with_companions(plan, job.path, folder, job.checkpoint, keeps_existing=keeps_existing)
 
 
-def _space_note(plan: WritePlan, path: str | os.PathLike[str]) -> str:
+def _describe_space(plan: WritePlan, path: str | os.PathLike[str]) -> str:
     """Return the bytes to write and the free space, as text."""
     files = counted(len(plan.files), "file")
     if is_address(path):
@@ -308,13 +311,15 @@ def _space_note(plan: WritePlan, path: str | os.PathLike[str]) -> str:
     return f"{files} of {plan.written:,} bytes; the disk has {free:,} bytes free"
 
 
-def _remote_notes(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
+def _describe_remote(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
     """Yield notes on a remote source: its commit, and the bytes to download."""
-    if pinned := place_of(checkpoint.path).pinned(checkpoint.path):
+    if pinned := place_of(checkpoint.path).pin_revision(checkpoint.path):
         yield f"read at revision {pinned}"
     if dry_run:
         storages = (tensor.storage for _, tensor in checkpoint.tensors())
-        data = far_bytes(one.data for one in storages if one is not None and one.data is not None)
+        data = count_far_bytes(
+            storage.data for storage in storages if storage is not None and storage.data is not None
+        )
         yield f"would fetch {data:,} bytes of tensor data"
 
 
@@ -326,17 +331,17 @@ def _plan_in_place(
     A file with hard links is written again, because the journal of an edit is next to one name.
     """
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
-        tensors, refused = sum(1 for _ in checkpoint.tensors()), find_blockers(checkpoint.root)
-        return WritePlan(format, kept=checkpoint.details.size, tensors=tensors, blockers=refused)
-    known = load_format(format) if format == checkpoint.format else None
-    if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):
+        tensors, rejected = sum(1 for _ in checkpoint.tensors()), find_blockers(checkpoint.root)
+        return WritePlan(format, kept=checkpoint.details.size, tensors=tensors, blockers=rejected)
+    source_format = load_format(format) if format == checkpoint.format else None
+    if not isinstance(source_format, EditableFormat) or not is_a_source(path, checkpoint.sources):
         return None
     if os.stat(path).st_nlink > 1:
         return None
-    plan = known.plan_edit(checkpoint)
-    if plan and isinstance(known, FolderFormat):
+    plan = source_format.plan_edit(checkpoint)
+    if plan and isinstance(source_format, FolderFormat):
         plan = _with_full_paths(plan, path)
-    return plan and replace(plan, left_out=tuple(_left_out_by_transforms(checkpoint)))
+    return plan and replace(plan, left_out=tuple(_list_transform_losses(checkpoint)))
 
 
 def _with_full_paths(plan: WritePlan, path: str | os.PathLike[str]) -> WritePlan:
@@ -346,7 +351,8 @@ def _with_full_paths(plan: WritePlan, path: str | os.PathLike[str]) -> WritePlan
     return replace(plan, files=tuple(files))
 
 
-def _shard_limit(size: int | str | None) -> int | None:
+def _parse_limit(size: int | str | None) -> int | None:
+    """Return the limit of a shard in bytes; None for the default."""
     return parse_size(size) if isinstance(size, str) else size
 
 
@@ -362,28 +368,28 @@ def _plan_sharded(
 
     Old shards that are not in the new index stay, with a note.
     """
-    most = _shard_limit(max_shard_size)
-    same_files = most is None and is_a_source(path, checkpoint.sources)
+    limit = _parse_limit(max_shard_size)
+    same_files = limit is None and is_a_source(path, checkpoint.sources)
     plan = plan_shards(
         checkpoint,
         path,
         format=format,
-        max_shard_size=most,
+        max_shard_size=limit,
         indexed=indexed,
         same_files=same_files,
     )
     if not plan.index:
         return plan
-    new = {os.path.basename(file.path) for file in plan.files}
+    new_names = {os.path.basename(file.path) for file in plan.files}
     from ckptool.formats.sharded import read_shard_names  # most writes have no index
 
-    gone = [name for name in read_shard_names(plan.index) if name not in new]
-    stays = f"kept shards that the new index does not list: {listed(gone)}"
-    return replace(plan, notes=(*plan.notes, stays)) if gone else plan
+    dropped = [name for name in read_shard_names(plan.index) if name not in new_names]
+    note = f"kept shards that the new index does not list: {listed(dropped)}"
+    return replace(plan, notes=(*plan.notes, note)) if dropped else plan
 
 
-def _other_models(path: str | os.PathLike[str], plan: WritePlan) -> Iterator[str]:
-    """Yield a note on weights in the target's folder that a library may read instead of it."""
+def _find_other_models(path: str | os.PathLike[str], plan: WritePlan) -> Iterator[str]:
+    """Yield a note on other weights in the target's folder that a library may read instead."""
     from ckptool.formats.model_folder import (
         identify_library,
     )  # only for names that a library looks for
@@ -391,13 +397,18 @@ def _other_models(path: str | os.PathLike[str], plan: WritePlan) -> Iterator[str
     folder, name = os.path.split(plan.index or os.path.realpath(path))
     library = identify_library(name)
     if library is not None and os.path.isdir(folder):
-        own = {name, *(os.path.basename(file.path) for file in plan.files)}
-        others = {one for one in os.listdir(folder) if identify_library(one) == library} - own
+        written = {name, *(os.path.basename(file.path) for file in plan.files)}
+        others = {
+            name for name in os.listdir(folder) if identify_library(name) == library
+        } - written
         if others:
             yield f"kept {listed(sorted(others))} in the folder: {library} may read that instead"
 
 
-def _receipt(plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: bool) -> Receipt:
+def _make_receipt(
+    plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: bool
+) -> Receipt:
+    """Return the receipt of a write, with the facts that are only known after it."""
     reports = () if dry_run else job.checkpoint.reports
     gather = group.all if group is not None and plan.index else gather_alone
     return Receipt(
@@ -408,7 +419,7 @@ def _receipt(plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: b
         source=without_query(job.checkpoint.path),
         changes=(
             *_format_changes(job.checkpoint, plan),
-            *(one for one in job.checkpoint.changes if one.kind != LEFT_OUT),
+            *(change for change in job.checkpoint.changes if change.kind != LEFT_OUT),
         ),
         left_out=plan.left_out,
         notes=plan.notes,
@@ -430,7 +441,7 @@ def _format_changes(checkpoint: Checkpoint, plan: WritePlan) -> Iterator[Change]
         yield Change("format", f"changed pickle protocol {protocol} to 2")
 
 
-def _computes(checkpoint: Checkpoint) -> bool:
+def _has_computed_tensors(checkpoint: Checkpoint) -> bool:
     """Return True if the bytes of any tensor must be computed."""
     return any(
         tensor.storage is not None
@@ -440,7 +451,7 @@ def _computes(checkpoint: Checkpoint) -> bool:
     )
 
 
-def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
+def _take_state_dict(checkpoint: Checkpoint) -> Checkpoint:
     """Return the one state dict; without one, the format raises the error."""
     try:
         return single_state_dict(checkpoint)
@@ -456,7 +467,7 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
     Raises:
         NotRepresentable: if the result is one; the message shows what is missing.
     """
-    needed = [one.text for one in checkpoint.changes if one.needed and not one.wanted]
+    needed = [change.text for change in checkpoint.changes if change.needed and not change.wanted]
     if needed:
         raise NotRepresentable(
             f"a state dict cannot contain what only the class saves: {listed(needed)}",
@@ -464,21 +475,26 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
             hint="save its state_dict() where the class is importable, or add --drop-objects "
             "to leave it out",
         )
-    empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
-    if not plan.tensors and (empty or load_format(plan.format).flat) and not checkpoint.in_memory:
-        was = replace(checkpoint, root=checkpoint.original)
-        there = [*describe_sections(was), *plan.left_out]
-        if not there:  # the copy of an empty file is complete
+    is_empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
+    if (
+        not plan.tensors
+        and (is_empty or load_format(plan.format).flat)
+        and not checkpoint.in_memory
+    ):
+        original = replace(checkpoint, root=checkpoint.original)
+        content = [*describe_sections(original), *plan.left_out]
+        if not content:  # the copy of an empty file is complete
             return
         raise NotRepresentable(
-            f"the result would have no tensors; the file has {listed(there)}",
+            f"the result would have no tensors; the file has {listed(content)}",
             file=checkpoint.path or None,
         )
 
 
 def _refuse_left_out(checkpoint: Checkpoint, plan: WritePlan, *, strict: bool) -> None:
-    wanted = {change.text for change in checkpoint.changes if change.wanted}
-    lost = [text for text in plan.left_out if text not in wanted]
+    """With `strict`, refuse to leave out parts that the user did not leave out."""
+    requested = {change.text for change in checkpoint.changes if change.wanted}
+    lost = [text for text in plan.left_out if text not in requested]
     if strict and lost:
         raise NotRepresentable(
             f"{plan.format} cannot store everything; left out would be: {'; '.join(lost)}",
@@ -488,7 +504,7 @@ def _refuse_left_out(checkpoint: Checkpoint, plan: WritePlan, *, strict: bool) -
 
 
 def _refuse_loss(checkpoint: Checkpoint, plan: WritePlan) -> None:
-    """Refuse an in-place change with an unrequested loss, because there is no other copy."""
+    """Refuse an in-place change that loses data unrequested: there is no other copy."""
     lost = "; ".join(plan.left_out)
     if plan.format != checkpoint.format:
         lost = f"it would become a {plan.format}" + (f", without {lost}" if lost else "")
@@ -500,7 +516,7 @@ def _refuse_loss(checkpoint: Checkpoint, plan: WritePlan) -> None:
         )
 
 
-def _names_a_source(path: str | os.PathLike[str], sources: Sequence[Source]) -> bool:
+def _is_source_path(path: str | os.PathLike[str], sources: Sequence[Source]) -> bool:
     """Return True if the target is a source, or has the path of one that no longer exists."""
     names = {os.path.realpath(source.name) for source in sources}
     return is_a_source(path, sources) or os.path.realpath(path) in names
@@ -510,12 +526,12 @@ def _list_left_out(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     """Yield the parts left out by the reader, the transforms, and the format."""
     yield from checkpoint.details.left_behind
     yield from checkpoint.details.unreferenced
-    yield from _left_out_by_transforms(checkpoint)
+    yield from _list_transform_losses(checkpoint)
     entries = [key for key in checkpoint.details.header if key != "format"]
     if entries and target != checkpoint.format and not load_format(target).header_key:
         yield f"header entries: {listed(entries)}"
 
 
-def _left_out_by_transforms(checkpoint: Checkpoint) -> Iterator[str]:
+def _list_transform_losses(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the parts left out by the transforms."""
     return (change.text for change in checkpoint.changes if change.kind == LEFT_OUT)

@@ -23,7 +23,7 @@ from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import load_format, load_writable_format, shard_format_of
 from ckptool.formats.base import NewFile, WritePlan
 from ckptool.formats.safetensors_header import FORMAT, make_metadata
-from ckptool.writing.target import INDEX, split
+from ckptool.writing.target import INDEX, split_extension
 
 DEFAULT_SIZE = 5 * 10**9
 """The default size of the tensors in a shard, in bytes."""
@@ -40,12 +40,12 @@ def parse_size(text: str) -> int:
     Raises:
         UsageError: if it is not a size, or less than one byte.
     """
-    found = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text)
     size = 0
-    if found:
-        number, power, binary = found[1], found[2] or "", found[3]
+    if match:
+        number, power, binary = match[1], match[2] or "", match[3]
         size = int(Fraction(number) * (1024 if binary else 1000) ** _POWERS[power.upper()])
-    if not found or size < 1 or (found[3] and not found[2]):
+    if not match or size < 1 or (match[3] and not match[2]):
         raise UsageError(
             f"{text!r} is not a shard size",
             hint="give a number of bytes, or a size such as 500MB, 5GB or 4.5GiB",
@@ -86,15 +86,15 @@ def plan_shards(
     if limit < 1:
         raise UsageError(f"a shard cannot have {limit} bytes")
     names = _Names(os.fspath(path), format)
-    of_tensors = load_format(format).tensors_only
-    parts = (_safetensors_parts if of_tensors else _torch_parts)(checkpoint)
+    is_tensors_only = load_format(format).tensors_only
+    parts = (_divide_for_safetensors if is_tensors_only else _divide_for_torch)(checkpoint)
     if same_files:
-        placed = _by_file(checkpoint, parts.groups)
+        placed = _group_by_file(checkpoint, parts.groups)
         return _plan_files(checkpoint, format, names.index, parts, placed)
     runs = _fill_shards(parts.groups, limit) or [[]]
     if not (indexed or names.indexed) and len(runs) == 1:
         return load_writable_format(shard_format_of(format)).plan(checkpoint)
-    files = {names.shard(number, len(runs)): run for number, run in enumerate(runs, 1)}
+    files = {names.shard_path(number, len(runs)): run for number, run in enumerate(runs, 1)}
     return _plan_files(checkpoint, format, names.index, parts, files)
 
 
@@ -106,12 +106,12 @@ def _plan_files(
     files: Mapping[str, Sequence[str]],
 ) -> WritePlan:
     """Return the plan of `files`, each with its keys, and of their `index`."""
-    planned = load_writable_format(shard_format_of(format)).plan
-    plans = [planned(part) for part in _shards(checkpoint, files.values())]
+    plan_file = load_writable_format(shard_format_of(format)).plan
+    plans = [plan_file(part) for part in _iterate_shards(checkpoint, files.values())]
     shards = [plan.files[0]._replace(path=file) for file, plan in zip(files, plans, strict=True)]
-    places = {name: os.path.basename(file) for file, run in files.items() for name in run}
+    file_of = {name: os.path.basename(file) for file, run in files.items() for name in run}
     metadata = {**parts.metadata, "total_size": sum(size for size, _ in parts.groups)}
-    index_of = {"metadata": metadata, "weight_map": {name: places[name] for name in parts.held}}
+    index_of = {"metadata": metadata, "weight_map": {name: file_of[name] for name in parts.held}}
     text = f"{json.dumps(index_of, indent=2)}\n".encode()
     return WritePlan(
         format,
@@ -123,41 +123,45 @@ def _plan_files(
     )
 
 
-def _by_file(
+def _group_by_file(
     checkpoint: Checkpoint, groups: Iterable[tuple[int, Sequence[str]]]
 ) -> dict[str, list[str]]:
     """Return the keys by the file that they were read from; others go to the first."""
     index = os.path.realpath(checkpoint.path)
-    paths = [one.name for one in checkpoint.sources if os.path.realpath(one.name) != index]
+    paths = [source.name for source in checkpoint.sources if os.path.realpath(source.name) != index]
     files: dict[str, list[str]] = {path: [] for path in paths}
     for _, names in groups:
-        tensors = (one for name in names for one in find_tensors([checkpoint.root[name]]))
-        homes = (
-            one.storage.data.source.name for one in tensors if one.storage and one.storage.data
+        tensors = (source for name in names for source in find_tensors([checkpoint.root[name]]))
+        files_read = (
+            source.storage.data.source.name
+            for source in tensors
+            if source.storage and source.storage.data
         )
-        files[next((home for home in homes if home in files), paths[0])].extend(names)
+        files[next((file_read for file_read in files_read if file_read in files), paths[0])].extend(
+            names
+        )
     return {file: names for file, names in files.items() if names}
 
 
 class _Names:
-    """The names of the files."""
+    """The paths of the shards and their index."""
 
     def __init__(self, path: str, format: str) -> None:
         """Parse the path of the index or file; a stem may contain dots (`llama-2.7b`)."""
         self.path = path
         self.indexed = path.lower().endswith(INDEX)
-        whole = path[: -len(INDEX)] if self.indexed else path
-        stem, ending = split(whole)
-        if ending.lower().removesuffix(".tar") not in _ENDINGS:
-            stem, ending = whole, ""
-        self._stem, self._ending = stem, ending or load_format(format).shard_ending
+        without_index = path[: -len(INDEX)] if self.indexed else path
+        stem, extension = split_extension(without_index)
+        if extension.lower().removesuffix(".tar") not in _ENDINGS:
+            stem, extension = without_index, ""
+        self._stem, self._ending = stem, extension or load_format(format).shard_ending
 
     @property
     def index(self) -> str:
         """The path of the index."""
         return self.path if self.indexed else f"{self._stem}{self._ending}{INDEX}"
 
-    def shard(self, number: int, count: int) -> str:
+    def shard_path(self, number: int, count: int) -> str:
         """Return the path of a shard, counted from 1."""
         return f"{self._stem}-{number:05d}-of-{count:05d}{self._ending}"
 
@@ -176,7 +180,12 @@ class _Parts:
     notes: tuple[str, ...] = ()
 
 
-def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
+def _divide_for_safetensors(checkpoint: Checkpoint) -> _Parts:
+    """Return the parts of a state dict for safetensors: tied keys stay together.
+
+    Raises:
+        NotRepresentable: if safetensors cannot store a tensor.
+    """
     # Imported here: opening a file of another format does not need it.
     from ckptool.formats.safetensors import describe_changes, describe_overlaps, plan_content
 
@@ -196,7 +205,12 @@ def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
     )
 
 
-def _torch_parts(checkpoint: Checkpoint) -> _Parts:
+def _divide_for_torch(checkpoint: Checkpoint) -> _Parts:
+    """Return the parts of a state dict for torch files: entries with common objects stay together.
+
+    Raises:
+        NotRepresentable: if the root is not a flat state dict.
+    """
     root = checkpoint.root
     if not isinstance(root, dict) or not all(isinstance(name, str) for name in root):
         raise NotRepresentable(
@@ -204,27 +218,29 @@ def _torch_parts(checkpoint: Checkpoint) -> _Parts:
             file=checkpoint.path,
             hint="choose a state dict with --key NAME; ckptool info lists them",
         )
-    held = {name: _shareable(value) for name, value in root.items()}
+    shareable = {name: _find_shareable(value) for name, value in root.items()}
     groups = []
-    for group in _group_by_anchor({name: list(found) for name, found in held.items()}):
-        sizes = {key: size for name in group for key, size in held[name].items()}
+    for group in _group_by_anchor(
+        {name: list(sizes_by_id) for name, sizes_by_id in shareable.items()}
+    ):
+        sizes = {key: size for name in group for key, size in shareable[name].items()}
         groups.append((sum(sizes.values()), group))
     return _Parts(groups, list(root), {})
 
 
-def _shareable(value: Any) -> dict[int, int]:
-    """Return the shareable parts of an entry, with their bytes outside the pickle."""
-    found: dict[int, int] = {}
+def _find_shareable(value: Any) -> dict[int, int]:
+    """Return the objects and storages in an entry, by identity, with bytes outside the pickle."""
+    sizes: dict[int, int] = {}
     for node in walk_everything(value):
         storage: Storage | None = None
         if isinstance(node, (TensorRef, StorageRef)):
             storage = node.storage
         elif not isinstance(node, (dict, list, Opaque)):
             continue
-        found[id(node)] = 0
+        sizes[id(node)] = 0
         if storage is not None:
-            found[id(storage)] = storage.nbytes
-    return found
+            sizes[id(storage)] = storage.nbytes
+    return sizes
 
 
 def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
@@ -232,7 +248,8 @@ def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str
     names = list(anchors)
     parent = list(range(len(names)))
 
-    def root_of(number: int) -> int:
+    def find_root(number: int) -> int:
+        """Return the root of a key in the forest of joined keys."""
         while parent[number] != number:
             parent[number] = number = parent[parent[number]]
         return number
@@ -240,39 +257,39 @@ def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str
     owners: dict[Hashable, int] = {}
     for number, name in enumerate(names):
         for anchor in anchors[name]:
-            first, second = root_of(owners.setdefault(anchor, number)), root_of(number)
+            first, second = find_root(owners.setdefault(anchor, number)), find_root(number)
             parent[max(first, second)] = min(first, second)
     groups: dict[int, list[str]] = {}
     for number, name in enumerate(names):
-        groups.setdefault(root_of(number), []).append(name)
+        groups.setdefault(find_root(number), []).append(name)
     return list(groups.values())
 
 
 def _fill_shards(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[list[str]]:
-    """Return the keys of each shard."""
+    """Return the keys of each shard, filled in order up to `limit` bytes."""
     runs: list[list[str]] = []
-    taken = 0
+    filled = 0
     for size, names in groups:
-        if not runs or taken + size > limit:
+        if not runs or filled + size > limit:
             runs.append([])
-            taken = 0
+            filled = 0
         runs[-1].extend(names)
-        taken += size
+        filled += size
     return runs
 
 
-def _shards(checkpoint: Checkpoint, runs: Iterable[Sequence[str]]) -> Iterator[Checkpoint]:
+def _iterate_shards(checkpoint: Checkpoint, runs: Iterable[Sequence[str]]) -> Iterator[Checkpoint]:
     """Yield a checkpoint for each run of keys, in the order of the state dict."""
     root = checkpoint.root
-    order = {name: number for number, name in enumerate(root)}
+    positions = {name: number for number, name in enumerate(root)}
     attributes = root.attributes if isinstance(root, OrderedMap) else {}
     for number, run in enumerate(runs):
-        shard = OrderedMap((name, root[name]) for name in sorted(run, key=order.__getitem__))
-        shard.attributes = _attributes_for(run, attributes) if number else attributes
+        shard = OrderedMap((name, root[name]) for name in sorted(run, key=positions.__getitem__))
+        shard.attributes = _select_attributes(run, attributes) if number else attributes
         yield checkpoint.with_root(shard)
 
 
-def _attributes_for(names: Iterable[str], attributes: Mapping[Any, Any]) -> dict[Any, Any]:
+def _select_attributes(names: Iterable[str], attributes: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the attributes that a later shard repeats; the first shard has all of them.
 
     It repeats the `_metadata` of its modules, so that it loads correctly by itself.

@@ -17,7 +17,7 @@ from ckptool.words import shell
 INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
 
 
-def default_target(
+def make_default_target(
     source: str, word: str, format: str | None = None, *, sharded: bool = False
 ) -> str:
     """Return `model.stripped.pth` for `model.pth` and the word `stripped`, in the same folder.
@@ -39,18 +39,22 @@ def default_target(
         source = os.path.basename(urlsplit(source).path.rstrip("/")) or "checkpoint"
     if os.path.basename(source.rstrip(os.sep)) in ("", ".", ".."):
         source = os.path.abspath(source)  # the name of the folder that we are in
-    stem, suffix = split(source.rstrip(os.sep) or source)
+    stem, suffix = split_extension(source.rstrip(os.sep) or source)
     if os.path.isdir(source):
         stem, suffix = stem + suffix, ".pth"
-    if sharded or not all(one.writable for one in REGISTRY if suffix in one.endings):
+    if sharded or not all(
+        candidate.writable for candidate in REGISTRY if suffix in candidate.endings
+    ):
         suffix = ".pth"
-    if format and format not in _formats_for(suffix):
-        suffix = next("".join(one.endings[:1]) for one in REGISTRY if one.name == format)
+    if format and format not in _find_formats(suffix):
+        suffix = next(
+            "".join(candidate.endings[:1]) for candidate in REGISTRY if candidate.name == format
+        )
     return f"{stem}.{word}{suffix}"
 
 
-def split(path: str) -> tuple[str, str]:
-    """Split a path into stem and extension; `.pth.tar` and that of an index are one extension."""
+def split_extension(path: str) -> tuple[str, str]:
+    """Split a path into stem and extension; `.pth.tar` and `.safetensors.index.json` are one."""
     index = INDEX_ENDING.search(path)
     if index:
         return path[: index.start()], index[0]
@@ -65,41 +69,41 @@ INDEX = ".index.json"
 DEFAULT = "torch-zip"
 
 
-def _formats_for(ending: str) -> list[str]:
+def _find_formats(extension: str) -> list[str]:
     """Return the formats for an extension; an unknown one means torch's.
 
     Raises:
         UsageError: if it is the extension of a format that cannot be written.
     """
-    owners = [one for one in REGISTRY if ending in one.endings]
-    torchs = (one for one in REGISTRY if ".pth" in one.endings)
-    written = [one.name for one in owners or torchs if one.writable]
+    owners = [candidate for candidate in REGISTRY if extension in candidate.endings]
+    torch_formats = (candidate for candidate in REGISTRY if ".pth" in candidate.endings)
+    written = [candidate.name for candidate in owners or torch_formats if candidate.writable]
     if not owners:
         from ckptool.formats.identify import ENDINGS  # known extensions do not need it
 
-        other = ENDINGS.get(ending)
+        other_format = ENDINGS.get(extension)
     else:
-        other = owners[0].name if not written else None
-    if other is not None:
+        other_format = owners[0].name if not written else None
+    if other_format is not None:
         raise UsageError(
-            f"{ending} is the extension of {other} files, which ckptool does not write",
+            f"{extension} is the extension of {other_format} files, which ckptool does not write",
             hint="use the extension .pth or .safetensors, or choose the format with --format",
         )
     return written
 
 
-def goes_to_folder(
+def is_folder_target(
     target: str | os.PathLike[str],
     source: Source | Sequence[str | os.PathLike[str]],
     format: str | None = None,
     *,
-    wanted: bool = False,
+    needs_folder: bool = False,
 ) -> bool:
     """Return True if a target is a folder to write into.
 
     This is the case for an existing folder, a name with a final `/`, and a `format` that is a
     folder. A new name without a known extension is a folder if the source is a folder or several
-    files, or if an option needs a folder (`wanted`).
+    files, or if an option needs a folder (`needs_folder`).
 
     Raises:
         UsageError: if the source is a single file and the name could be a file or a folder.
@@ -111,7 +115,7 @@ def goes_to_folder(
         return False
     if os.path.lexists(name) or (is_address(name) and place_of(name).exists(name)):
         return False
-    if wanted or _is_set(source):
+    if needs_folder or _is_set(source):
         return True
     if format is not None:
         return False
@@ -123,19 +127,19 @@ def goes_to_folder(
 
 
 def _has_known_extension(name: str, source: Source | Sequence[str | os.PathLike[str]]) -> bool:
-    """Return True if the extension of a target is that of a format, or of its source."""
+    """Return True if the extension of a target is that of its source, or known."""
     from ckptool.formats.identify import ENDINGS
 
     name = name.lower()
-    ending = os.path.splitext(name)[1]
-    known = {*ENDINGS, *(ending for one in REGISTRY for ending in one.endings)}
-    if name.endswith(INDEX) or ending in known:
+    extension = os.path.splitext(name)[1]
+    extensions = {*ENDINGS, *(extension for format in REGISTRY for extension in format.endings)}
+    if name.endswith(INDEX) or extension in extensions:
         return True
     if isinstance(source, Checkpoint):
         source = source.path
-    if not ending or not isinstance(source, (str, os.PathLike)) or os.path.isdir(source):
+    if not extension or not isinstance(source, (str, os.PathLike)) or os.path.isdir(source):
         return False
-    return os.fspath(source).lower().endswith(ending)
+    return os.fspath(source).lower().endswith(extension)
 
 
 def _is_set(source: Source | Sequence[str | os.PathLike[str]]) -> bool:
@@ -151,7 +155,7 @@ def _is_set(source: Source | Sequence[str | os.PathLike[str]]) -> bool:
     )
 
 
-def target_file(
+def choose_file(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
     format: str | None = None,
@@ -178,14 +182,14 @@ def target_file(
 
     library = identify_library(checkpoint.path)
     if library is None:
-        from ckptool.writing.companions import folder_of_companions  # a file needs no library
+        from ckptool.writing.companions import find_companion_folder  # a file needs no library
 
-        folder = files_from or folder_of_companions(checkpoint)
+        folder = files_from or find_companion_folder(checkpoint)
         library = find_library(folder) if folder and os.path.isdir(folder) else None
     return os.path.join(name, weights_file_name(library, safe=is_safe))
 
 
-def target_format(
+def choose_format(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
     format: str | None = None,
@@ -206,15 +210,19 @@ def target_format(
     """
     name = os.fspath(path).lower()
     if name.endswith(INDEX):
-        single = _formats_for(os.path.splitext(name.removesuffix(INDEX))[1])[0]
-        return _sharded(single, format)
+        single = _find_formats(os.path.splitext(name.removesuffix(INDEX))[1])[0]
+        return _choose_sharded_format(single, format)
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
-    single = _single(checkpoint, name, format)
-    return _sharded(single, format) if sharded and not load_format(single).index_name else single
+    single = _choose_single_format(checkpoint, name, format)
+    return (
+        _choose_sharded_format(single, format)
+        if sharded and not load_format(single).index_name
+        else single
+    )
 
 
-def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
+def _choose_single_format(checkpoint: Checkpoint, name: str, format: str | None) -> str:
     """Return the format of a target that is one file, or of shards if `format` is sharded."""
     if format is not None:
         if format not in WRITABLE:
@@ -222,18 +230,18 @@ def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
                 f"{format!r} cannot be written; the format is one of {', '.join(WRITABLE)}"
             )
         return format
-    written = _formats_for(os.path.splitext(name)[1])
+    written = _find_formats(os.path.splitext(name)[1])
     return checkpoint.format if checkpoint.format in written else written[0]
 
 
-def _sharded(single: str, format: str | None) -> str:
+def _choose_sharded_format(single: str, format: str | None) -> str:
     """Return the sharded form of the format `single`, unless `format` decides."""
-    wanted = format or (single if load_format(single).tensors_only else DEFAULT)
-    shards = {one.shard: one.name for one in REGISTRY if one.shard}
-    if wanted in (*shards, *shards.values()):
-        return shards.get(wanted, wanted)
+    chosen = format or (single if load_format(single).tensors_only else DEFAULT)
+    shards = {registered.shard: registered.name for registered in REGISTRY if registered.shard}
+    if chosen in (*shards, *shards.values()):
+        return shards.get(chosen, chosen)
     raise UsageError(
-        f"shards are files of {' or '.join(shards)}, not of {wanted}",
+        f"shards are files of {' or '.join(shards)}, not of {chosen}",
         hint="leave out --format, or name one file to write",
     )
 
@@ -256,16 +264,16 @@ def check_address(path: str | os.PathLike[str], *, in_place: bool, verify: bool 
         )
 
 
-def remarks(
+def describe_surprises(
     checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None, written: str
 ) -> Iterator[str]:
     """Yield notes on a target that the user may not expect: its format, a new folder."""
     folder, name = os.path.split(path)
-    ending = os.path.splitext(name)[1].lower()
-    is_told = format is not None or name.lower().endswith(INDEX)
-    is_known = any(ending in one.endings for one in REGISTRY)
-    if ending and not (is_told or is_known or checkpoint.path.lower().endswith(ending)):
-        yield f"{ending} is not a known extension; the file is written as {written}"
+    extension = os.path.splitext(name)[1].lower()
+    is_given = format is not None or name.lower().endswith(INDEX)
+    is_known = any(extension in registered.endings for registered in REGISTRY)
+    if extension and not (is_given or is_known or checkpoint.path.lower().endswith(extension)):
+        yield f"{extension} is not a known extension; the file is written as {written}"
     if folder and not is_address(path) and not os.path.isdir(folder):
         yield f"created the folder {folder}"
 
@@ -308,17 +316,17 @@ def check_target(
         raise TargetExists("is inside the source folder", file=path, hint="choose another folder")
 
 
-def check_still_there(path: str | os.PathLike[str], sources: Iterable[Bytes]) -> None:
+def check_still_source(path: str | os.PathLike[str], sources: Iterable[Bytes]) -> None:
     """Refuse to write in place if the source is no longer at its path.
 
     Raises:
         WriteError: if the source was replaced or removed.
     """
     if not is_a_source(path, sources):
-        there = os.path.lexists(path)
-        what = "the file was replaced" if there else "the file was removed"
+        exists = os.path.lexists(path)
+        fact = "the file was replaced" if exists else "the file was removed"
         raise WriteError(
-            f"{what} during the edit; nothing was written",
+            f"{fact} during the edit; nothing was written",
             file=path,
             hint="write the result to another file with -o FILE",
         )

@@ -15,10 +15,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import FileOutput, Streamed
-from ckptool.files.checksums import crc32_of, crc32s
+from ckptool.files.checksums import compute_crc32, compute_crc32s
 from ckptool.files.source import Progress, Stated
-from ckptool.files.strided import swapped
-from ckptool.files.threads import in_order
+from ckptool.files.strided import swap_blocks
+from ckptool.files.threads import run_in_order
 from ckptool.formats import load_format, open_checkpoint
 from ckptool.formats.archive import read_zip
 from ckptool.formats.base import NewFile
@@ -39,7 +39,7 @@ _HEADERS = (".pkl", ".json")
 
 
 @contextmanager
-def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], None]]:
+def check_sources_meanwhile(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], None]]:
     """Check the bytes that a file of `format` copies from the sources, in parallel threads.
 
     The block gets a function that waits for the threads and raises their errors. Inputs of a cast
@@ -50,31 +50,41 @@ def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], N
         CorruptFile: if a record is damaged.
         UnreadableFile: if the system cannot read it.
     """
-    records = _records_to_check(checkpoint, format)
-    large = sum(data.length for _, data, _ in records) >= _LARGE
-    apart = [one for one in records if large and one[1].source.is_shared]
-    _check([one for one in records if not (large and one[1].source.is_shared)], lambda: False)
-    if not apart:
+    records = _find_records_to_check(checkpoint, format)
+    is_large = sum(data.length for _, data, _ in records) >= _LARGE
+    threaded = [record for record in records if is_large and record[1].source.is_shared]
+    _check_records(
+        [record for record in records if not (is_large and record[1].source.is_shared)],
+        lambda: False,
+    )
+    if not threaded:
         yield lambda: None
         return
     from concurrent.futures import ThreadPoolExecutor  # as in `_compare`
 
     with ThreadPoolExecutor(1) as pool:
-        ended = Event()
-        checking = pool.submit(_check, apart, ended.is_set)
+        has_ended = Event()
+        checking = pool.submit(_check_records, threaded, has_ended.is_set)
         try:
             yield checking.result
         finally:
-            ended.set()
+            has_ended.set()
 
 
-def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
-    def told(_: int) -> None:
+def _check_records(records: list[Stated], has_ended: Callable[[], bool]) -> None:
+    """Compare the CRC-32 of records; stop if `has_ended`.
+
+    Raises:
+        CorruptFile: if a record is damaged.
+    """
+
+    def stop_if_ended(_: int) -> None:
+        """Stop the check if the write has ended."""
         if has_ended():
             raise InterruptedError("the checksums are no longer needed")
 
-    found = crc32s([data for _, data, _ in records], told)
-    for (name, data, stated), crc32 in zip(records, found, strict=True):
+    actual_crcs = compute_crc32s([data for _, data, _ in records], stop_if_ended)
+    for (name, data, stated), crc32 in zip(records, actual_crcs, strict=True):
         if isinstance(crc32, CorruptFile):
             raise crc32
         if crc32 != stated:
@@ -86,26 +96,27 @@ def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
             )
 
 
-def _records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
+def _find_records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
     """Return the records that are copied into a file of `format` without their CRC-32."""
-    handed_on = load_format(format).hands_on_crc
+    keeps_crc = load_format(format).hands_on_crc
     starts: dict[int, list[int]] = {}
     for node in walk_everything(checkpoint.root):
         storage = node.storage if isinstance(node, (TensorRef, StorageRef)) else None
         data = None if storage is None else storage.whole or storage.data
         if storage is None or data is None or not data.length:
             continue
-        plain = storage.byteorder == "little" and not storage.compressed
-        if not (handed_on and plain and storage.crc32 is not None):
-            for one in _origins(data):
-                starts.setdefault(id(one.source), []).append(one.offset)
-    for known in starts.values():
-        known.sort()
+        is_plain = storage.byteorder == "little" and not storage.compressed
+        if not (keeps_crc and is_plain and storage.crc32 is not None):
+            for origin in _find_origins(data):
+                starts.setdefault(id(origin.source), []).append(origin.offset)
+    for offsets in starts.values():
+        offsets.sort()
 
     def is_read(data: ByteRange) -> bool:
-        known = starts.get(id(data.source), [])
-        first = bisect_left(known, data.offset)
-        return first < len(known) and known[first] < data.offset + data.length
+        """Return True if one of the copied ranges begins in `data`."""
+        offsets = starts.get(id(data.source), [])
+        first = bisect_left(offsets, data.offset)
+        return first < len(offsets) and offsets[first] < data.offset + data.length
 
     return [
         (name, data, crc32)
@@ -116,15 +127,15 @@ def _records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
     ]
 
 
-def _origins(data: ByteRange) -> Iterator[ByteRange]:
+def _find_origins(data: ByteRange) -> Iterator[ByteRange]:
     """Yield the ranges that a range is composed of, in any order."""
-    todo = [data]
-    while todo:
-        one = todo.pop()
-        if one.source.rearranges:
-            todo.extend(one.source.made_of)
+    pending = [data]
+    while pending:
+        part = pending.pop()
+        if part.source.rearranges:
+            pending.extend(part.source.made_of)
         else:
-            yield one
+            yield part
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +169,15 @@ def verify(
         CorruptFile: if the bytes of a source do not match its own directory.
     """
     try:
-        found = open_checkpoint(path, source=FileSource(path))
+        written = open_checkpoint(path, source=FileSource(path))
     except CheckpointError as error:
-        raise _wrong(f"it cannot be read back ({error.message})") from error
-    with found:
-        flat = load_format(found.format).tensors_only
-        runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
-        _compare(runs, streamed, progress)
-        if flat and (text := find_disagreement(found.sources[0], DEFAULT_LIMITS)):
-            raise _wrong(text)
+        raise _verification_error(f"it cannot be read back ({error.message})") from error
+    with written:
+        flat = load_format(written.format).tensors_only
+        runs = list((_iterate_tensor_runs if flat else _iterate_storage_runs)(expected, written))
+        _compare_runs(runs, streamed, progress)
+        if flat and (text := find_disagreement(written.sources[0], DEFAULT_LIMITS)):
+            raise _verification_error(text)
 
 
 def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) -> None:
@@ -178,82 +189,100 @@ def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) ->
     if file.members:  # files of torch.save's in this one
         with closing(FileSource(output.name)) as source:
             runs: list[_Run] = []
-            for one in file.members:
-                data = ByteRange(source, one.offset, one.length)
+            for member in file.members:
+                data = ByteRange(source, member.offset, member.length)
                 try:
                     contents = read_contents(read_zip(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
                 except CheckpointError as error:
-                    raise _wrong(f"it cannot be read back ({error.message})") from error
-                found = replace(one.checkpoint, root=contents.unpickled.root, format=TORCH_ZIP.name)
-                runs.extend(_storage_runs(one.checkpoint, found))
-            _compare(runs, output.streamed, progress)
+                    raise _verification_error(
+                        f"it cannot be read back ({error.message})"
+                    ) from error
+                written = replace(
+                    member.checkpoint, root=contents.unpickled.root, format=TORCH_ZIP.name
+                )
+                runs.extend(_iterate_storage_runs(member.checkpoint, written))
+            _compare_runs(runs, output.streamed, progress)
     if file.checkpoint is not None:
         verify(file.checkpoint, output.name, output.streamed, progress)
 
 
-def _wrong(fact: str) -> WriteError:
+def _verification_error(fact: str) -> WriteError:
+    """Return the error for a file that differs from its expected content."""
     return WriteError(
         f"verification failed, so nothing was kept: {fact}",
         hint="try again; if it fails again, suspect the disk or the memory",
     )
 
 
-def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progress | None) -> None:
+def _compare_runs(
+    runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progress | None
+) -> None:
+    """Compare all runs, and report the progress.
+
+    Raises:
+        WriteError: for the first run that differs.
+    """
     total = sum(run.found.length for run in runs)
     done = 0
-    for run, matches in _verdicts(runs, streamed):
+    for run, matches in _judge_runs(runs, streamed):
         if not matches:
-            raise _wrong(f"the bytes of {printable(run.name)} differ from what was written")
+            raise _verification_error(
+                f"the bytes of {printable(run.name)} differ from what was written"
+            )
         done += run.found.length
         if progress is not None:
             progress(done, total)
 
 
-def _verdicts(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tuple[_Run, bool]]:
-    """Yield whether each run is correct, large ones with a known checksum first.
+def _judge_runs(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tuple[_Run, bool]]:
+    """Yield each run with True if it is correct; large runs with a known checksum first.
 
     The threads read only the new file. The expected bytes may be inflated or computed from a source
     that keeps a position, so only this thread reads them.
     """
-    apart: list[tuple[_Run, int]] = []
-    here: list[tuple[_Run, int | None]] = []
+    threaded: list[tuple[_Run, int]] = []
+    unthreaded: list[tuple[_Run, int | None]] = []
     for run in runs:
-        crc = _checksum(run, streamed)
+        crc = _expected_checksum(run, streamed)
         if crc is not None and run.found.length >= _LARGE and run.found.source.is_shared:
-            apart.append((run, crc))
+            threaded.append((run, crc))
         else:
-            here.append((run, crc))
+            unthreaded.append((run, crc))
 
-    def summed(one: tuple[_Run, int]) -> int:
-        return crc32_of(one[0].found.blocks(_PART))
+    def compute_run(run_and_crc: tuple[_Run, int]) -> int:
+        """Return the CRC-32 of a run in the new file."""
+        return compute_crc32(run_and_crc[0].found.iterate_blocks(_PART))
 
     # The results have no variable: the traceback of an error would keep their threads.
-    for (run, crc), has in zip(apart, in_order(summed, apart), strict=True):
-        yield run, _has_checksum(run, crc, has)
-    for run, wanted in here:
-        if wanted is None:
+    for (run, crc), actual_crc in zip(threaded, run_in_order(compute_run, threaded), strict=True):
+        yield run, _has_checksum(run, crc, actual_crc)
+    for run, expected_crc in unthreaded:
+        if expected_crc is None:
             yield run, _is_equal(run)
         else:
-            yield run, _has_checksum(run, wanted, crc32_of(run.found.blocks(_PART)))
+            yield (
+                run,
+                _has_checksum(run, expected_crc, compute_crc32(run.found.iterate_blocks(_PART))),
+            )
 
 
-def _checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
+def _expected_checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
     """Return the CRC-32 that the run should have; None: its bytes must be compared."""
     if run.crc32 is not None:
         return run.crc32
-    there = streamed.get(run.found.offset)
-    if there is None or there.length != run.found.length:
+    streamed_run = streamed.get(run.found.offset)
+    if streamed_run is None or streamed_run.length != run.found.length:
         return None
-    return None if run.data is None or run.found.length <= _SAMPLE else there.crc32
+    return None if run.data is None or run.found.length <= _SAMPLE else streamed_run.crc32
 
 
-def _has_checksum(run: _Run, wanted: int, found: int) -> bool:
-    """Return True if the CRC-32 `found` in the new file is the expected one."""
+def _has_checksum(run: _Run, expected: int, actual: int) -> bool:
+    """Return True if the CRC-32 `actual` in the new file is the expected one."""
     if run.crc32 is None:
-        return found == wanted and run.data is not None and _ends_match(run.found, run.data)
-    if found != wanted:
+        return actual == expected and run.data is not None and _has_same_ends(run.found, run.data)
+    if actual != expected:
         _check_source(run)
-    return found == wanted
+    return actual == expected
 
 
 def _is_equal(run: _Run) -> bool:
@@ -272,7 +301,7 @@ def _check_source(run: _Run) -> None:
     Raises:
         CorruptFile: if the source is damaged.
     """
-    if crc32_of(run.expected()) != run.crc32:
+    if compute_crc32(run.expected()) != run.crc32:
         raise CorruptFile(
             f"{printable(run.name)} is damaged: its CRC-32 differs from the one in the "
             "zip directory",
@@ -281,59 +310,69 @@ def _check_source(run: _Run) -> None:
         )
 
 
-def _ends_match(found: ByteRange, wanted: ByteRange) -> bool:
+def _has_same_ends(written: ByteRange, expected: ByteRange) -> bool:
     """Return True if both ends are those of the right tensor, which a checksum does not show."""
-    length = min(_SAMPLE, found.length)
-    starts = (0, found.length - length)
-    return all(found.read(start, length) == wanted.read(start, length) for start in starts)
+    length = min(_SAMPLE, written.length)
+    starts = (0, written.length - length)
+    return all(written.read(start, length) == expected.read(start, length) for start in starts)
 
 
-def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
+def _iterate_storage_runs(expected: Checkpoint, written: Checkpoint) -> Iterator[_Run]:
     """Yield every storage of two trees with equal pickles."""
-    legacy = load_format(found.format).legacy
-    want, have = (encode(one.root, legacy=legacy) for one in (expected, found))
-    if want.data != have.data or len(want.storages) != len(have.storages):
-        raise _wrong("its keys, values or objects differ from what was written")
-    for index, storage in enumerate(have.storages):
+    legacy = load_format(written.format).legacy
+    expected_pickle, written_pickle = (
+        encode(checkpoint.root, legacy=legacy) for checkpoint in (expected, written)
+    )
+    if expected_pickle.data != written_pickle.data or len(expected_pickle.storages) != len(
+        written_pickle.storages
+    ):
+        raise _verification_error("its keys, values or objects differ from what was written")
+    for index, storage in enumerate(written_pickle.storages):
         if storage.data is not None:
-            yield _storage_run(want, index, storage.data, storage.byteorder)
+            yield _make_storage_run(expected_pickle, index, storage.data, storage.byteorder)
 
 
-def _storage_run(want: Encoded, index: int, found: ByteRange, byteorder: str) -> _Run:
-    storage = want.storages[index]
+def _make_storage_run(expected: Encoded, index: int, written: ByteRange, byteorder: str) -> _Run:
+    """Return the run of one storage in the new file, with the bytes of the source's storage."""
+    storage = expected.storages[index]
     name = f"storage {storage.key!r}"
     data = storage.data
-    if data is None or data.length != found.length:
-        wanted = 0 if data is None else data.length
-        raise _wrong(f"{name} has {found.length:,} bytes, expected {wanted:,}")
+    if data is None or data.length != written.length:
+        expected_size = 0 if data is None else data.length
+        raise _verification_error(
+            f"{name} has {written.length:,} bytes, expected {expected_size:,}"
+        )
     if storage.byteorder != byteorder:
-        swap = BY_NAME[want.dtypes[index]].swap_size
-        return _Run(name, found, lambda: swapped(data.blocks(), swap))
+        swap = BY_NAME[expected.dtypes[index]].swap_size
+        return _Run(name, written, lambda: swap_blocks(data.iterate_blocks(), swap))
     plain_crc = None if storage.compressed else storage.crc32
-    return _Run(name, found, data.blocks, plain_crc, data)
+    return _Run(name, written, data.iterate_blocks, plain_crc, data)
 
 
-def _tensor_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
+def _iterate_tensor_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
     """Yield every tensor of a flat state dict, by key."""
-    want, have = (
-        {path[-1]: tensor for path, tensor in one.tensors() if len(path) == 1}
-        for one in (expected, found)
+    expected_tensors, written_tensors = (
+        {path[-1]: tensor for path, tensor in checkpoint.tensors() if len(path) == 1}
+        for checkpoint in (expected, found)
     )
-    if list(want) != list(have):
-        raise _wrong("its keys or their order differ from what was written")
+    if list(expected_tensors) != list(written_tensors):
+        raise _verification_error("its keys or their order differ from what was written")
     seen: set[int] = set()
-    for name, tensor in want.items():
-        there = have[name]
-        if (tensor.dtype, tensor.shape) != (there.dtype, there.shape):
-            raise _wrong(f"{printable(name)} has a different dtype or shape than what was written")
-        if there.nbytes and there.data.offset not in seen:
-            seen.add(there.data.offset)
-            yield _tensor_run(name, tensor, there.data)
+    for name, tensor in expected_tensors.items():
+        written = written_tensors[name]
+        if (tensor.dtype, tensor.shape) != (written.dtype, written.shape):
+            raise _verification_error(
+                f"{printable(name)} has a different dtype or shape than what was written"
+            )
+        if written.nbytes and written.data.offset not in seen:
+            seen.add(written.data.offset)
+            yield _make_tensor_run(name, tensor, written.data)
 
 
-def _tensor_run(name: str, tensor: TensorRef, found: ByteRange) -> _Run:
+def _make_tensor_run(name: str, tensor: TensorRef, written: ByteRange) -> _Run:
+    """Return the run of one tensor in the new file."""
     storage = tensor.storage
     if storage is None or not tensor.is_verbatim:
-        return _Run(name, found, tensor.content)
-    whole = tensor.nbytes == storage.nbytes and not storage.compressed
-    return _Run(name, found, tensor.content, storage.crc32 if whole else None, tensor.data)
+        return _Run(name, written, tensor.content)
+    is_whole = tensor.nbytes == storage.nbytes and not storage.compressed
+    return _Run(name, written, tensor.content, storage.crc32 if is_whole else None, tensor.data)

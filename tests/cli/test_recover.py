@@ -16,7 +16,7 @@ def cut(model):
     """A checkpoint to which half of an edit was appended before its process was killed."""
     old = model.read_bytes()
     with open(model, "r+b") as file:
-        edit = Edit.of(file.fileno(), Patch(len(old), NEW))
+        edit = Edit.from_patch(file.fileno(), Patch(len(old), NEW))
         write_journal(str(model), edit.to_journal())
         file.seek(len(old))
         file.write(NEW[:700])
@@ -86,7 +86,7 @@ def test_the_same_again_is_said_again(ckptool, cut):
     for _ in range(2):
         with open(model, "r+b") as file:
             file.truncate(len(old))
-            write_journal(str(model), Edit.of(file.fileno(), Patch(0, NEW)).to_journal())
+            write_journal(str(model), Edit.from_patch(file.fileno(), Patch(0, NEW)).to_journal())
             file.write(NEW[:512])
         assert "warning: " in ckptool("info", model).err
         assert clean(model, old)

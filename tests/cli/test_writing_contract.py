@@ -362,7 +362,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(ckptool, folder, monkeypatch, verb)
         raise KeyboardInterrupt
 
     before = held(folder)
-    monkeypatch.setattr(atomic.FileOutput, "_step", interrupted)
+    monkeypatch.setattr(atomic.FileOutput, "_advance", interrupted)
     done = ckptool(*verb.words("model.pth", "-o", "out.pth"))
     assert (done.code, done.out) == (130, "")
     assert held(folder) == before
@@ -373,7 +373,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(ckptool, folder, monkeypatch, verb)
 def test_a_kill_in_the_middle_leaves_what_the_next_run_clears(ckptool, folder, monkeypatch, verb):
     before, child = held(folder), os.fork()
     if not child:
-        atomic.FileOutput._step = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        atomic.FileOutput._advance = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         ckptool(*verb.words("model.pth", "-o", "out.pth"))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.conversion import converted
+from ckptool.conversion import apply_steps
 from ckptool.errors import CheckpointError, MatchError, NotRepresentable, UsageError
 from tests.conversions import convert_by_options
 
@@ -145,8 +145,8 @@ def test_what_does_not_go_together_is_refused(source, tmp_path, options, words):
 def test_a_conversion_is_applied_to_an_open_checkpoint(source):
     with ckptool.open(source) as checkpoint:
         steps = [ckptool.Take("state_dict"), ckptool.Strip()]
-        assert "body.weight" in converted(checkpoint, steps, "torch-zip").root
-        assert converted(checkpoint, [], "torch-zip") is checkpoint
+        assert "body.weight" in apply_steps(checkpoint, steps, "torch-zip").root
+        assert apply_steps(checkpoint, [], "torch-zip") is checkpoint
 
 
 def test_names_are_made_those_of_a_reference(source, tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 import ckptool
 from ckptool.conversion.fit import Fit, Reference
-from ckptool.conversion.steps import STEPS, steps_of
+from ckptool.conversion.steps import STEPS, make_steps
 from ckptool.errors import CheckpointError, UsageError
 from ckptool.recipes.reshaping import Concat
 
@@ -78,7 +78,7 @@ def options_of(words):
 
 @pytest.mark.parametrize("step", EXAMPLES, ids=repr)
 def test_the_words_of_a_step_ask_for_it_again(step):
-    assert steps_of(options_of(list(step.words()))) == [step]
+    assert make_steps(options_of(list(step.words()))) == [step]
 
 
 def test_every_step_has_an_example_or_no_option():
@@ -88,7 +88,7 @@ def test_every_step_has_an_example_or_no_option():
 
 def test_options_are_carried_out_in_the_order_of_the_steps():
     options = {"to": "cpu", "dtype": "bfloat16", "wrappers": "strip", "model_only": True}
-    assert [type(one).__name__ for one in steps_of(options)] == ["Take", "Strip", "Cast", "Remap"]
+    assert [type(one).__name__ for one in make_steps(options)] == ["Take", "Strip", "Cast", "Remap"]
 
 
 @pytest.mark.parametrize("step", EXAMPLES, ids=repr)

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from ckptool.files import renames
-from ckptool.files.atomic import atomic_set
+from ckptool.files.atomic import open_atomic_set
 from ckptool.files.journal import read_journal
 
 INDEX = "model.safetensors.index.json"
@@ -31,7 +31,7 @@ def lay(folder, contents):
 def write(folder, contents, sizes=None, **options):
     """Write a set into `folder`; the index is the last."""
     sizes = sizes or {os.path.join(folder, name): len(data) for name, data in contents.items()}
-    with atomic_set(list(sizes)[-1], sizes, **options) as output_of:
+    with open_atomic_set(list(sizes)[-1], sizes, **options) as output_of:
         for name, data in contents.items():
             with output_of(os.path.join(folder, name)) as output:
                 output.write(data)
@@ -66,7 +66,7 @@ def killed(folder, new, renamed, **options):
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(renames, "_carry_out", carry_out)
+        patch.setattr(renames, "_carry_out_all", carry_out)
         patch.setattr(renames, "_settle_renames", lambda *_: None)
         with pytest.raises(Killed):
             write(folder, new, **options)

@@ -19,8 +19,8 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files import atomic, system
-from ckptool.files.atomic import atomic_output
-from ckptool.files.journal import Journal, exclusive, write_journal
+from ckptool.files.atomic import open_atomic_output
+from ckptool.files.journal import Journal, open_locked, write_journal
 from ckptool.files.system import lock, remove_unlocked
 from tests.files.sets import needs_posix, needs_refusals
 
@@ -28,13 +28,13 @@ OLD, NEW = b"the old content", b"something else altogether"
 
 
 def write(path, content=NEW, size=None, **options):
-    with atomic_output(path, len(content) if size is None else size, **options) as output:
+    with open_atomic_output(path, len(content) if size is None else size, **options) as output:
         output.write(content)
 
 
 def run_child(code, *arguments):
     """A process that runs `code` with the helpers of this module's imports."""
-    head = "import os, sys\nfrom ckptool.files.atomic import atomic_output\n"
+    head = "import os, sys\nfrom ckptool.files.atomic import open_atomic_output\n"
     command = [sys.executable, "-c", head + textwrap.dedent(code), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -115,7 +115,7 @@ def test_an_own_file_is_not_handed_over(old, monkeypatch):
 
 @needs_posix
 def test_nobody_else_can_read_it_before_it_is_finished(tmp_path):
-    with atomic_output(tmp_path / "model.pth", 1, mode=0o644) as output:
+    with open_atomic_output(tmp_path / "model.pth", 1, mode=0o644) as output:
         (name,) = os.listdir(tmp_path)
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
         assert name.startswith(".model.pth.")
@@ -134,7 +134,7 @@ def test_a_target_that_appears_meanwhile_is_left_alone(tmp_path):
     path = tmp_path / "model.pth"
 
     def race():
-        with atomic_output(path, len(NEW)) as output:
+        with open_atomic_output(path, len(NEW)) as output:
             output.write(NEW)
             path.write_bytes(OLD)
 
@@ -158,7 +158,7 @@ def test_a_device_is_no_target():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, TruncatedFile])
 def test_an_error_in_the_middle_removes_the_temporary_file(old, error):
     def fail():
-        with atomic_output(old, 100, overwrite=True) as output:
+        with open_atomic_output(old, 100, overwrite=True) as output:
             output.write(NEW)
             raise error("stop")
 
@@ -235,7 +235,7 @@ def test_a_disk_that_refuses_is_found_before_a_byte_is_written(old):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         from ckptool.errors import NoSpace
         try:
-            with atomic_output(sys.argv[1], 1 << 20, overwrite=True) as output:
+            with open_atomic_output(sys.argv[1], 1 << 20, overwrite=True) as output:
                 print("opened")
         except NoSpace as error:
             print("refused:", error)
@@ -253,7 +253,7 @@ def test_a_disk_that_fills_while_writing(old):
         import resource
         from ckptool.errors import NoSpace
         try:
-            with atomic_output(sys.argv[1], 1 << 20, overwrite=True) as output:
+            with open_atomic_output(sys.argv[1], 1 << 20, overwrite=True) as output:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
                 output.write(bytes(1 << 20))
         except NoSpace as error:
@@ -273,7 +273,8 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old):
         def progress(done, total):
             print(done, total, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        with atomic_output(sys.argv[1], 128 << 20, overwrite=True, progress=progress) as output:
+        size = 128 << 20
+        with open_atomic_output(sys.argv[1], size, overwrite=True, progress=progress) as output:
             for _ in range(32):
                 output.write(bytes(4 << 20))
         """,
@@ -293,7 +294,7 @@ DEBRIS = ".model.pth.ckptool-0123456789ab.tmp"
 def test_the_debris_of_a_killed_run_is_removed_by_the_next(old):
     killed = """
         import signal
-        with atomic_output(sys.argv[1], 1 << 20, overwrite=True) as output:
+        with open_atomic_output(sys.argv[1], 1 << 20, overwrite=True) as output:
             os.kill(os.getpid(), signal.SIGKILL)
         """
     assert run_child(killed, old).returncode == -9
@@ -307,7 +308,7 @@ def test_the_debris_of_a_killed_run_is_removed_by_the_next(old):
 @pytest.mark.parametrize("name", ["model.pth", "new.pth"])
 def test_a_run_is_told_of_a_run_that_is_still_writing(old, name):
     path = old.parent / name
-    with atomic_output(path, len(NEW), overwrite=True) as output:
+    with open_atomic_output(path, len(NEW), overwrite=True) as output:
         with pytest.raises(FileBusy, match=rf"{name}: is being .* by process {os.getpid()}"):
             write(path, b"the other run", overwrite=True)
         output.write(NEW)
@@ -317,8 +318,8 @@ def test_a_run_is_told_of_a_run_that_is_still_writing(old, name):
 
 @needs_posix
 def test_a_file_that_is_replaced_is_not_edited_meanwhile(old):
-    with atomic_output(old, len(NEW), overwrite=True) as output:
-        with pytest.raises(FileBusy, match=f"edited by process {os.getpid()}"), exclusive(old):
+    with open_atomic_output(old, len(NEW), overwrite=True) as output:
+        with pytest.raises(FileBusy, match=f"edited by process {os.getpid()}"), open_locked(old):
             pass
         output.write(NEW)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from ckptool.files.atomic import atomic_output
+from ckptool.files.atomic import open_atomic_output
 from ckptool.files.source import ByteRange, FileSource
 from tests.files.faults import KILL, POWER, crashes, needs_fork, raising
 
@@ -28,7 +28,7 @@ def folder(memory_path, monkeypatch):
 
 
 def write(path, content=NEW, **options):
-    with atomic_output(path, len(content), overwrite=True, mode=MODE, **options) as output:
+    with open_atomic_output(path, len(content), overwrite=True, mode=MODE, **options) as output:
         output.write(content[:100])
         output.write(content[100:])
 
@@ -36,7 +36,7 @@ def write(path, content=NEW, **options):
 def copy(path, source):
     """Write by the kernel's copies."""
     opened = FileSource(source)
-    with atomic_output(path, opened.size, overwrite=True, mode=MODE) as output:
+    with open_atomic_output(path, opened.size, overwrite=True, mode=MODE) as output:
         output.copy(ByteRange(opened, 0, opened.size))
     opened.close()
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from ckptool.errors import CorruptFile, TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource, checksums
-from ckptool.files.checksums import Checked, combined, crc32c, crc32cs
+from ckptool.files.checksums import Checked, combine_crc32, compute_crc32cs, crc32c
 
 CONTENT = bytes(range(256)) * 5
 CRC = zlib.crc32(CONTENT)
@@ -31,7 +31,7 @@ def parts(length):
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_two_checksums_combine_to_that_of_both(first, second):
-    found = combined(zlib.crc32(first), zlib.crc32(second), len(second))
+    found = combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
     assert found == zlib.crc32(first + second)
 
 
@@ -76,7 +76,7 @@ def test_sums_of_castagnoli_by_the_examples_of_rfc_3720():
     assert crc32c(b"456789", crc32c(b"123")) == known[b"123456789"]
     told = []
     runs = [ByteRange(MemorySource(data, "a"), 0, len(data)) for data in known]
-    assert list(crc32cs(runs, told.append)) == list(known.values())
+    assert list(compute_crc32cs(runs, told.append)) == list(known.values())
     assert sum(told) == sum(map(len, known))
 
 
@@ -101,7 +101,7 @@ def test_every_run_in_order(tmp_path, monkeypatch, piece, worth):
     spans = [(0, 3000), (7, 0), (10, 999), (500, 1), (0, 0), (1, 2500)]
     runs = [ByteRange(source, start, length) for start, length in spans]
     told = []
-    found = list(checksums.crc32s([*runs, deflated(data)], told.append))
+    found = list(checksums.compute_crc32s([*runs, deflated(data)], told.append))
     wanted = [zlib.crc32(data[start : start + length]) for start, length in spans]
     assert found == [*wanted, zlib.crc32(data)]
     assert sum(told) == sum(length for _, length in spans) + len(data)
@@ -109,12 +109,14 @@ def test_every_run_in_order(tmp_path, monkeypatch, piece, worth):
 
 
 def test_no_run_at_all():
-    assert list(checksums.crc32s([])) == []
+    assert list(checksums.compute_crc32s([])) == []
 
 
 def test_what_cannot_be_inflated_is_told_in_its_place():
     good = deflated(b"good" * 100)
-    first, error, last = checksums.crc32s([good, deflated(b"short", size=400), deflated(b"")])
+    first, error, last = checksums.compute_crc32s(
+        [good, deflated(b"short", size=400), deflated(b"")]
+    )
     assert (first, last) == (zlib.crc32(b"good" * 100), 0)
     assert isinstance(error, CorruptFile)
 
@@ -123,6 +125,6 @@ def test_a_file_that_shrinks_is_told(tmp_path):
     (tmp_path / "data").write_bytes(bytes(1000))
     source = FileSource(tmp_path / "data")
     (tmp_path / "data").write_bytes(b"")
-    (error,) = checksums.crc32s([ByteRange(source, 0, 1000)])
+    (error,) = checksums.compute_crc32s([ByteRange(source, 0, 1000)])
     assert isinstance(error, TruncatedFile)
     source.close()

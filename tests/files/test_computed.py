@@ -12,10 +12,10 @@ from hypothesis import given, strategies as st
 
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
-from ckptool.files.computed import WORTH, ComputedSource, ReadAhead, gather_view, joined
+from ckptool.files.computed import WORTH, ComputedSource, ReadAhead, gather_view, join_ranges
 from ckptool.files.source import BLOCK
-from ckptool.files.strided import row_major
-from ckptool.files.threads import in_order
+from ckptool.files.strided import iterate_row_major
+from ckptool.files.threads import run_in_order
 
 
 def counting(size):
@@ -28,7 +28,7 @@ def counting(size):
 def test_a_range_of_it_reads_as_any_other():
     data = ByteRange(counting(100), 10, 50)
     assert data.read(5, 3) == bytes([15, 16, 17])
-    assert b"".join(data.blocks(7)) == bytes(range(10, 60))
+    assert b"".join(data.iterate_blocks(7)) == bytes(range(10, 60))
 
 
 def test_a_buffer_is_filled():
@@ -56,7 +56,7 @@ def patterned(size, calls, parallel=True):
 def test_the_next_blocks_are_computed_by_other_threads():
     calls, block, size = [], WORTH, 4 * WORTH + 7
     data = ByteRange(patterned(size, calls), 0, size)
-    assert b"".join(data.blocks(block)) == bytes(at % 251 for at in range(size))
+    assert b"".join(data.iterate_blocks(block)) == bytes(at % 251 for at in range(size))
     assert sorted(calls, key=lambda call: call[1]) == [
         (True, 0, block),
         *((False, at * block, block) for at in (1, 2, 3)),
@@ -67,7 +67,7 @@ def test_the_next_blocks_are_computed_by_other_threads():
 def test_what_may_be_computed_by_one_thread_only_is():
     calls, size = [], 4 * WORTH
     data = ByteRange(patterned(size, calls, parallel=False), 0, size)
-    assert b"".join(data.blocks(WORTH)) == bytes(at % 251 for at in range(size))
+    assert b"".join(data.iterate_blocks(WORTH)) == bytes(at % 251 for at in range(size))
     assert calls == [(True, at * WORTH, WORTH) for at in range(4)]
 
 
@@ -124,7 +124,7 @@ def test_nothing_is_computed_twice_where_a_source_ends_within_a_block():
 
         sources.append(ComputedSource("model.pth", size, fill, ahead=ahead))
     for source in sources:
-        for _ in ByteRange(source, 0, source.size).blocks():
+        for _ in ByteRange(source, 0, source.size).iterate_blocks():
             pass
     wanted = [
         (name, offset, min(BLOCK, source.size - offset))
@@ -160,14 +160,14 @@ def views(draw):
 @given(views(), st.lists(st.tuples(st.integers(0, 1024), st.integers(0, 1024))))
 def test_any_run_of_a_view_is_that_of_its_elements_in_order(view, reads):
     data = ByteRange(SOURCE, 0, len(CONTENT))
-    whole = b"".join(row_major(data, **view))
+    whole = b"".join(iterate_row_major(data, **view))
     found = gather_view(data, **view)
     assert found.length == len(whole)
     for start, length in reads:
         start = min(start, len(whole))
         length = min(length, len(whole) - start)
         assert found.read(start, length) == whole[start : start + length]
-    assert b"".join(found.blocks(3)) == whole
+    assert b"".join(found.iterate_blocks(3)) == whole
 
 
 @given(
@@ -177,21 +177,23 @@ def test_any_run_of_a_view_is_that_of_its_elements_in_order(view, reads):
 )
 def test_any_run_of_what_is_joined_is_that_of_the_parts_put_together(parts, start, length):
     whole = b"".join(CONTENT[offset : offset + size] for offset, size in parts)
-    data = joined([ByteRange(SOURCE, *part) for part in parts])
+    data = join_ranges([ByteRange(SOURCE, *part) for part in parts])
     start = min(start, len(whole))
     length = min(length, len(whole) - start)
     assert data.length == len(whole)
     assert data.read(start, length) == whole[start : start + length]
-    assert b"".join(data.blocks(7)) == whole
+    assert b"".join(data.iterate_blocks(7)) == whole
 
 
 def test_parts_that_follow_each_other_are_one_run_of_their_source():
-    data = joined([ByteRange(SOURCE, 10, 5), ByteRange(SOURCE, 15, 20), ByteRange(SOURCE, 35, 1)])
+    data = join_ranges(
+        [ByteRange(SOURCE, 10, 5), ByteRange(SOURCE, 15, 20), ByteRange(SOURCE, 35, 1)]
+    )
     assert data == ByteRange(SOURCE, 10, 26)
 
 
 def test_reading_outside_of_what_is_joined_is_an_error_and_its_name_is_that_of_the_file():
-    data = joined([ByteRange(SOURCE, 0, 4), ByteRange(SOURCE, 100, 6)])
+    data = join_ranges([ByteRange(SOURCE, 0, 4), ByteRange(SOURCE, 100, 6)])
     assert data.source.name == "model.pth"
     for offset, length in ((-1, 2), (0, -1), (9, 2)):
         with pytest.raises(TruncatedFile, match=r"the file has 10"):
@@ -199,13 +201,15 @@ def test_reading_outside_of_what_is_joined_is_an_error_and_its_name_is_that_of_t
 
 
 def test_results_come_in_the_order_of_the_jobs():
-    assert list(in_order(lambda number: number * number, range(100))) == [n * n for n in range(100)]
-    assert list(in_order(str, [])) == []
+    assert list(run_in_order(lambda number: number * number, range(100))) == [
+        n * n for n in range(100)
+    ]
+    assert list(run_in_order(str, [])) == []
 
 
 def test_jobs_without_end_are_begun_as_their_results_are_wanted():
     begun = []
-    results = in_order(begun.append, itertools.count())
+    results = run_in_order(begun.append, itertools.count())
     for _ in range(50):
         next(results)
     results.close()
@@ -221,7 +225,7 @@ def test_an_error_ends_it_and_what_has_not_begun_is_dropped():
             raise ZeroDivisionError
         return number
 
-    results = in_order(work, range(10_000))
+    results = run_in_order(work, range(10_000))
     assert list(itertools.islice(results, 20)) == list(range(20))
     with pytest.raises(ZeroDivisionError):
         next(results)
@@ -237,7 +241,7 @@ def test_a_view_that_was_read_to_its_end_holds_none_of_it():
     tracemalloc.start()
     try:
         for view in views:
-            assert sum(map(len, view.reread())) == 2 << 20
+            assert sum(map(len, view.iterate_reused())) == 2 << 20
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

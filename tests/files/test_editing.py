@@ -20,7 +20,7 @@ from ckptool.errors import (
 )
 from ckptool.files import FileSource, editing
 from ckptool.files.editing import Patch, apply_patch
-from ckptool.files.journal import Journal, exclusive, write_journal
+from ckptool.files.journal import Journal, open_locked, write_journal
 from ckptool.files.local import open_source
 from ckptool.files.temporary import journal_path
 from tests.files.faults import KILL, POWER, crashes, needs_fork, raising
@@ -240,7 +240,7 @@ def test_a_second_process_is_told_who_edits(path):
         apply(path, Patch(len(OLD), b"2" * 100))
     assert caught.value.file == path
     assert isinstance(caught.value, BlockingIOError)
-    with pytest.raises(FileBusy, match=message), exclusive(path):
+    with pytest.raises(FileBusy, match=message), open_locked(path):
         pass
     _, err = editor.communicate("\n")
     assert editor.returncode == 0, err

@@ -20,7 +20,7 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files import journal, local, recovery, renames, system
-from ckptool.files.atomic import atomic_set
+from ckptool.files.atomic import open_atomic_set
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.journal import read_journal, write_journal
 from ckptool.files.renames import recover_set
@@ -69,7 +69,7 @@ def test_what_is_being_written_can_be_read_by_the_check(tmp_path):
             with open(outputs[name].name, "rb") as file:
                 assert file.read() == data
 
-    with atomic_set(tmp_path / INDEX, sizes, check=check) as output_of:
+    with open_atomic_set(tmp_path / INDEX, sizes, check=check) as output_of:
         for name, data in NEW.items():
             with output_of(tmp_path / name) as outputs[name]:
                 outputs[name].write(data)
@@ -134,7 +134,7 @@ def test_nobody_else_can_read_it_before_it_is_finished(tmp_path):
     sizes = {str(tmp_path / INDEX): 0}
     before = os.umask(0o077)
     try:
-        with atomic_set(tmp_path / INDEX, sizes, mode=0o644) as output_of:
+        with open_atomic_set(tmp_path / INDEX, sizes, mode=0o644) as output_of:
             check()
             with output_of(tmp_path / INDEX):
                 check()
@@ -190,7 +190,7 @@ def test_files_that_are_no_set(old):
     ]:
         sizes = {f"{old}/{name}": 1 for name in names}
         with pytest.raises(UsageError, match=match):
-            atomic_set(old / INDEX, sizes, overwrite=True).__enter__()
+            open_atomic_set(old / INDEX, sizes, overwrite=True).__enter__()
         assert content(old) == OLD
 
 
@@ -234,7 +234,7 @@ def test_an_error_leaves_the_old_set(old, error):
 
     def interrupted(at):
         sizes = {str(old / name): len(data) for name, data in NEW.items()}
-        with atomic_set(old / INDEX, sizes, overwrite=True, check=stop) as output_of:
+        with open_atomic_set(old / INDEX, sizes, overwrite=True, check=stop) as output_of:
             for name, data in NEW.items():
                 with output_of(old / name) as output:
                     output.write(data)
@@ -404,7 +404,7 @@ def test_an_edit_of_a_shard_that_was_cut_short_is_forgotten(old):
     """Its journal would be about a file that is there no more."""
     shard = str(old / "model-1.bin")
     with open(shard, "rb") as file:
-        edit = Edit.of(file.fileno(), Patch(len(OLD["model-1.bin"]), b" and more"))
+        edit = Edit.from_patch(file.fileno(), Patch(len(OLD["model-1.bin"]), b" and more"))
     write_journal(shard, edit.to_journal())
     with pytest.warns(CheckpointWarning, match=r"model-1\.bin: rolled back"):
         write(old, NEW, overwrite=True)
@@ -449,7 +449,7 @@ def test_a_file_of_any_other_name_is_no_debris(old):
 @needs_posix
 def test_the_second_writer_is_refused(old):
     sizes = {str(old / name): len(data) for name, data in NEW.items()}
-    with atomic_set(old / INDEX, sizes, overwrite=True) as output_of:
+    with open_atomic_set(old / INDEX, sizes, overwrite=True) as output_of:
         with pytest.raises(FileBusy, match=rf"(?m)process {os.getpid()} \(this one\)$") as caught:
             write(old, FEWER, overwrite=True)
         assert caught.value.file == str(old / INDEX)

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from ckptool.errors import NoSpace, WriteError
-from ckptool.files.folders import atomic_folder, recover_folders, remove_folder
+from ckptool.files.folders import open_atomic_folder, recover_folders, remove_folder
 
 LAST = "run.pth"
 
@@ -84,7 +84,7 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path, monkeypatch, coun
     with monkeypatch.context() as patched:
         killed_at(count, patched)
         with contextlib.suppress(Killed):
-            with atomic_folder(str(path), 1, last=LAST) as new:
+            with open_atomic_folder(str(path), 1, last_file=LAST) as new:
                 assert new == str(tmp_path / ".last.new")
                 folder(tmp_path / ".last.new", text="new", exists=True)
             remove_folder(str(path))
@@ -95,7 +95,10 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path, monkeypatch, coun
 
 
 def test_a_folder_that_the_disk_cannot_hold_is_not_begun(tmp_path):
-    with pytest.raises(NoSpace), atomic_folder(str(tmp_path / "last"), 1 << 60, last=LAST):
+    with (
+        pytest.raises(NoSpace),
+        open_atomic_folder(str(tmp_path / "last"), 1 << 60, last_file=LAST),
+    ):
         pytest.fail("it was begun")
     assert left(tmp_path) == set()
 
@@ -122,7 +125,7 @@ def test_an_error_leaves_the_old_folder_and_the_first_rank_removes_the_new_one(
     folder(tmp_path / "last", text="old")
     with (
         pytest.raises(WriteError, match="stop"),
-        atomic_folder(str(tmp_path / "last"), 1, last=LAST, own=own),
+        open_atomic_folder(str(tmp_path / "last"), 1, last_file=LAST, rank=own),
     ):
         raise WriteError("stop")
     assert left(tmp_path) == stays
@@ -132,7 +135,7 @@ def test_an_error_leaves_the_old_folder_and_the_first_rank_removes_the_new_one(
 def test_what_one_process_does_is_asked_of_the_first(tmp_path):
     asked = []
     path = tmp_path / "last"
-    with atomic_folder(str(path), 1, last=LAST, first=asked.append):
+    with open_atomic_folder(str(path), 1, last_file=LAST, run_first=asked.append):
         assert (len(asked), left(tmp_path)) == (1, set())
     assert (len(asked), left(tmp_path)) == (2, set())
     asked[0]()

@@ -9,7 +9,7 @@ import pytest
 
 from ckptool.errors import FileBusy, FileMissing, UnreadableFile
 from ckptool.files import journal, system
-from ckptool.files.journal import Journal, exclusive, leads_to, write_journal
+from ckptool.files.journal import Journal, is_path_of, open_locked, write_journal
 from ckptool.files.temporary import journal_path
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no such locks")
@@ -31,9 +31,9 @@ def without_locks(monkeypatch):
 
 
 def test_the_file_itself_is_open_to_write(path):
-    with exclusive(path) as fd:
+    with open_locked(path) as fd:
         os.pwrite(fd, b"C", 0)
-        assert leads_to(path, fd)
+        assert is_path_of(path, fd)
     with open(path, "rb") as file:
         assert file.read() == b"Content"
     with pytest.raises(OSError, match="descriptor"):
@@ -41,25 +41,25 @@ def test_the_file_itself_is_open_to_write(path):
 
 
 def test_one_at_a_time(path):
-    with exclusive(path):
-        with pytest.raises(FileBusy, match="is being edited by ") as caught, exclusive(path):
+    with open_locked(path):
+        with pytest.raises(FileBusy, match="is being edited by ") as caught, open_locked(path):
             pass
         assert caught.value.file == path
-    with exclusive(path):
+    with open_locked(path):
         pass
 
 
 def test_a_link_leads_to_the_same_lock(path, tmp_path):
     (tmp_path / "link.pth").symlink_to(path)
-    with exclusive(path), pytest.raises(FileBusy), exclusive(tmp_path / "link.pth"):
+    with open_locked(path), pytest.raises(FileBusy), open_locked(tmp_path / "link.pth"):
         pass
 
 
 def test_a_killed_process_holds_nothing(path):
     code = (
         "import sys\n"
-        "from ckptool.files.journal import exclusive\n"
-        "with exclusive(sys.argv[1]):\n"
+        "from ckptool.files.journal import open_locked\n"
+        "with open_locked(sys.argv[1]):\n"
         "    print('locked', flush=True)\n"
         "    input()\n"
     )
@@ -67,21 +67,21 @@ def test_a_killed_process_holds_nothing(path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as holder:
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(FileBusy, match=f"(?m)by process {holder.pid}$"), exclusive(path):
+        with pytest.raises(FileBusy, match=f"(?m)by process {holder.pid}$"), open_locked(path):
             pass
         holder.kill()
         holder.wait()
-        with exclusive(path):
+        with open_locked(path):
             pass
 
 
 def test_who_holds_it_where_the_system_does_not_say(path, monkeypatch):
     monkeypatch.setattr(journal, "lock_holder", lambda fd: None)
-    with exclusive(path):
-        with pytest.raises(FileBusy, match=r"(?m)by another process$"), exclusive(path):
+    with open_locked(path):
+        with pytest.raises(FileBusy, match=r"(?m)by another process$"), open_locked(path):
             pass
         write_journal(path, Journal("edit", {}, pid=4711))
-        with pytest.raises(FileBusy, match=r"(?m)by process 4711$"), exclusive(path):
+        with pytest.raises(FileBusy, match=r"(?m)by process 4711$"), open_locked(path):
             pass
 
 
@@ -91,7 +91,7 @@ def test_a_holder_that_has_just_gone(path, monkeypatch):
     monkeypatch.setattr(
         journal, "try_lock", lambda fd: answers.pop() if answers else system.try_lock(fd)
     )
-    with exclusive(path):
+    with open_locked(path):
         assert not answers
 
 
@@ -107,7 +107,7 @@ def test_a_file_that_is_replaced_before_it_is_locked(path, monkeypatch):
         return system.try_lock(fd)
 
     monkeypatch.setattr(journal, "try_lock", replaces)
-    with exclusive(path) as fd:
+    with open_locked(path) as fd:
         assert os.pread(fd, 100, 0) == b"another"
     assert len(taken) == 2
 
@@ -121,29 +121,29 @@ def test_a_file_that_may_only_be_read(path, monkeypatch):
         return real(name, flags, *mode)
 
     monkeypatch.setattr(os, "open", refuse)
-    with exclusive(path) as fd:
+    with open_locked(path) as fd:
         assert os.pread(fd, 100, 0) == b"content"
         with pytest.raises(OSError, match="descriptor"):
             os.pwrite(fd, b"C", 0)
 
 
 def test_no_file_and_no_way_to_one(path):
-    with pytest.raises(FileMissing), exclusive(path + ".missing"):
+    with pytest.raises(FileMissing), open_locked(path + ".missing"):
         pass
-    with pytest.raises(UnreadableFile), exclusive(path + "/model.pth"):
+    with pytest.raises(UnreadableFile), open_locked(path + "/model.pth"):
         pass
 
 
 @pytest.mark.usefixtures("without_locks")
 def test_a_file_system_without_locks(path):
-    with exclusive(path), exclusive(path):
+    with open_locked(path), open_locked(path):
         pass
 
 
 @pytest.mark.usefixtures("without_locks")
 def test_without_locks_the_journal_of_a_living_process_counts(path):
     write_journal(path, Journal("edit", {}, pid=os.getppid()))
-    with pytest.raises(FileBusy, match=f"(?m)by process {os.getppid()}$"), exclusive(path):
+    with pytest.raises(FileBusy, match=f"(?m)by process {os.getppid()}$"), open_locked(path):
         pass
 
 
@@ -162,7 +162,7 @@ def test_without_locks_no_other_journal_counts(path, journal):
     if journal == "damaged":
         with open(journal_path(path), "r+b") as file:
             file.truncate(40)
-    with exclusive(path):
+    with open_locked(path):
         pass
 
 

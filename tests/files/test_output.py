@@ -50,7 +50,7 @@ def put(out, source, kind, start, length):
         return out.copy(data)
     if kind == "copy_with_crc":
         return out.copy_with_crc(data)
-    return out.stream(data.blocks(777))
+    return out.write_blocks(data.iterate_blocks(777))
 
 
 @pytest.mark.parametrize("block", [4096, 1 << 22])

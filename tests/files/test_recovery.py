@@ -22,9 +22,9 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files import local, recovery
-from ckptool.files.atomic import atomic_output
+from ckptool.files.atomic import open_atomic_output
 from ckptool.files.editing import Edit, Patch
-from ckptool.files.journal import Journal, exclusive, write_journal
+from ckptool.files.journal import Journal, open_locked, write_journal
 from ckptool.files.local import open_source
 from ckptool.files.recovery import Recovery, recover, recover_before_writing
 from ckptool.files.system import copy_bytes
@@ -52,7 +52,7 @@ def begun(path, patch, content=None, **facts):
     """A journal of an edit of the old file, which then has `content`; the inode stays."""
     rewrite(path, OLD)
     with open(path, "rb") as file:
-        edit = replace(Edit.of(file.fileno(), patch), **facts)
+        edit = replace(Edit.from_patch(file.fileno(), patch), **facts)
     write_journal(path, edit.to_journal())
     rewrite(path, OLD if content is None else content)
     return edit
@@ -350,7 +350,7 @@ def test_a_recovery_that_ends_at_any_call_is_made_again(path, patch):
 def test_what_a_killed_edit_did_not_sync_is_synced_before_its_journal_goes(path, patch):
     def killed_then_recovered():
         with open(path, "rb") as file:
-            write_journal(path, Edit.of(file.fileno(), patch).to_journal())
+            write_journal(path, Edit.from_patch(file.fileno(), patch).to_journal())
         fd = os.open(path, os.O_RDWR)
         os.pwrite(fd, patch.data, patch.offset)
         os.close(fd)
@@ -506,7 +506,7 @@ def pauses(monkeypatch):
 @needs_posix
 @pytest.mark.parametrize("attempt", [open_source, recover, recover_before_writing])
 def test_a_file_that_is_being_edited(path, attempt, pauses):
-    with exclusive(path):
+    with open_locked(path):
         begun(path, APPEND, cut_at(APPEND, 700))
         with pytest.raises(FileBusy, match=f"is being edited by process {os.getpid()}"):
             attempt(path)
@@ -520,7 +520,7 @@ def test_a_file_that_is_being_edited(path, attempt, pauses):
 @needs_posix
 def test_an_edit_that_ends_in_time_is_waited_for(path, pauses):
     begun(path, APPEND, cut_at(APPEND, 700))
-    lock = exclusive(path)
+    lock = open_locked(path)
     fd = lock.__enter__()
 
     def finish():
@@ -538,7 +538,7 @@ def test_an_edit_that_ends_in_time_is_waited_for(path, pauses):
 @needs_posix
 def test_an_edit_that_is_about_to_begin_is_waited_for(path, pauses):
     unfinished = journal_path(path) + ".tmp"
-    with exclusive(path):
+    with open_locked(path):
         open(unfinished, "wb").close()
         with pytest.raises(FileBusy):
             open_source(path)
@@ -547,7 +547,7 @@ def test_an_edit_that_is_about_to_begin_is_waited_for(path, pauses):
 
 
 def test_a_file_that_is_not_being_edited_costs_no_lock(path, monkeypatch):
-    monkeypatch.setattr(recovery, "exclusive", None)
+    monkeypatch.setattr(recovery, "open_locked", None)
     source = open_source(path)
     assert (source.path, source.read(0, SIZE)) == (path, OLD)
     source.close()
@@ -577,7 +577,7 @@ def test_a_file_is_settled_before_it_is_replaced(path, patch):
     seen = []
 
     def replaced():
-        with atomic_output(path, 3, overwrite=True) as output:
+        with open_atomic_output(path, 3, overwrite=True) as output:
             seen.append(content(path))
             output.write(b"new")
 
@@ -589,7 +589,10 @@ def test_a_file_is_settled_before_it_is_replaced(path, patch):
 
 def test_a_file_that_the_journal_does_not_tell_of_is_not_replaced(path):
     begun(path, APPEND, b"another")
-    with pytest.raises(CorruptFile, match="other content"), atomic_output(path, 3, overwrite=True):
+    with (
+        pytest.raises(CorruptFile, match="other content"),
+        open_atomic_output(path, 3, overwrite=True),
+    ):
         pass
     assert content(path) == b"another"
     assert len(beside(path)) == 1
@@ -609,7 +612,7 @@ def test_a_file_that_is_gone_keeps_its_journal(path):
 
 
 def write_new(path):
-    return atomic_output(path, 3)
+    return open_atomic_output(path, 3)
 
 
 def test_the_journal_of_a_file_that_is_gone_can_be_discarded(path):

@@ -70,7 +70,7 @@ def test_ranges_of_ranges(opened):
     part = whole.slice(100, 1000)
     assert part.read() == CONTENT[110:1110]
     assert part.read(10, 20) == CONTENT[120:140]
-    assert b"".join(part.blocks(7)) == CONTENT[110:1110]
+    assert b"".join(part.iterate_blocks(7)) == CONTENT[110:1110]
     with pytest.raises(TruncatedFile):
         whole.slice(49_999, 2)
     with pytest.raises(
@@ -114,7 +114,7 @@ def test_a_file_that_nobody_writes_to_has_not_changed(tmp_path):
     opened = file_source(tmp_path)
     opened.read(0, 10)
     os.rename(opened.path, tmp_path / "elsewhere")
-    assert opened.changed() is None
+    assert opened.describe_change() is None
     opened.check_unchanged()
     opened.close()
 
@@ -150,7 +150,7 @@ def test_a_disk_that_fails(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     opened = file_source(tmp_path)
-    monkeypatch.setattr(source, "_pread", fail)
+    monkeypatch.setattr(source, "_read_once", fail)
     with pytest.raises(UnreadableFile, match=r"cannot be read at 7 \(Input/output error\)"):
         opened.read(7, 1)
     opened.close()

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from ckptool.errors import TruncatedFile, UsageError
 from ckptool.files import ByteRange, MemorySource
-from ckptool.files.strided import flip_signs, narrow, row_major, swap_bytes
+from ckptool.files.strided import flip_signs, iterate_row_major, narrow, swap_bytes
 
 DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 STORAGE = bytes((7 * i + i // 256) % 256 for i in range(1 << 16))
@@ -34,7 +34,9 @@ def found(itemsize: int, shape: Any, stride: Any, offset: int, block: int) -> by
     """What ours gives, with blocks of a size that is kept."""
     data = ByteRange(MemorySource(b"junk" + STORAGE, "memory"), 4, len(STORAGE))
     blocks = list(
-        row_major(data, itemsize=itemsize, shape=shape, stride=stride, offset=offset, block=block)
+        iterate_row_major(
+            data, itemsize=itemsize, shape=shape, stride=stride, offset=offset, block=block
+        )
     )
     assert all(0 < len(part) <= max(block, 16) for part in blocks)
     return b"".join(blocks)
@@ -113,7 +115,7 @@ def test_outside_the_data() -> None:
     data = ByteRange(MemorySource(b"x" * 64, "memory"), 0, 64)
     for stride, offset in (((1, 8), 0), ((1, -8), 0)):
         with pytest.raises(TruncatedFile):
-            list(row_major(data, itemsize=4, shape=(4, 4), stride=stride, offset=offset))
+            list(iterate_row_major(data, itemsize=4, shape=(4, 4), stride=stride, offset=offset))
 
 
 @pytest.mark.parametrize("flags", [(), ("conj",)])
@@ -126,7 +128,7 @@ def test_memory_stays_bounded(stride: tuple[int, int], flags: tuple[str, ...]) -
     try:
         total = sum(
             len(flip_signs(part, 2, is_complex=True, flags=flags))
-            for part in row_major(
+            for part in iterate_row_major(
                 data, itemsize=4, shape=(1024, 1024), stride=stride, offset=0, block=block
             )
         )

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from ckptool.errors import CorruptFile, TruncatedFile
 from ckptool.files import ByteRange, MemorySource
-from ckptool.files.tiled import Tile, late, tiled
+from ckptool.files.tiled import Tile, join_tiles, make_late_range
 
 
 def held(tensor):
@@ -56,7 +56,7 @@ def made(shape, boxes):
 @given(cuts(), st.data())
 def test_tiles_read_as_the_whole_from_any_byte(case, data):
     whole, tiles = made(*case)
-    found = tiled("whole", case[0], 2, tiles)
+    found = join_tiles("whole", case[0], 2, tiles)
     raw = held(whole).read()
     assert found.read() == raw
     start = data.draw(st.integers(0, len(raw)))
@@ -70,20 +70,20 @@ def test_tiles_that_do_not_partition_the_shape_are_refused(case, data):
     if len(tiles) > 1:
         gone = data.draw(st.integers(0, len(tiles) - 1))
         with pytest.raises(CorruptFile, match="in no chunk"):
-            tiled("whole", case[0], 2, [*tiles[:gone], *tiles[gone + 1 :]])
+            join_tiles("whole", case[0], 2, [*tiles[:gone], *tiles[gone + 1 :]])
     with pytest.raises(CorruptFile, match="overlap"):
-        tiled("whole", case[0], 2, [*tiles, data.draw(st.sampled_from(tiles))])
+        join_tiles("whole", case[0], 2, [*tiles, data.draw(st.sampled_from(tiles))])
     moved = tiles[0]._replace(offsets=tuple(at + 1 for at in tiles[0].offsets))
     with pytest.raises(CorruptFile, match=r"is outside shape|overlap|in no chunk"):
-        tiled("whole", case[0], 2, [moved, *tiles[1:]])
+        join_tiles("whole", case[0], 2, [moved, *tiles[1:]])
 
 
 def test_a_number_and_no_elements():
     _, tiles = made((), [()])
-    assert tiled("n", (), 2, tiles).read() == b"\0\0"
+    assert join_tiles("n", (), 2, tiles).read() == b"\0\0"
     empty = Tile((0, 0), (0, 3), ByteRange(MemorySource(b"", "e"), 0, 0))
-    assert tiled("e", (0, 3), 2, [empty]).read() == b""
-    assert tiled("e", (0, 3), 2, []).read() == b""
+    assert join_tiles("e", (0, 3), 2, [empty]).read() == b""
+    assert join_tiles("e", (0, 3), 2, []).read() == b""
 
 
 def test_a_late_range_is_found_when_it_is_read_and_held_until_its_end():
@@ -93,7 +93,7 @@ def test_a_late_range_is_found_when_it_is_read_and_held_until_its_end():
         calls.append(1)
         return ByteRange(MemorySource(b"xabcd", "f"), 1, 4), crc32(b"abcd")
 
-    data = late("f", 4, find)
+    data = make_late_range("f", 4, find)
     assert calls == []
     assert (data.read(1, 2), data.read(0, 3)) == (b"bc", b"abc")
     assert calls == [1]
@@ -104,13 +104,15 @@ def test_a_late_range_is_found_when_it_is_read_and_held_until_its_end():
 
 def test_a_late_range_of_another_length_is_damaged():
     with pytest.raises(CorruptFile, match="f: has 3 bytes, expected 4"):
-        late("f", 4, lambda: (ByteRange(MemorySource(b"abc", "f"), 0, 3), None)).read()
+        make_late_range("f", 4, lambda: (ByteRange(MemorySource(b"abc", "f"), 0, 3), None)).read()
     with pytest.raises(TruncatedFile):
-        late("f", 4, lambda: (ByteRange(MemorySource(b"abcd", "f"), 0, 4), None)).read(2, 3)
+        make_late_range("f", 4, lambda: (ByteRange(MemorySource(b"abcd", "f"), 0, 4), None)).read(
+            2, 3
+        )
 
 
 def test_a_late_range_that_is_read_to_its_end_is_compared_with_its_checksum():
-    data = late("f", 4, lambda: (ByteRange(MemorySource(b"abcd", "f"), 0, 4), 7))
+    data = make_late_range("f", 4, lambda: (ByteRange(MemorySource(b"abcd", "f"), 0, 4), 7))
     assert data.read(1, 3) == b"bcd"
     assert data.read(0, 2) == b"ab"
     with pytest.raises(

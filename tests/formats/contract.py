@@ -214,13 +214,13 @@ class FormatContract:
         path = self.large(tmp_path)
         if path is None or self.reads_all:
             return
-        seen, system = [], FileSource._system
+        seen, system = [], FileSource._call_system
 
         def counted(source, call, wanted, at):
             seen.append(wanted if isinstance(wanted, int) else len(wanted))
             return system(source, call, wanted, at)
 
-        monkeypatch.setattr(FileSource, "_system", counted)
+        monkeypatch.setattr(FileSource, "_call_system", counted)
         with open_checkpoint(path) as checkpoint:
             assert any(row.numel == LARGE for row in list_tensors(checkpoint).tensors)
         assert sum(seen) < LARGE / 2, seen  # of four bytes an element

@@ -5,7 +5,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptool.files.atomic import atomic_output
+from ckptool.files.atomic import open_atomic_output
 
 
 def write_set(folder, shards, *, index="model.safetensors.index.json", **changes):
@@ -23,7 +23,7 @@ def write_set(folder, shards, *, index="model.safetensors.index.json", **changes
 def write_plan(plan, path=None):
     """Put the files of a plan on the disk, one by one; `path` is that of a single one."""
     for file in plan.files:
-        with atomic_output(file.path or path, file.size, overwrite=True) as output:
+        with open_atomic_output(file.path or path, file.size, overwrite=True) as output:
             file.write(output)
 
 

@@ -136,7 +136,7 @@ def test_the_header_of_safetensors_is_padded_by_less_than_a_block(tmp_path):
 def disk(monkeypatch):
     """What is asked of the disk; it shares blocks where `shares` says so."""
     asked = {"reserved": [], "free": [], "shares": True}
-    monkeypatch.setattr(atomic, "shares_blocks", lambda run, fd: asked["shares"])
+    monkeypatch.setattr(atomic, "try_sharing_blocks", lambda run, fd: asked["shares"])
     monkeypatch.setattr(atomic, "reserve", lambda fd, size: asked["reserved"].append(size))
     monkeypatch.setattr(atomic, "check_space", lambda folder, size: asked["free"].append(size))
     return asked

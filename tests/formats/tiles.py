@@ -12,7 +12,7 @@ from zlib import crc32
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import OrderedMap, Storage, TensorRef
 from ckptool.files import ByteRange, MemorySource
-from ckptool.files.tiled import Tile, late, tiled
+from ckptool.files.tiled import Tile, join_tiles, make_late_range
 from ckptool.formats import registry
 from ckptool.formats.base import (
     Checksum,
@@ -60,13 +60,13 @@ class Tiles(Format):
             Tile(tuple(t["at"]), tuple(t["sizes"]), self._late(probe, t)) for t in one["tiles"]
         ]
         shape = tuple(one["shape"])
-        data = tiled(probe.path, shape, 4, tiles)
+        data = join_tiles(probe.path, shape, 4, tiles)
         stride = tuple(one["stride"])
         return TensorRef("float32", shape, stride, 0, Storage(name, data, data.length), "cpu")
 
     def _late(self, probe: Probe, tile: dict) -> ByteRange:
         find = lambda: (self._data(probe, tile), tile["crc32"])  # noqa: E731
-        return late(f"{probe.path}/{tile['file']}", tile["length"], find)
+        return make_late_range(f"{probe.path}/{tile['file']}", tile["length"], find)
 
     def _data(self, probe: Probe, tile: dict) -> ByteRange:
         file = probe.place.open(f"{probe.path}/{tile['file']}")

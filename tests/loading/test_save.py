@@ -18,7 +18,7 @@ from ckptool.errors import (
     UsageError,
     WriteError,
 )
-from ckptool.files.journal import exclusive
+from ckptool.files.journal import open_locked
 from ckptool.writing import Receipt
 from tests.files.faults import crashes, needs_fork
 from tests.loading.bits import net
@@ -366,7 +366,7 @@ def test_a_path_with_a_null_byte_is_none(tmp_path):
 
 def test_another_thread_that_writes_the_same_file_is_told_as_ours(tmp_path):
     save(tmp_path / "f.pth", model=net())
-    with exclusive(str(tmp_path / "f.pth")), pytest.raises(FileBusy, match="this one"):
+    with open_locked(str(tmp_path / "f.pth")), pytest.raises(FileBusy, match="this one"):
         save(tmp_path / "f.pth", model=net())
 
 

@@ -141,7 +141,7 @@ class Killed:
             with open_checkpoint(path) as checkpoint:
                 self.patch = load_format("torch-zip").plan_edit(Strip()(checkpoint)).patch
         with open(path, "r+b", buffering=0) as file:
-            edit = Edit.of(file.fileno(), self.patch)
+            edit = Edit.from_patch(file.fileno(), self.patch)
             write_journal(str(path), edit.to_journal())
             file.seek(edit.offset)
             file.write(self.patch.data[: self.chance.randrange(len(self.patch.data))])

@@ -33,7 +33,7 @@ def elements(tensor, byteorder="little"):
 def mean(tensors, dtype, **options):
     like = Storage("0", None, 0, "cpu")
     runs = [elements(tensor, **options) for tensor in tensors]
-    return Averager().mean(runs, like, dtype)
+    return Averager().average(runs, like, dtype)
 
 
 def judged(tensors, dtype):
@@ -149,7 +149,7 @@ def test_a_mean_that_does_not_fit_is_refused():
     ]:  # fmt: skip
         small = torch.tensor([0.0, 1.0]).to(getattr(torch, dtype))
         runs = [elements(small), elements(torch.tensor([2 * value - float(small[0]), 1.0]))]
-        made = Averager().mean(runs, Storage("0", None, 0, "cpu"), dtype, "some.weight")
+        made = Averager().average(runs, Storage("0", None, 0, "cpu"), dtype, "some.weight")
         if fits:
             assert len(made.data.read()) == 2 * small.element_size(), value
         else:
@@ -163,4 +163,4 @@ def test_a_source_that_is_damaged_is_refused():
     held = Storage("7", run.data, 36, "cpu", crc32=1)
     runs = [elements(torch.ones(4)), Elements("float32", run.data.slice(0, 16), storage=held)]
     with pytest.raises(CorruptFile, match="'7'"):
-        Averager().mean(runs, held, "float32").data.read()
+        Averager().average(runs, held, "float32").data.read()

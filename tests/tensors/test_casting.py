@@ -130,7 +130,7 @@ def test_any_offset_and_length_is_right(monkeypatch):
 def test_what_is_read_again_is_not_counted_again():
     caster, made = cast(torch.tensor([0.1, 1e6, 1e-9, 2.0]), "float16")
     for _ in range(2):
-        assert list(made.data.blocks(3))
+        assert list(made.data.iterate_blocks(3))
     assert caster.losses["w"] == Losses(4, 1, 1, 1, 1e6)
 
 
@@ -153,7 +153,7 @@ def test_an_overflow_is_an_error_that_counts_the_whole_tensor(monkeypatch):
     values[[2, 50, 99]] = torch.tensor([7e4, -INF, -1e7])
     _, made = cast(values, "float16", allow_overflow=False)
     with pytest.raises(NotRepresentable) as caught:
-        list(made.data.blocks(8))
+        list(made.data.iterate_blocks(8))
     assert "'w'" in caught.value.message
     assert "2 of 100 values" in caught.value.message
     assert "1e+07" in caught.value.message
@@ -213,11 +213,11 @@ def test_bytes_that_are_not_those_that_the_file_states_are_refused(blocks, byteo
         caster = Caster("float32", "bfloat16", allow_overflow=False)
         made = caster.cast(stated, []).data
         if whole:
-            assert len(b"".join(made.blocks(blocks or made.length))) == made.length
+            assert len(b"".join(made.iterate_blocks(blocks or made.length))) == made.length
             assert made.read(5, 7) == made.read()[5:12]
         else:
             with pytest.raises(CorruptFile, match="storage '0' is damaged"):
-                list(made.blocks(blocks or made.length))
+                list(made.iterate_blocks(blocks or made.length))
 
 
 def test_a_damaged_byte_is_told_before_the_overflow_that_it_makes():

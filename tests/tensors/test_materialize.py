@@ -376,7 +376,7 @@ def test_no_memory_is_said_as_such(monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     maker = Materializer(ref := floats(1, 2))
-    monkeypatch.setattr(MODULE, "_moved", lambda made, target: made)
+    monkeypatch.setattr(MODULE, "_move_storage", lambda made, target: made)
     monkeypatch.setattr(torch, "UntypedStorage", refuse)
     with pytest.raises(MemoryError, match="8 bytes"):
         maker.make_tensor(ref)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 import ckptool
-from ckptool.conversion import steps_of
+from ckptool.conversion import make_steps
 from ckptool.core.model import StorageRef
 from ckptool.transforms import Compact, Untie
 from tests.trees import checkpoint, storage, tensor
@@ -342,4 +342,4 @@ def test_without_ties_nothing_changes(tmp_path):
 
 def test_another_word_is_refused():
     with pytest.raises(ckptool.UsageError, match="'keep' or 'copy'"):
-        steps_of({"ties": "no"})
+        make_steps({"ties": "no"})

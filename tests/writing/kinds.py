@@ -236,7 +236,7 @@ def cut_short(folder):
     with open_checkpoint(path) as checkpoint:
         patch = load_format(checkpoint.format).plan_edit(strip(checkpoint)).patch
     with open(path, "r+b") as file:
-        write_journal(path, Edit.of(file.fileno(), patch).to_journal())
+        write_journal(path, Edit.from_patch(file.fileno(), patch).to_journal())
         os.pwrite(file.fileno(), patch.data[: len(patch.data) // 2], patch.offset)
 
 

@@ -5,7 +5,7 @@ import torch
 
 import ckptool
 from ckptool.errors import UsageError
-from ckptool.writing.target import default_target, goes_to_folder
+from ckptool.writing.target import is_folder_target, make_default_target
 
 
 def test_the_word_goes_before_the_ending():
@@ -20,7 +20,7 @@ def test_the_word_goes_before_the_ending():
         ("program.pt2", "program.stripped.pth"),
         ("data.pkl", "data.stripped.pth"),
     ]:
-        assert default_target(source, "stripped") == target
+        assert make_default_target(source, "stripped") == target
 
 
 def test_a_chosen_format_has_its_ending():
@@ -30,7 +30,7 @@ def test_a_chosen_format_has_its_ending():
         ("model.bin", "torch-legacy", "model.cpu.bin"),
         ("model.safetensors", "safetensors", "model.cpu.safetensors"),
     ]:
-        assert default_target(source, "cpu", format) == target
+        assert make_default_target(source, "cpu", format) == target
 
 
 def test_shards_become_one_file_where_the_format_is_of_one():
@@ -40,7 +40,7 @@ def test_shards_become_one_file_where_the_format_is_of_one():
         ("a.b/pytorch_model.bin.index.json", "torch-legacy", "a.b/pytorch_model.cpu.pth"),
         ("folder/", "safetensors", "folder.cpu.safetensors"),
     ]:
-        assert default_target(source, "cpu", format, sharded=True) == target
+        assert make_default_target(source, "cpu", format, sharded=True) == target
 
 
 @pytest.mark.parametrize("format", [None, "safetensors-sharded", "torch-sharded"])
@@ -48,7 +48,7 @@ def test_shards_are_not_written_where_nobody_said(format):
     with pytest.raises(
         UsageError, match=r"model\.safetensors\.index\.json: is a sharded checkpoint and needs a"
     ) as caught:
-        default_target("model.safetensors.index.json", "cpu", format, sharded=True)
+        make_default_target("model.safetensors.index.json", "cpu", format, sharded=True)
     assert "-o FOLDER/model.safetensors.index.json" in caught.value.hint
 
 
@@ -56,7 +56,7 @@ def test_shards_are_not_written_where_nobody_said(format):
 def test_a_folder_becomes_a_file_beside_it(tmp_path, tail):
     folder = tmp_path / "model.v1"
     folder.mkdir()
-    assert default_target(f"{folder}{tail}", "stripped") == f"{folder}.stripped.pth"
+    assert make_default_target(f"{folder}{tail}", "stripped") == f"{folder}.stripped.pth"
 
 
 @pytest.fixture
@@ -94,13 +94,13 @@ def test_a_name_without_a_known_extension_is_a_folder_for_a_set(sources, tmp_pat
 
 def test_an_option_or_a_file_that_is_there_settles_what_a_name_means(sources, tmp_path):
     out, file = str(tmp_path / "out"), sources["file"]
-    assert goes_to_folder(out, file, wanted=True)
-    assert not goes_to_folder(out, file, "torch-zip")
-    assert goes_to_folder(out, file, "dcp")
+    assert is_folder_target(out, file, needs_folder=True)
+    assert not is_folder_target(out, file, "torch-zip")
+    assert is_folder_target(out, file, "dcp")
     (tmp_path / "out").write_bytes(b"")
-    assert not goes_to_folder(out, file)
-    assert not goes_to_folder(tmp_path / "b.weights", tmp_path / "a.weights")
+    assert not is_folder_target(out, file)
+    assert not is_folder_target(tmp_path / "b.weights", tmp_path / "a.weights")
     with ckptool.open(sources["index"]) as opened:
-        assert goes_to_folder(tmp_path / "new", opened)
+        assert is_folder_target(tmp_path / "new", opened)
     with ckptool.open(file) as opened, pytest.raises(UsageError):
-        goes_to_folder(tmp_path / "new", opened)
+        is_folder_target(tmp_path / "new", opened)

@@ -23,7 +23,7 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.formats import WRITABLE, load_format, open_checkpoint, shard_format_of
-from ckptool.writing import Receipt, save, target_format
+from ckptool.writing import Receipt, choose_format, save
 
 ONE_FILE = [
     name for name in WRITABLE if not (shard_format_of(name) or load_format(name).index_name)
@@ -84,7 +84,7 @@ def test_the_format_asked_for_overrides_the_ending(checkpoint, tmp_path):
     ],
 )
 def test_a_format_that_is_written_is_kept(checkpoint, source, path, expected):
-    assert target_format(replace(checkpoint, format=source), path) == expected
+    assert choose_format(replace(checkpoint, format=source), path) == expected
 
 
 @pytest.mark.parametrize("name", ["out.onnx", "out.NPZ", "out.gguf", "out.pt2"])

@@ -14,7 +14,7 @@ from ckptool.core.model import OrderedMap, Storage, TensorRef
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import NewFile, WritePlan, open_checkpoint
 from ckptool.inspection.listing import list_tensors
-from ckptool.writing import target_format
+from ckptool.writing import choose_format
 from ckptool.writing.sharding import DEFAULT_SIZE, parse_size, plan_shards
 from tests.conftest import FIXTURES
 from tests.formats.shards import loaded, write_plan
@@ -336,12 +336,12 @@ def test_the_target_says_which_shards(opened):
         ("model.index.json", "safetensors-sharded", "safetensors-sharded"),
         ("model.pth", "torch-sharded", "torch-sharded"),
     ]:
-        assert target_format(source, name, format) == expected, (name, format)
+        assert choose_format(source, name, format) == expected, (name, format)
 
 
 def test_shards_of_streams_are_not_written(opened):
     with pytest.raises(UsageError, match="safetensors or torch-zip, not of torch-legacy"):
-        target_format(opened(sized(a=1)), "model.bin.index.json", "torch-legacy")
+        choose_format(opened(sized(a=1)), "model.bin.index.json", "torch-legacy")
 
 
 # Nothing is lost

@@ -260,7 +260,10 @@ def _check_tar(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findin
                 Finding("padding", "the padding of its last block is not zero", (name,))
             )
         end = max(end, padded)
-    if any(block.strip(b"\0") for block in ByteRange(source, end, source.size - end).blocks(_PART)):
+    if any(
+        block.strip(b"\0")
+        for block in ByteRange(source, end, source.size - end).iterate_blocks(_PART)
+    ):
         trailing = counted(source.size - end, "byte")
         problems.append(Finding("trailing", f"{trailing} after its last member are not zero"))
     return Findings(tuple(problems))

@@ -21,7 +21,7 @@ from ckptool.core.model import MAX_ELEMENTS, Global, Opaque, TensorRef, make_pla
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
-from ckptool.files.tiled import Tile, late, tiled
+from ckptool.files.tiled import Tile, join_tiles, make_late_range
 from ckptool.formats.archive import read_zip
 from ckptool.formats.base import (
     Archive,
@@ -222,7 +222,7 @@ def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
         return _open_item(item, limits).records[name].data, None
 
     name = record.name
-    return late(item.path, record.data.length, locate)
+    return make_late_range(item.path, record.data.length, locate)
 
 
 def _read_extras(folder: str, probe: Probe) -> Checkpoint | None:
@@ -246,7 +246,7 @@ def _find_indexes(probe: Probe) -> list[str]:
     folder, name = (probe.path, "") if probe.is_folder else os.path.split(probe.path)
     if name and name != _METADATA and not name.endswith(".distcp") and not _RANKS.fullmatch(name):
         return []
-    names = probe.entries if probe.is_folder else probe.place.names(folder)
+    names = probe.entries if probe.is_folder else probe.place.list_names(folder)
     if _METADATA in names:
         indexes = [_METADATA]
     elif probe.place.is_file(os.path.join(folder, _ACCELERATE[0], _METADATA)):
@@ -412,14 +412,14 @@ def _make_tensor(name: str, tensor: _Tensor, limits: Limits) -> TensorRef:
     def locate_chunk(chunk: _Chunk) -> ByteRange:
         """Return the bytes of a chunk, which is read on first use."""
         find = partial(_read_elements, name, tensor.dtype, chunk, limits)
-        return late(chunk.item.path, prod(chunk.sizes) * itemsize, find)
+        return make_late_range(chunk.item.path, prod(chunk.sizes) * itemsize, find)
 
     tiles = [
         Tile(chunk.offsets, chunk.sizes, partial(locate_chunk, chunk)) for chunk in tensor.chunks
     ]
     file = tensor.chunks[0].item.path if tensor.chunks else name
     with add_error_context(None, f"tensor {printable(name)!r}", hint=_HINT):
-        data = tiled(file, tensor.shape, itemsize, tiles)
+        data = join_tiles(file, tensor.shape, itemsize, tiles)
     return make_plain_tensor(name, tensor.dtype, tensor.shape, data)
 
 

@@ -15,7 +15,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import OrderedMap, TensorRef, make_plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing
-from ckptool.files.tiled import Tile, tiled
+from ckptool.files.tiled import Tile, join_tiles
 from ckptool.formats.base import (
     Format,
     Probe,
@@ -131,5 +131,5 @@ def _join_parts(
         ends = [[start + size for start, size in zip(*tile[:2], strict=True)] for tile, _ in parts]
         shape = tuple(map(max, zip(*ends, strict=True)))
         itemsize = BY_NAME[first.dtype].itemsize
-        data = tiled(folder, shape, itemsize, [tile for tile, _ in parts])
+        data = join_tiles(folder, shape, itemsize, [tile for tile, _ in parts])
     return make_plain_tensor(name, first.dtype, shape, data)

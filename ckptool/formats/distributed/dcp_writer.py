@@ -83,7 +83,7 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
     """
     state = index.attributes
     existing = _ExistingItems(checkpoint, state)
-    existing_names = place_of(checkpoint.path).names(checkpoint.path)
+    existing_names = place_of(checkpoint.path).list_names(checkpoint.path)
     number = next(
         n for n in range(len(existing_names) + 1) if f"__ckptool{n}_0.distcp" not in existing_names
     )

@@ -15,7 +15,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Storage, TensorRef, copy_with_items, row_major_strides
 from ckptool.core.tree import name_of, rebuild, walk
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
-from ckptool.files.tiled import Tile, tiled
+from ckptool.files.tiled import Tile, join_tiles
 from ckptool.formats.base import Format, Probe, combine_details, distributed_refusal
 from ckptool.formats.distributed.placements import (
     ONE_SAVE,
@@ -205,7 +205,7 @@ def _join_tensor(
                 tiles.setdefault((tile.offsets, tile.sizes), tile)
     key = tuple(identity)
     if key not in storages:
-        data = tiled(ranks[0].path, shape, first.itemsize, list(tiles.values()))
+        data = join_tiles(ranks[0].path, shape, first.itemsize, list(tiles.values()))
         storages[key] = Storage(f"joined/{len(storages)}", data, data.length)
     return replace(
         first,

@@ -18,7 +18,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors, make_plain_tensor
 from ckptool.core.tree import rebuild, walk_everything
 from ckptool.errors import CheckpointError, CorruptFile
-from ckptool.files.computed import joined
+from ckptool.files.computed import join_ranges
 from ckptool.formats.base import (
     Format,
     Probe,
@@ -144,7 +144,7 @@ XLA_XSER, XLA_FSDP = XlaXser(), XlaFsdp()
 def find_tensor_files(probe: Probe) -> list[str]:
     """Return the tensor files next to a file, in the order of their names."""
     folder = f"{probe.path}.tensors"
-    names = probe.place.names(folder) if probe.place.is_folder(folder) else ()
+    names = probe.place.list_names(folder) if probe.place.is_folder(folder) else ()
     return [os.path.join(folder, name) for name in sorted(names) if name.endswith(".pt")]
 
 
@@ -218,7 +218,7 @@ def _split_parameter(
                 f"{printable(name)!r} of shape {list(shape)} has a part of shape {list(part.shape)}"
             )
             raise CorruptFile(message, file=path, hint=ONE_SAVE)
-    joined_data = joined([row_major_data(part, printable(name), path) for part, path in parts])
+    joined_data = join_ranges([row_major_data(part, printable(name), path) for part, path in parts])
     parent = name.rpartition(".")[0]
     keys_and_shapes = [(name, shape)]
     if flat is not None:

@@ -23,9 +23,9 @@ from ckptool.core.model import Opaque, TensorRef, copy_with_items, make_plain_te
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange
-from ckptool.files.computed import joined
+from ckptool.files.computed import join_ranges
 from ckptool.files.place import place_of
-from ckptool.files.tiled import late
+from ckptool.files.tiled import make_late_range
 from ckptool.formats.base import (
     Format,
     Probe,
@@ -173,7 +173,7 @@ def _find_step_folder(probe: Probe) -> str | None:
                 tag = os.fsdecode(file.read(_LONGEST_TAG).strip())
             if os.path.basename(tag) == tag not in (os.curdir, os.pardir):
                 folder = os.path.join(probe.path, tag)
-                if any(map(_MODEL.fullmatch, probe.place.names(folder))):
+                if any(map(_MODEL.fullmatch, probe.place.list_names(folder))):
                     return folder
         except (OSError, ValueError):
             continue
@@ -199,7 +199,7 @@ def find_step_files(probe: Probe) -> tuple[str, ...]:
     """
     step = _parse_step(probe)
     top = os.path.join(step.folder, _UNIVERSAL)
-    names = sorted(probe.place.names(top)) if step.is_universal else []
+    names = sorted(probe.place.list_names(top)) if step.is_universal else []
     return (
         *step.files,
         *(file for name in names for file in _list_parameter_files(os.path.join(top, name))),
@@ -210,7 +210,7 @@ def _list_parameter_files(folder: str) -> list[str]:
     """Return the files of one parameter in a universal folder, the master first."""
     if not place_of(folder).is_folder(folder):
         return [folder] if folder.endswith(".pt") else []
-    names = (name for name in place_of(folder).names(folder) if name.endswith(".pt"))
+    names = (name for name in place_of(folder).list_names(folder) if name.endswith(".pt"))
     ordered = sorted(names, key=lambda name: (name != f"{MASTER}.pt", name))
     return [os.path.join(folder, name) for name in ordered]
 
@@ -218,7 +218,7 @@ def _list_parameter_files(folder: str) -> list[str]:
 def _parse_step(probe: Probe) -> _Step:
     """Return the files of a step, checked to be complete."""
     folder = probe.compute_once(_find_step_folder) or probe.path
-    names = sorted(probe.place.names(folder))
+    names = sorted(probe.place.list_names(folder))
     matches = {name: m for name in names if (m := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name))}
     unsupported = [name for name in names if _APART.fullmatch(name)]
     unsupported += [name for name, match in matches.items() if int(match["mp"])]
@@ -541,7 +541,7 @@ def _make_tensor(
         raise CorruptFile(message, file=first.file, hint=ONE_SAVE)
     if len(pieces) > 1:  # found on reading: thousands of ranks have millions of pieces
         size = prod(shape) * BY_NAME[first.dtype].itemsize
-        data = late(first.file, size, partial(_join_pieces, vectors, find))
+        data = make_late_range(first.file, size, partial(_join_pieces, vectors, find))
     else:
         data = vectors[pieces[0][0]].cut(*pieces[0][1:]) if pieces else first.cut(0, 0)
     return make_plain_tensor(name, first.dtype, shape, data, first.device)
@@ -549,7 +549,7 @@ def _make_tensor(
 
 def _join_pieces(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, None]:
     """Return the bytes of all pieces in order, without a CRC-32."""
-    return joined([vectors[rank].cut(start, count) for rank, start, count in find()]), None
+    return join_ranges([vectors[rank].cut(start, count) for rank, start, count in find()]), None
 
 
 def _copy_group_node(name: str, node: Any) -> Any:
@@ -634,7 +634,7 @@ def _read_universal(
 ) -> dict[str, dict[Any, Any]]:
     """Return the states of each parameter from its folder in a universal checkpoint."""
     top = os.path.join(folder, _UNIVERSAL)
-    names, states = place_of(top).names(top), {}
+    names, states = place_of(top).list_names(top), {}
     hint = "create the folder again with ds_to_universal.py"
     for group in groups:
         kinds: set[str] = set()

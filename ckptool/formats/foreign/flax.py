@@ -16,7 +16,7 @@ from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
-from ckptool.files.computed import joined
+from ckptool.files.computed import join_ranges
 from ckptool.formats.base import Format, Probe, Refusal, check_limit
 from ckptool.formats.foreign.cursor import Cursor
 from ckptool.limits import Limits
@@ -212,7 +212,7 @@ class _Reader(Cursor):
             raise self._damaged_error("a chunked array has no chunks")
         if len({part.dtype for part in parts}) > 1:
             raise self._damaged_error("a chunked array has chunks of different dtypes")
-        data, shape = joined([part.data for part in parts]), self._check_shape(sizes)
+        data, shape = join_ranges([part.data for part in parts]), self._check_shape(sizes)
         return make_plain_tensor(str(self.position), parts[0].dtype, shape, data)
 
     def _check_shape(self, sizes: Any) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
-from ckptool.files.tiled import late
+from ckptool.files.tiled import make_late_range
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, require_package
 from ckptool.limits import Limits
@@ -202,7 +202,7 @@ def _make_tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> Tenso
         message = f"{printable(path)!r} has {size:,} bytes, but only {stored:,} in the file"
         raise LimitExceeded(message, file=file)
     if size and (offset is None or stored != size):
-        content = late(data.source.name, size, partial(_read_dataset, data, path))
+        content = make_late_range(data.source.name, size, partial(_read_dataset, data, path))
     else:
         content = data.slice(offset or 0, size)
     order = {">": "big", "<": "little"}.get(node.dtype.byteorder, sys.byteorder)

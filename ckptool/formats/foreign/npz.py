@@ -95,7 +95,7 @@ def _read_head(record: Record, length: int) -> bytes:
     length = min(length, record.data.length)
     source = record.data.source
     if isinstance(source, InflatedSource):
-        return source.head(length)
+        return source.read_head(length)
     return record.data.read(0, length)
 
 

@@ -34,7 +34,7 @@ from ckptool.files.checksums import crc32c
 from ckptool.files.local import Place
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
-from ckptool.files.tiled import Tile, tiled
+from ckptool.files.tiled import Tile, join_tiles
 from ckptool.formats.base import (
     Checksum,
     Findings,
@@ -365,7 +365,7 @@ class _Data:
                     raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {message}")
                 data = make_plain_tensor("its part", dtype, sizes, self._locate_bytes(part)).data
                 tiles.append(Tile(offsets, sizes, data))
-            return tiled(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
+            return join_tiles(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
 
     def _read_texts(self, key: bytes, entry: _Entry) -> Any:
         """Return the texts of a variable, in lists by its shape; bytes if they are not UTF-8."""

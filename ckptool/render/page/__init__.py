@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool._lazy import Result
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.values import to_document
-from ckptool.files.atomic import atomic_output
+from ckptool.files.atomic import open_atomic_output
 from ckptool.render.page.document import render_page
 from ckptool.render.text import format_size
 from ckptool.words import clean, counted
@@ -65,7 +65,7 @@ def write_page(
 
     Raises:
         UnreadableFile: a checkpoint has changed.
-        CheckpointError: see `check_target` and `atomic_output`.
+        CheckpointError: see `check_target` and `open_atomic_output`.
     """
     for checkpoint in checkpoints:
         check_target(checkpoint, path, overwrite=overwrite, in_place=False)
@@ -77,7 +77,7 @@ def write_page(
             for source in checkpoint.sources:
                 source.check_unchanged()
 
-    with atomic_output(path, len(content), overwrite=overwrite, check=check) as output:
+    with open_atomic_output(path, len(content), overwrite=overwrite, check=check) as output:
         output.write(content)
     return PageReceipt(
         path=os.fspath(path),

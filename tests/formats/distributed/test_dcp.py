@@ -32,7 +32,7 @@ from ckptool.errors import (
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.verify import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.writing.target import default_target
+from ckptool.writing.target import make_default_target
 from tests.formats.contract import FormatContract
 
 
@@ -482,7 +482,7 @@ def test_weights_at_the_root_are_the_model_beside_the_state_of_a_training(tmp_pa
 def test_a_folder_that_we_are_in_has_its_name(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with ckptool.open(".") as checkpoint:
-        assert default_target(checkpoint.path, "cpu") == f"{folder}.cpu.pth"
+        assert make_default_target(checkpoint.path, "cpu") == f"{folder}.cpu.pth"
 
 
 def test_a_part_of_the_source_is_no_target(folder):

@@ -201,7 +201,7 @@ def test_headers_of_compressed_arrays_are_read_without_the_arrays(archive):
         source = checkpoint["w"].storage.data.source
         assert isinstance(source, InflatedSource)
         assert source._inflater is None
-        assert source.head(6) == b"\x93NUMPY"
+        assert source.read_head(6) == b"\x93NUMPY"
         assert source._inflater is None
     damaged = bytearray(path.read_bytes())
     damaged[35] ^= 0xFF
