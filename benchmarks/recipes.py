@@ -74,7 +74,7 @@ def speed(kind: Kind, dtype: torch.dtype, folder: Path) -> float:
     state = {str(at): torch.zeros(shape, dtype=dtype) for at, shape in enumerate(kind.shapes)}
     save_file(state, path)
     with ckptool.open(path) as source:
-        made = relayout(source, Recipe.of_rule(*kind[1:4]), kind.params)
+        made = relayout(source, Recipe.from_rule(*kind[1:4]), kind.params)
         began, size = time.process_time(), 0
         for _, tensor in made.tensors():
             size += sum(len(block) for block in tensor.data.iterate_reused())

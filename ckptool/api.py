@@ -12,8 +12,8 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import Source, open_or_reuse
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.transforms import Rename, Rule, Strip, Wrap, remapping
-from ckptool.transforms.step import opened_and_changed
+from ckptool.transforms import Rename, Rule, Strip, Wrap, make_remap
+from ckptool.transforms.step import open_and_change
 from ckptool.writing import Receipt, save
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def open(
         LimitExceeded: if the file needs more than `limits` allows.
         NotFound: if `master` is True and the file has no master weights.
     """
-    return opened_and_changed(
+    return open_and_change(
         path,
         lambda checkpoint: transforms.Masters()(checkpoint) if master else checkpoint,
         limits=limits,
@@ -294,7 +294,7 @@ def remap(
     Raises:
         DeviceError: if a rule has an invalid device, or a tensor cannot be moved.
     """
-    return remapping(rules)(state)
+    return make_remap(rules)(state)
 
 
 @overload

@@ -24,7 +24,7 @@ from ckptool.cli.options import (
 )
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
-from ckptool.transforms import Cast, Masters, average, floating_type, merge_lora
+from ckptool.transforms import Cast, Masters, average, merge_lora, parse_floating_dtype
 
 
 @verb(
@@ -77,7 +77,7 @@ def cast_command(
     word = dtype or dequantize
     if word is None:
         raise UsageError("cast needs --dtype or --dequantize", hint="add --dtype bfloat16")
-    name = floating_type(word)
+    name = parse_floating_dtype(word)
     step = Cast(
         dtype,
         keep=parse_keep_rules(keep),
@@ -103,7 +103,7 @@ def parse_keep_rules(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
     rules: list[tuple[str, str | None]] = []
     for text in texts:
         glob, equals, dtype = text.rpartition("=")
-        rules.append((glob, floating_type(dtype)) if equals else (text, None))
+        rules.append((glob, parse_floating_dtype(dtype)) if equals else (text, None))
     return rules
 
 

@@ -37,7 +37,7 @@ from ckptool.errors import UsageError
 from ckptool.formats.several import split_key
 from ckptool.transforms import Drop, Rule
 from ckptool.transforms.name_rules import read_text
-from ckptool.transforms.tree_edits import parted, plain_json
+from ckptool.transforms.tree_edits import parse_json, split_rule
 from ckptool.words import printable
 
 
@@ -339,12 +339,12 @@ def parse_values(texts: tuple[str, ...]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for text in texts:
-        path, equals, value = parted(text)
+        path, equals, value = split_rule(text)
         if not (path and equals):
             raise UsageError(
                 f"{text!r} is not PATH=VALUE", hint="give a value, such as --set epoch=3"
             )
         if path in values:
             raise UsageError(f"--set has {path!r} twice")
-        values[path] = plain_json(read_text(value[1:]) if value.startswith("@") else value)
+        values[path] = parse_json(read_text(value[1:]) if value.startswith("@") else value)
     return values

@@ -91,11 +91,11 @@ def strip_module_command(
 
 def _find_wrapped_submodules(checkpoint: Checkpoint) -> list[str]:
     """Return the submodules with a wrapper prefix of their own in every key."""
-    from ckptool.matching.align import wrapped_submodules  # rarely needed
+    from ckptool.matching.align import find_wrapped_submodules  # rarely needed
 
     models = (section for section in checkpoint.sections if section.kind == "state_dict")
     keys = (key for model in models for key in model.node if isinstance(key, str))
-    return wrapped_submodules(keys)
+    return find_wrapped_submodules(keys)
 
 
 @verb(

@@ -13,7 +13,7 @@ from ckptool.cli.like import Allowing, allowance_options, resolve_reference
 from ckptool.cli.options import PATH, Brief, file_argument, flag, screen_options, verb
 from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.formats.identify import find_unused_path
-from ckptool.loading.plan import plan_load, target_like
+from ckptool.loading.plan import describe_like, plan_load
 from ckptool.loading.source import StateDict, open_state_dict
 from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.matching.align import is_average_counter
@@ -82,21 +82,21 @@ def command(
     ckptool.load_into, or save it with the model's keys with ckptool convert --like.
     """
     reference = resolve_reference(like)
-    wanted = target_like(reference, key=like_key)
+    wanted = describe_like(reference, key=like_key)
     with open_state_dict(file, key=key, wanted=wanted.slots) as state:
         by_type = reference is like  # a file: its header is enough
         plan = plan_load(
             state,
             wanted,
             rename=rules,
-            choices=TransposeRules.of(transpose, no_transpose),
+            choices=TransposeRules.parse(transpose, no_transpose),
             by_type=by_type,
         )
         applied = tuple(_find_applied_rules(rules, state))
         is_module = state.section.kind == "module"
     report = plan.report
     globs = {name.removeprefix("allow_"): arguments for name, arguments in allowed.items()}
-    judgement = Allowance(min_coverage=min_coverage, **globs).judged(report)
+    judgement = Allowance(min_coverage=min_coverage, **globs).judge(report)
     set_exit_code(0 if judgement.accepted else 1)
     if screen.as_json:
         print_document({**report.to_dict(), **_to_document(judgement)})

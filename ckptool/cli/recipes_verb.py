@@ -6,7 +6,7 @@ import click
 
 from ckptool.cli.console import Screen, print_document, print_lines
 from ckptool.cli.options import PATH, screen_options, verb
-from ckptool.recipes import Recipe, shipped_recipes
+from ckptool.recipes import Recipe, list_shipped
 from ckptool.render.table import table_lines
 from ckptool.words import clean, clean_lines
 
@@ -26,7 +26,7 @@ def command(name: str | None, screen: Screen) -> None:
     FILE is your own recipe, which is checked first. docs/recipes.md explains how to write one.
     """
     if name is None:
-        recipes = shipped_recipes()
+        recipes = list_shipped()
         if screen.as_json:
             rows = [{"name": recipe_name, "about": about} for recipe_name, about in recipes]
             print_document({"schema": "ckptool.recipes/1", "recipes": rows})

@@ -30,9 +30,9 @@ from ckptool.errors import AmbiguousName, NameCollision, NotFound
 from ckptool.inspection.equality import find_first_difference
 from ckptool.matching.align import align as pair_keys
 from ckptool.matching.report import slots_of
-from ckptool.transforms.extraction import part_of
+from ckptool.transforms.extraction import select_part
 from ckptool.transforms.name_rules import AppliedRules, Rule
-from ckptool.transforms.names import followed, unwrapped_modules
+from ckptool.transforms.names import follow_names, unwrap_modules
 from ckptool.words import listed, printable
 
 _SORTS = {"state_dict": "model", "module": "model"}
@@ -90,12 +90,12 @@ class _SideNames:
     def resolve_optimizer_names(self, part: Section) -> _NewNames:
         """Return the compared names of an optimizer: those of its model."""
         names_of_optimizer = list_optimizer_names(part.node)
-        shown = followed(
+        shown = follow_names(
             names_of_optimizer, [(names, resolved.shown) for names, resolved in self._namings]
         )
         if shown:
             namings = [(names, resolved.compared) for names, resolved in self._namings]
-            return _NewNames(shown, followed(names_of_optimizer, namings))
+            return _NewNames(shown, follow_names(names_of_optimizer, namings))
         stripped = self.strip(names_of_optimizer)
         return _NewNames(stripped, self._apply_rules(names_of_optimizer, stripped))
 
@@ -114,7 +114,7 @@ class _SideNames:
 
     def _apply_rules(self, names: Sequence[str], stripped: Renamed) -> Renamed:
         """Return the names that change by removing prefixes and applying rules: old -> new."""
-        ruled = self.rules.of(stripped.get(name, name) for name in names)
+        ruled = self.rules.rename_all(stripped.get(name, name) for name in names)
         new_names = {name: ruled[stripped.get(name, name)] for name in names}
         return {name: new_name for name, new_name in new_names.items() if new_name != name}
 
@@ -233,7 +233,7 @@ def _resolve_scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scop
 
 def _select_weights(checkpoint: Checkpoint, key: Any) -> Scope:
     """Return the scope of a checkpoint's weights, with `key` if it is not a flat state dict."""
-    part, base = part_of(checkpoint, None if is_flat(checkpoint.root) else key, model_only=True)
+    part, base = select_part(checkpoint, None if is_flat(checkpoint.root) else key, model_only=True)
     return Scope(part.root, base)
 
 
@@ -298,7 +298,7 @@ class _Aligner:
         self.notes.extend(_describe_unpaired(unpaired_names[0], unpaired_names[1]))
         if has_remaining and self.whole:
             self.notes.extend(_suggest_model_only(couples))
-        self.notes.extend(self.names_a.rules.idle())
+        self.notes.extend(self.names_a.rules.describe_unused())
         return Alignment(
             tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
         )
@@ -515,7 +515,7 @@ def _unwrap_module(holder: Opaque) -> Opaque:
     """Return a pickled module without the pickled wrappers around it."""
     if not is_module(holder):
         return holder
-    instead = unwrapped_modules(holder).instead
+    instead = unwrap_modules(holder).instead
     while id(holder) in instead:
         holder = instead[id(holder)]
     return holder

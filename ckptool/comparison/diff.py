@@ -31,7 +31,7 @@ from ckptool.inspection.equality import (
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors.bytewise import is_floating
-from ckptool.transforms.name_rules import Rule, rules_of
+from ckptool.transforms.name_rules import Rule, parse_rules
 from ckptool.words import counted, listed
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ def diff(
             (`AmbiguousName`).
         UsageError: a text is not a rule, `sort` is unknown, or arguments exclude each other.
     """
-    name_rules = rules_of(rename)
+    name_rules = parse_rules(rename)
     has_tolerance = atol is not None or rtol is not None
     if structure and quick:
         raise UsageError(

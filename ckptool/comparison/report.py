@@ -21,7 +21,7 @@ from ckptool.errors import NotRepresentable, TorchMissing
 from ckptool.files.source import Progress
 from ckptool.inspection.listing import make_tensor_rows
 from ckptool.inspection.stats import TensorStats, stats
-from ckptool.transforms.schedule_free import keys_of_parameters
+from ckptool.transforms.schedule_free import match_parameters
 
 if TYPE_CHECKING:
     from ckptool.comparison.aligning import Alignment
@@ -88,7 +88,7 @@ def _name_parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], 
             numbers = [number for group in list_groups(section) for number in group]
             keys = dict(zip(numbers, list_names(section), strict=False))
         else:
-            keys = keys_of_parameters(checkpoint, section, model)
+            keys = match_parameters(checkpoint, section, model)
             tensors = get_named_tensors(model.node)
             shapes = {number: tensors[key].shape for number, key in keys.items() if key in tensors}
             if any(not fits_shape(states.get(at, {}), shape) for at, shape in shapes.items()):

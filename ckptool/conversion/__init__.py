@@ -16,7 +16,7 @@ from ckptool.conversion.steps import apply_steps as apply_steps, make_steps as m
 from ckptool.formats import Source
 from ckptool.renamed import refuse_renamed_arguments
 from ckptool.transforms import Step
-from ckptool.transforms.step import opened_by
+from ckptool.transforms.step import list_opened_sources
 from ckptool.writing import Receipt, save
 
 _NOW_STEPS = {
@@ -98,7 +98,7 @@ def convert(
         is_same = in_place and goal.is_source(checkpoint)
         name = checkpoint.format if is_same else goal.format_for(checkpoint)
         result = apply_steps(checkpoint, all_steps, name)
-        for opened in opened_by(all_steps, checkpoint, result):
+        for opened in list_opened_sources(all_steps, checkpoint, result):
             stack.callback(opened.close)
         return save(
             goal.to_single_file(result),

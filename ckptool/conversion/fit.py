@@ -21,14 +21,14 @@ from ckptool.core.sections import (
 )
 from ckptool.core.tree import describe_path
 from ckptool.errors import NameCollision, NotRepresentable
-from ckptool.loading.plan import LoadPlan, plan_load, target_like
+from ckptool.loading.plan import LoadPlan, describe_like, plan_load
 from ckptool.loading.source import StateDict
 from ckptool.loading.target import ModelTarget
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import TransposeRules
 from ckptool.remedies import Remedy
-from ckptool.transforms.names import NamePlan, distinct
-from ckptool.transforms.step import Step, listed_option
+from ckptool.transforms.names import NamePlan, list_distinct
+from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import counted, listed, printable
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Fit(Step):
             UsageError: if `transpose` or `no_transpose` is not a list of globs.
         """
         for name in ("transpose", "no_transpose"):
-            object.__setattr__(self, name, listed_option(name, getattr(self, name)))
+            object.__setattr__(self, name, check_list_option(name, getattr(self, name)))
         for name in ("allow_missing", "allow_unexpected", "allow_mismatched"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (bool, str)):
@@ -102,8 +102,8 @@ class Fit(Step):
         self._transpose_rules()
 
     def _transpose_rules(self) -> TransposeRules:
-        """Return the rules of `transpose` and `no_transpose`."""
-        return TransposeRules.of(self.transpose, self.no_transpose)
+        """Return the rules parse `transpose` and `no_transpose`."""
+        return TransposeRules.parse(self.transpose, self.no_transpose)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the keys of the model.
@@ -125,18 +125,18 @@ class Fit(Step):
             min_coverage=self.min_coverage,
         )
         plan = NamePlan(checkpoint.path, _HINT)
-        sections = distinct(checkpoint.sections)
+        sections = list_distinct(checkpoint.sections)
         like = self.like
         if isinstance(like, Reference):
             target = like.target
         else:
-            target = target_like(like, key=self.like_key)
+            target = describe_like(like, key=self.like_key)
         namings = _match_sections(checkpoint, sections, target, self._transpose_rules())
         _refuse_mismatches(namings, allowance)
         for naming in namings:
             naming.add_to_plan(plan)
         plan.follow(checkpoint.root, sections, lambda own: _match_bare_names(own, namings))
-        return plan.applied(checkpoint)
+        return plan.apply_to(checkpoint)
 
 
 def match_section(checkpoint: Checkpoint, part: Section, like: ModelTarget) -> MatchReport:
@@ -291,7 +291,7 @@ def _refuse_mismatches(namings: list[_Naming], allowance: Allowance) -> None:
     Raises:
         MatchError: for the first that does not fit.
     """
-    refusals = {naming.part.name: naming.fit.refusal(allowance) for naming in namings}
+    refusals = {naming.part.name: naming.fit.refusal_error(allowance) for naming in namings}
     refused = next(filter(None, refusals.values()), None)
     if refused is None:
         return

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import Source, load_format, shard_format_of
-from ckptool.recipes import Relayout, split_files, written_files
+from ckptool.recipes import Relayout, output_files, split_files
 from ckptool.transforms import Step
 from ckptool.words import shell
 from ckptool.writing import choose_file, choose_format, is_folder_target
@@ -59,7 +59,7 @@ class Destination:
             UsageError: as in `is_folder_target`.
         """
         layouts = [step.loaded for step in steps if isinstance(step, Relayout)]
-        files = written_files(layouts[-1]) if layouts else None
+        files = output_files(layouts[-1]) if layouts else None
         self._name, self._format, self._sharded = os.fspath(path), format, sharded
         self._files_from, self._source = files_from, source
         needs_folder = sharded or files_from is not None or files is not None

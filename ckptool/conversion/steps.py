@@ -32,10 +32,10 @@ from ckptool.transforms import (
     Take,
     Untie,
     Wrap,
-    changed,
+    run_steps,
     single_state_dict,
 )
-from ckptool.transforms.tree_edits import METADATA, is_of_header
+from ckptool.transforms.tree_edits import METADATA, is_in_header
 from ckptool.words import listed
 
 STEPS: tuple[type[Step], ...] = (
@@ -195,7 +195,7 @@ def apply_steps(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> C
     remaining = list(steps)
     nest_steps = [step for step in remaining if isinstance(step, Nest)]
     if nest_steps and isinstance(checkpoint.root, TensorRef):  # which has no option
-        checkpoint = changed(checkpoint, nest_steps)
+        checkpoint = run_steps(checkpoint, nest_steps)
         remaining = [step for step in remaining if not isinstance(step, Nest)]
     elif nest_steps and load_format(target).flat:
         raise UsageError(
@@ -206,7 +206,7 @@ def apply_steps(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> C
         for reshape in (step for step in remaining if isinstance(step, Reshape) and step.split):
             refuse_mixed(checkpoint, concat, reshape)
     _refuse_values(checkpoint, remaining, target)
-    result = changed(checkpoint, add_implied_steps(remaining, target))
+    result = run_steps(checkpoint, add_implied_steps(remaining, target))
     if load_format(target).tensors_only:
         kept = tuple(step for step in result.changes if not step.of_storages)
         result = replace(result, changes=kept)
@@ -217,7 +217,7 @@ def _refuse_values(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -
     """Refuse to set values or header strings that the format cannot store."""
     target_format = load_format(target)
     paths = [path for step in steps if isinstance(step, Set) for path in step.values]
-    header = [path for path in paths if is_of_header(checkpoint, path)]
+    header = [path for path in paths if is_in_header(checkpoint, path)]
     if header and not target_format.header_key:
         raise UsageError(
             f"{target} has no header strings: {listed(header, 3)}",

@@ -283,9 +283,9 @@ class Checkpoint(Result):
         Raises:
             CheckpointError: if a step fails; the checkpoint is unchanged.
         """
-        from ckptool.transforms import changed
+        from ckptool.transforms import run_steps
 
-        return changed(self, steps)
+        return run_steps(self, steps)
 
     def strip_module(
         self,
@@ -334,9 +334,9 @@ class Checkpoint(Result):
         Raises:
             DeviceError: if a rule has an invalid device, or a tensor cannot be moved.
         """
-        from ckptool.transforms import remapping
+        from ckptool.transforms import make_remap
 
-        return remapping(rules)(self)
+        return make_remap(rules)(self)
 
     if not TYPE_CHECKING:
 

@@ -30,7 +30,7 @@ from ckptool.inspection.quantization import quantizations
 from ckptool.limits import Limits
 from ckptool.quotes import Quote, quote
 from ckptool.transforms import Cast, Compact, Remap, Take, Untie
-from ckptool.transforms.compacting import storage_use
+from ckptool.transforms.compacting import measure_storages
 from ckptool.transforms.devices import CARRIED
 from ckptool.words import are, counted, listed, printable
 
@@ -197,7 +197,7 @@ def check_quantization(subject: Subject) -> Iterator[Complaint]:
 def _check_waste(subject: Subject) -> Iterator[Complaint]:
     """Yield a complaint about bytes that no tensor uses, or that edits left behind."""
     details = subject.checkpoint.details
-    total, used = storage_use(subject.checkpoint.root)
+    total, used = measure_storages(subject.checkpoint.root)
     unused, dead = total - used, details.dead_bytes
     facts = []
     if unused >= _LEAST_UNUSED and unused * _SHARE >= total:

@@ -47,7 +47,7 @@ from ckptool.inspection.commands import (
     list_training_state,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.loading.plan import target_like
+from ckptool.loading.plan import describe_like
 from ckptool.loading.target import ModelTarget
 from ckptool.symbolic.encoder import find_blockers
 from ckptool.transforms import Plain, Rename, Step, Strip, Take
@@ -238,7 +238,7 @@ def _describe_reference(like: Like) -> ModelTarget:
         UsageError: it does not have exactly one state dict.
     """
     try:
-        return target_like(like)
+        return describe_like(like)
     except (NotFound, AmbiguousName) as error:
         path = like.path if isinstance(like, Checkpoint) else ""
         raise UsageError(

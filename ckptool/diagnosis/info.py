@@ -47,7 +47,7 @@ from ckptool.inspection.neighbors import describe_neighbors
 from ckptool.inspection.quantization import quantizations
 from ckptool.symbolic.encoder import find_blockers
 from ckptool.transforms.casting import Cast
-from ckptool.transforms.compacting import storage_use
+from ckptool.transforms.compacting import measure_storages
 from ckptool.words import listed, printable
 from ckptool.writing.target import make_default_target
 
@@ -164,7 +164,7 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _Verdicts) -> Info:
     tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
-    total, used = storage_use(checkpoint.root)
+    total, used = measure_storages(checkpoint.root)
     objects = find_blockers(checkpoint.root)
     layout = (*find_layout_blockers(checkpoint), *find_outdated_names(checkpoint, objects))
     extension_note, missing = (
@@ -239,13 +239,13 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _Verdicts) -> Info:
 
 def _suggest_recipe(checkpoint: Checkpoint, model: Section | None) -> Iterator[str]:
     """Yield a note on the recipe that matches the keys of the only model, or else all paths."""
-    from ckptool.recipes import looks_like  # it reads all recipes
+    from ckptool.recipes import guess_layout  # it reads all recipes
 
     if model is None:
         keys = [name_of(path) for path, _ in checkpoint.tensors()]
     else:
         keys = [*get_named_tensors(model.node)]
-    if keys and (recipe := looks_like(keys)):
+    if keys and (recipe := guess_layout(keys)):
         side = "target" if recipe.endswith("--reverse") else "source"
         yield f"this looks like the {side} of a recipe for another library: --recipe {recipe}"
 

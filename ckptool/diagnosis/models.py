@@ -31,13 +31,13 @@ from ckptool.formats import load_format
 from ckptool.inspection.blockers import detect_missing_weights, find_called_names, suggest_import
 from ckptool.inspection.commands import ema_command
 from ckptool.inspection.scan_calls import is_data_constructor
-from ckptool.matching.align import escaped, literal, wrapped_submodules
+from ckptool.matching.align import escape_regex, escape_replacement, find_wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER, NAMED_ADAPTER
 from ckptool.quotes import Quote, quote
 from ckptool.symbolic.encoder import find_blocked_names
 from ckptool.transforms import Flatten, Plain, Rename, Strip, Take
-from ckptool.transforms.ema import AVERAGED, average_prefix, has_online_model
-from ckptool.transforms.plain import class_of, refusals
+from ckptool.transforms.ema import AVERAGED, find_average_prefix, has_online_model
+from ckptool.transforms.plain import find_refused, name_class
 from ckptool.words import counted, listed, printable, shell
 
 INTEGERS = frozenset(
@@ -226,24 +226,24 @@ def _describe_root(root: Any, tensors: int) -> str:
         kind = "dict" if isinstance(root, dict) else type(root).__name__
         return f"a {kind} of {counted(len(root), 'entry')} with {counted(tensors, 'tensor')}"
     if isinstance(root, Opaque):
-        return f"an object of class {printable(class_of(root))}"
+        return f"an object of class {printable(name_class(root))}"
     return f"a value of type {type(root).__name__}"
 
 
 def check_objects(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about objects that `torch.load` rejects, or that need their classes."""
-    rejected = list(refusals(subject.checkpoint.root))
+    rejected = list(find_refused(subject.checkpoint.root))
     modules = [(name_of(path), node) for path, node in rejected if to_model_state(node) is not None]
     module_ids = {id(node) for _, node in modules}
     other_objects = [
-        (name_of(path), class_of(node)) for path, node in rejected if id(node) not in module_ids
+        (name_of(path), name_class(node)) for path, node in rejected if id(node) not in module_ids
     ]
     names = subject.checkpoint.details.globals
     blocked = next(iter(find_blocked_names(names)), None) or next(iter(subject.blocked), "")
     kind = "blocked-global" if blocked.partition(".")[0] in _BLOCKED else "global"
     load_error = quote(kind, printable(blocked))
     if modules:
-        classes = dict.fromkeys(class_of(node) for _, node in modules)
+        classes = dict.fromkeys(name_class(node) for _, node in modules)
         candidates = [*classes, *subject.blocked]
         custom_class = next(
             (name for name in candidates if name.partition(".")[0] not in _EVERYWHERE), None
@@ -377,7 +377,7 @@ def _describe_collision(sections: Iterable[Section]) -> str:
 def _check_averages(subject: Subject, section: Section) -> Iterator[Complaint]:
     """Yield a complaint about averaged weights under the prefix of their class."""
     names = [*get_named_tensors(section.node)]
-    prefix = average_prefix(names)
+    prefix = find_average_prefix(names)
     if not prefix:
         return
     own = [name for name in names if name.startswith(prefix)]
@@ -406,14 +406,14 @@ def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
         name
         for section in models
         for name in map_to_bare_keys(section).values()
-        if not average_prefix([name])  # a copy of another submodule
+        if not find_average_prefix([name])  # a copy of another submodule
     ]
-    paths = wrapped_submodules(filter(is_wrappable, names))[:_MOST_PARTS]
+    paths = find_wrapped_submodules(filter(is_wrappable, names))[:_MOST_PARTS]
     if not paths:
         return
     prefixes = tuple(f"{path}.module." for path in paths)
     affected = [name for name in names if name.startswith(prefixes)]
-    rules = (rf"^{escaped(path)}\.module\.=>{literal(path)}." for path in paths)
+    rules = (rf"^{escape_regex(path)}\.module\.=>{escape_replacement(path)}." for path in paths)
     is_simple = len(paths) == 1 and not any(section.wrappers for section in models)
     yield Complaint(
         "submodule-wrapper",
@@ -466,13 +466,13 @@ def _check_adapters(section: Section) -> Iterator[Complaint]:
         severity="note" if has_adapters and not wrapped else "fails",
         quote=quote("unexpected-key", printable(shown[0])),
         effect="with strict=False no adapter is applied, without an error",
-        fix=None if has_adapters else (Rename((f"^{escaped(PEFT)}=>",)),),
+        fix=None if has_adapters else (Rename((f"^{escape_regex(PEFT)}=>",)),),
     )
 
 
 def _complain_of_adapter_name(adapter: str, names: list[str]) -> Complaint:
     """Return the note about keys with an adapter name, which PEFT itself would not write."""
-    rule = rf"\.{escaped(adapter)}(?=(\.weight|\.bias)?$)=>"
+    rule = rf"\.{escape_regex(adapter)}(?=(\.weight|\.bias)?$)=>"
     return Complaint(
         "adapter-name",
         f'the keys contain the adapter name "{printable(adapter)}", as in the state dict of a '
@@ -505,7 +505,7 @@ def _check_lightning(subject: Subject) -> Iterator[Complaint]:
             "unexpected-key", printable(names[0]), call="load_state_dict on the inner model"
         ),
         effect="the LightningModule loads it",
-        choices=(Choice((Rename((f"^{escaped(prefix)}=>",)),), "renamed"),),
+        choices=(Choice((Rename((f"^{escape_regex(prefix)}=>",)),), "renamed"),),
     )
 
 

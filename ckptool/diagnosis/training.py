@@ -35,11 +35,11 @@ from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.commands import ema_command
 from ckptool.matching import DtypeChange, MatchReport
 from ckptool.matching.align import is_average_counter
-from ckptool.matching.judging import Allowance, difference
+from ckptool.matching.judging import Allowance, explain_misfit
 from ckptool.matching.known_renames import MERGE
 from ckptool.quotes import quote
 from ckptool.transforms import Rename, Strip, Take
-from ckptool.transforms.ema import average_prefix
+from ckptool.transforms.ema import find_average_prefix
 from ckptool.words import are, counted, listed, printable, shell
 
 _HALF_LOADED = (
@@ -71,7 +71,7 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
     averages = (name for name, _ in report.kept if is_average_counter(name))
     missing, unexpected = (*report.missing_keys, *averages), report.unexpected_keys
     lost_count = len(missing) + len(report.mismatched)
-    differs = difference(report, lost_count, unexpected)
+    differs = explain_misfit(report, lost_count, unexpected)
     only_extra = not (lost_count or differs)
     allowed = True if unexpected and only_extra else None
     fit_step = (Fit(subject.reference, allow_unexpected=allowed),)
@@ -134,7 +134,7 @@ def _hint_for_keys(
             shown = ", ".join(map(printable, join[1]))
             code = text.format(printable(join[0]), shown, len(join[1]))
             return f"in code: {code}, in the order in which the model uses them"
-    if average_prefix([*tensors]):
+    if find_average_prefix([*tensors]):
         return f"{ema_command(subject.checkpoint)} writes the averaged weights (EMA)"
     if report.proposed:
         command = f"ckptool match FILE --like {shell(reference.word)}"
@@ -225,7 +225,7 @@ def _check_renamed_keys(
 
 def _choose_without_heads(reference: Reference, report: MatchReport) -> tuple[Choice, ...]:
     """Return the conversion without the tensors of other shapes, if all others match."""
-    allowed = dict(Allowance().judged(report).remedy.arguments)
+    allowed = dict(Allowance().judge(report).remedy.arguments)
     names = allowed.get("allow_mismatched")
     if not isinstance(names, tuple) or not allowed.keys() <= {
         "allow_mismatched",

@@ -37,14 +37,14 @@ Job = Callable[[], object]
 
 
 class Fill(NamedTuple):
-    """A tensor of a model, and the elements that it gets: of a file, or of another tensor."""
+    """A tensor of a model, and the source of its new elements: a tensor in a file or in memory."""
 
     tensor: torch.Tensor
     source: TensorRef | torch.Tensor
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes of the file are those that the tensor has in memory."""
+        """Whether the bytes in the file equal those in memory."""
         ref, tensor = self.source, self.tensor
         return (
             isinstance(ref, TensorRef)
@@ -57,7 +57,7 @@ class Fill(NamedTuple):
 
 
 def can_fill(tensor: torch.Tensor, source: TensorRef | torch.Tensor | None) -> bool:
-    """Return whether `fill` does what `tensor.copy_` would: both are plain, and of one size."""
+    """Return True if `fill` has the effect of `tensor.copy_`: both are plain, and of equal size."""
     if source is None or not _is_plain(tensor):
         return False
     if not isinstance(source, TensorRef):
@@ -72,6 +72,7 @@ def can_fill(tensor: torch.Tensor, source: TensorRef | torch.Tensor | None) -> b
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return True for a strided tensor of torch's own class with separate, writable elements."""
     import torch
 
     return (
@@ -83,19 +84,19 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def are_apart(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether no plain tensor shares memory with another.
+def have_separate_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if no plain tensor shares memory with another.
 
-    Tensors that share some must be filled in torch's order, as the last one counts.
+    Tensors that do must be filled in torch's order, because the last one counts.
     """
     spans = sorted(
         (
-            str(one.device),
-            one.data_ptr(),
-            span_of_strides(one.shape, one.stride()) * one.element_size(),
+            str(tensor.device),
+            tensor.data_ptr(),
+            span_of_strides(tensor.shape, tensor.stride()) * tensor.element_size(),
         )
-        for one in tensors
-        if one.numel()
+        for tensor in tensors
+        if tensor.numel()
     )
     return not any(
         home == device and begin < start + size
@@ -106,31 +107,32 @@ def are_apart(tensors: Iterable[torch.Tensor]) -> bool:
 def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
     """Read the bytes of these tensors, each with its name, and compare them with their CRC-32.
 
-    A storage whose CRC-32 the file states is read whole.
+    A storage with a CRC-32 in the file is read completely.
 
     Raises:
-        CorruptFile: bytes are not what they were when the file was written.
-        UnreadableFile: the system cannot read them.
+        CorruptFile: if the bytes have changed since the file was written.
+        UnreadableFile: if the system cannot read them.
     """
     runs: list[ByteRange] = []
-    wanted: list[tuple[str, int | None]] = []
-    for name, storage in _stored(refs):
+    checksums: list[tuple[str, int | None]] = []
+    for name, storage in _list_storages(refs):
         if storage.data is not None and storage.nbytes:
             runs.append(storage.data)
-            wanted.append((name, storage.crc32))
-    for run, (name, expected), found in zip(runs, wanted, compute_crc32s(runs), strict=True):
-        if not isinstance(found, int):
-            raise found
-        if expected is not None and found != expected:
+            checksums.append((name, storage.crc32))
+    for run, (name, expected), computed in zip(runs, checksums, compute_crc32s(runs), strict=True):
+        if not isinstance(computed, int):
+            raise computed
+        if expected is not None and computed != expected:
             raise CorruptFile(
-                f"{describe_name(name)} is damaged: CRC-32 is {found:08x}, expected {expected:08x}",
+                f"{describe_name(name)} is damaged: CRC-32 is {computed:08x}, "
+                f"expected {expected:08x}",
                 file=run.source.name,
                 hint=f"check the file with ckptool verify {shell(run.source.name)}",
             )
 
 
 def check_pickles(sources: Iterable[Source]) -> None:
-    """Compare the pickles, which place every tensor, with the CRC-32 that their files state."""
+    """Compare the pickles, which place every tensor, with the CRC-32 in their files."""
     for source in sources:
         for name, data, stated in source.stated:
             if name.endswith("data.pkl") and next(compute_crc32s([data])) != stated:
@@ -142,12 +144,12 @@ def check_pickles(sources: Iterable[Source]) -> None:
                 )
 
 
-def stored_bytes(refs: Iterable[tuple[str, TensorRef]]) -> int:
-    """Return how many bytes `check_bytes` reads."""
-    return sum(storage.nbytes for _, storage in _stored(refs) if storage.data is not None)
+def count_stored_bytes(refs: Iterable[tuple[str, TensorRef]]) -> int:
+    """Return the number of bytes that `check_bytes` reads."""
+    return sum(storage.nbytes for _, storage in _list_storages(refs) if storage.data is not None)
 
 
-def _stored(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storage]]:
+def _list_storages(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storage]]:
     """Yield the storages of the tensors and of their parts, once each."""
     seen: set[int] = set()
     for name, ref in refs:
@@ -158,53 +160,61 @@ def _stored(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storag
 
 
 def fill(fills: Iterable[Fill]) -> None:
-    """Give every tensor its elements. None may share memory with another (`are_apart`)."""
-    shared: list[Job] = []
-    single: list[Job] = []
+    """Copy the source of every fill into its tensor; no tensor may share memory with another."""
+    parallel: list[Job] = []
+    sequential: list[Job] = []
     size = 0
-    for one in fills:
-        ref = one.source
+    for item in fills:
+        ref = item.source
         if isinstance(ref, TensorRef) and ref.storage is not None and ref.storage.data is not None:
-            if one.is_direct and ref.storage.data.source.is_shared:
-                shared.extend(_reads(one, ref))
+            if item.is_direct and ref.storage.data.source.is_shared:
+                parallel.extend(_make_read_jobs(item, ref))
                 size += ref.nbytes
             else:
-                single.extend(_reads(one, ref) if one.is_direct else [partial(_stage, one, ref)])
+                sequential.extend(
+                    _make_read_jobs(item, ref)
+                    if item.is_direct
+                    else [partial(_copy_in_blocks, item, ref)]
+                )
         elif not isinstance(ref, TensorRef):
-            single.append(partial(_copy, one.tensor, ref))
+            sequential.append(partial(_copy, item.tensor, ref))
     if size >= _SHARED:
-        deque(run_in_order(lambda job: job(), shared), 0)
+        deque(run_in_order(lambda job: job(), parallel), 0)
     else:
-        single = shared + single
-    for job in single:
+        sequential = parallel + sequential
+    for job in sequential:
         job()
 
 
-def _reads(one: Fill, ref: TensorRef) -> Iterator[Job]:
+def _make_read_jobs(item: Fill, ref: TensorRef) -> Iterator[Job]:
+    """Yield the jobs that read the bytes of the file into the tensor, piece by piece."""
     data = ref.data
-    view = view_memory(one.tensor.data_ptr(), data.length)
+    view = view_memory(item.tensor.data_ptr(), data.length)
     for start in range(0, data.length, _PIECE):
         yield partial(data.read_into, view[start : start + _PIECE], start)
 
 
-def _stage(one: Fill, ref: TensorRef) -> None:
-    """Cast, move or rearrange the elements on their way, block by block."""
+def _copy_in_blocks(item: Fill, ref: TensorRef) -> None:
+    """Cast, move or rearrange the elements block by block, and copy them into the tensor."""
     import torch
 
-    target = one.tensor.data
+    target = item.tensor.data
     count = _BLOCK if target.device.type == "cpu" else _SENT
-    staged = torch.empty(min(count, target.numel()), dtype=get_torch_dtype(ref.dtype), device="cpu")
-    elements, done = ref.row_major, 0
+    staging = torch.empty(
+        min(count, target.numel()), dtype=get_torch_dtype(ref.dtype), device="cpu"
+    )
+    elements, offset = ref.row_major, 0
     with torch.no_grad():
-        for at in iterate_blocks(target.shape, count):
-            part = target[at]
-            block = staged[: part.numel()]
-            elements.read_into(view_memory(block.data_ptr(), block.nbytes), done)
-            done += block.nbytes
+        for index in iterate_blocks(target.shape, count):
+            part = target[index]
+            block = staging[: part.numel()]
+            elements.read_into(view_memory(block.data_ptr(), block.nbytes), offset)
+            offset += block.nbytes
             part.copy_(block.view(part.shape))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the elements of a tensor in memory."""
     import torch
 
     with torch.no_grad():
@@ -213,41 +223,41 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class Assigned:
-    """Makes the tensors that replace others: one object for what is one in the model."""
+    """Creates the replacements of tensors: one object for each object of the model."""
 
     def __init__(self, *, cast: bool) -> None:
-        """`cast` to the types of the model."""
+        """With `cast`, use the dtypes of the model."""
         self._cast = cast
         self._made: dict[Hashable, torch.Tensor] = {}
         self._taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
         """By storage the bytes that a tensor was made of, from and to, in order."""
 
-    def made(self, tensor: torch.Tensor, tie: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """Return what replaces `tensor`, with the elements of `value`; made once for a tie."""
+    def make(self, tensor: torch.Tensor, tie: Hashable, value: torch.Tensor) -> torch.Tensor:
+        """Return the replacement of `tensor`, with the elements of `value`; made once for a tie."""
         import torch
 
         key = (id(tensor), tie) if tie is None else tie
         if key in self._made:
             return self._made[key]
-        made = value
+        new = value
         if not torch.nn.parameter.is_lazy(tensor):
             if not tensor.dim() and value.shape == (1,):
-                made = made.detach()[0]
-            if self._cast and made.dtype != tensor.dtype:
-                made = made.detach().to(tensor.dtype)
-        if self._is_taken(made):
-            made = made.detach().clone()
+                new = new.detach()[0]
+            if self._cast and new.dtype != tensor.dtype:
+                new = new.detach().to(tensor.dtype)
+        if self._overlaps(new):
+            new = new.detach().clone()
         if isinstance(tensor, torch.nn.Parameter):
-            trained = tensor.requires_grad
-            if not isinstance(made, torch.nn.Parameter) or made.requires_grad != trained:
-                made = torch.nn.Parameter(made.detach(), requires_grad=trained)
-        elif isinstance(made, torch.nn.Parameter):
-            made = made.detach()
-        self._made[key] = made
-        return made
+            requires_grad = tensor.requires_grad
+            if not isinstance(new, torch.nn.Parameter) or new.requires_grad != requires_grad:
+                new = torch.nn.Parameter(new.detach(), requires_grad=requires_grad)
+        elif isinstance(new, torch.nn.Parameter):
+            new = new.detach()
+        self._made[key] = new
+        return new
 
-    def _is_taken(self, tensor: torch.Tensor) -> bool:
-        """Return whether some of its memory is another tensor's, or its own elements overlap."""
+    def _overlaps(self, tensor: torch.Tensor) -> bool:
+        """Return True if another replacement uses the memory, or its own elements overlap."""
         place = locate_tensor(tensor)
         if place is None or tensor.is_meta or not tensor.numel():
             return False
@@ -256,9 +266,11 @@ class Assigned:
         stop = start + span_of_strides(tensor.shape, tensor.stride()) * size
         if stop - start < tensor.nbytes:
             return True
-        known = self._taken.setdefault((place.storage, str(tensor.device)), [])
-        at = bisect_right(known, (start, stop))
-        if (at and known[at - 1][1] > start) or (at < len(known) and known[at][0] < stop):
+        ranges = self._taken.setdefault((place.storage, str(tensor.device)), [])
+        index = bisect_right(ranges, (start, stop))
+        if (index and ranges[index - 1][1] > start) or (
+            index < len(ranges) and ranges[index][0] < stop
+        ):
             return True
-        known.insert(at, (start, stop))
+        ranges.insert(index, (start, stop))
         return False

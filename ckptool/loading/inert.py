@@ -37,9 +37,9 @@ class InertObject:
         if not name.startswith("__") and name in node.attributes:
             return node.attributes[name]
         known = [key for key in node.attributes if isinstance(key, str)]
-        what = f"this object of class {printable(node.class_name)}"
+        subject = f"this object of class {printable(node.class_name)}"
         available = f"; it has {listed(known)}" if known else ""
-        raise AttributeError(f"{what} has no attribute {printable(name)!r}{available}")
+        raise AttributeError(f"{subject} has no attribute {printable(name)!r}{available}")
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raise an error: the view is read-only."""

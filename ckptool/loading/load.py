@@ -143,21 +143,21 @@ class TreeMaker:
         self._originals = originals
         self._views = views
         self._tensors = Materializer(
-            root, convert=self.node, map_location=map_location, mmap=mmap, dtype=dtype
+            root, convert=self.make_node, map_location=map_location, mmap=mmap, dtype=dtype
         )
         self._done: dict[int, tuple[Any, Any]] = {}
         self._path: list[Any] = []
         self._makers: dict[type[Any], Callable[[Any], Any]] = {
-            OrderedMap: self._mapping,
-            dict: self._mapping,
-            list: self._sequence,
-            tuple: self._sequence,
-            Size: self._size,
-            TensorRef: self._tensor,
-            StorageRef: self._storage,
-            DeviceValue: _device,
-            Global: _torch_constant,
-            Opaque: self._opaque,
+            OrderedMap: self._make_mapping,
+            dict: self._make_mapping,
+            list: self._make_sequence,
+            tuple: self._make_sequence,
+            Size: self._make_size,
+            TensorRef: self._make_tensor,
+            StorageRef: self._make_storage,
+            DeviceValue: _make_device,
+            Global: _find_torch_constant,
+            Opaque: self._make_object,
             ByteString: str,
         }
 
@@ -165,15 +165,15 @@ class TreeMaker:
         """Return the object of `node`; `path` is its path for messages."""
         self._path = list(path)
         try:
-            return self.node(node)
+            return self.make_node(node)
         except RecursionError as error:
             raise LimitExceeded(
                 "containers are nested deeper than Python's stack",
                 hint="raise the limit with sys.setrecursionlimit",
             ) from error
 
-    def node(self, node: Any) -> Any:
-        """Return the object of a node during the walk."""
+    def make_node(self, node: Any) -> Any:
+        """Return the object of a node; containers and objects call it for their items."""
         if type(node) in _UNCHANGED:
             return node
         if id(node) in self._originals:
@@ -181,80 +181,86 @@ class TreeMaker:
         known = self._done.get(id(node))
         if known is not None:
             return known[1]
-        made = self._makers[type(node)](node)
+        new = self._makers[type(node)](node)
         # A cycle may already have created a tuple or an object for this node: use that.
-        return self._done.setdefault(id(node), (node, made))[1]
+        return self._done.setdefault(id(node), (node, new))[1]
 
     def forget(self) -> None:
         """Release all created objects."""
         self._done.clear()
         self._tensors.forget()
 
-    def _remember(self, node: Any, made: Any) -> None:
-        self._done[id(node)] = (node, made)
+    def _remember(self, node: Any, new: Any) -> None:
+        """Register the object of a node before its items are made, for cycles."""
+        self._done[id(node)] = (node, new)
 
     # Each tree level costs two Python stack frames, so do not add helpers in between.
 
-    def _mapping(self, node: dict[Any, Any]) -> dict[Any, Any]:
-        made: dict[Any, Any] = OrderedDict() if isinstance(node, OrderedMap) else {}
-        self._remember(node, made)
+    def _make_mapping(self, node: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a dict, or an `OrderedDict` with its attributes."""
+        new: dict[Any, Any] = OrderedDict() if isinstance(node, OrderedMap) else {}
+        self._remember(node, new)
         for key, value in node.items():
-            made_key = self.node(key)
+            new_key = self.make_node(key)
             self._path.append(key)
-            made_value = self.node(value)
+            new_value = self.make_node(value)
             self._path.pop()
             try:
-                made[made_key] = made_value
+                new[new_key] = new_value
             except TypeError:  # the file has a set as a key
-                made[key] = made_value
+                new[key] = new_value
         if isinstance(node, OrderedMap):
-            attributes = self.node(node.attributes)
+            attributes = self.make_node(node.attributes)
             where = printable(name_of(tuple(self._path))) or "the root"
-            set_attributes(made, attributes, where)
-        return made
+            set_attributes(new, attributes, where)
+        return new
 
-    def _sequence(self, node: Sequence[Any]) -> Any:
-        made: list[Any] = []
+    def _make_sequence(self, node: Sequence[Any]) -> Any:
+        """Return a list or tuple."""
+        new: list[Any] = []
         if isinstance(node, list):
-            self._remember(node, made)
-        for at, item in enumerate(node):
-            self._path.append(at)
-            made.append(self.node(item))
+            self._remember(node, new)
+        for index, item in enumerate(node):
+            self._path.append(index)
+            new.append(self.make_node(item))
             self._path.pop()
-        return made if isinstance(node, list) else tuple(made)
+        return new if isinstance(node, list) else tuple(new)
 
-    def _size(self, node: Size) -> Any:
+    def _make_size(self, node: Size) -> Any:
+        """Return a `torch.Size`, or a tuple if not all items are integers."""
         import torch
 
-        made = self._sequence(node)
-        return torch.Size(made) if all(type(item) is int for item in made) else made
+        items = self._make_sequence(node)
+        return torch.Size(items) if all(type(item) is int for item in items) else items
 
-    def _tensor(self, node: TensorRef) -> Any:
+    def _make_tensor(self, node: TensorRef) -> Any:
+        """Return a tensor, or the node if it is one rank's part."""
         if is_one_part(node):
             return node  # such as a DTensor, which needs all ranks
         return self._tensors.make_tensor(node, name_of(tuple(self._path)))
 
-    def _storage(self, node: StorageRef) -> Any:
+    def _make_storage(self, node: StorageRef) -> Any:
         return self._tensors.make_storage(node, name_of(tuple(self._path)))
 
-    def _opaque(self, node: Opaque) -> Any:
+    def _make_object(self, node: Opaque) -> Any:
+        """Return a builtin object, or an inert view of any other object."""
         if node.find is not None:
-            return self.node(node.find())
-        made = unpickled(node, self.node)
-        if made is not node:
-            return made
+            return self.make_node(node.find())
+        new = rebuild_builtin(node, self.make_node)
+        if new is not node:
+            return new
         copy = replace(node, steps=[])
-        shown = InertObject(copy) if self._views else copy
-        self._remember(node, shown)
-        copy.args, copy.kwargs = self.node(node.args), self.node(node.kwargs)
-        copy.steps.extend((kind, self.node(value)) for kind, value in node.steps)
-        return shown
+        view = InertObject(copy) if self._views else copy
+        self._remember(node, view)
+        copy.args, copy.kwargs = self.make_node(node.args), self.make_node(node.kwargs)
+        copy.steps.extend((kind, self.make_node(value)) for kind, value in node.steps)
+        return view
 
 
-def unpickled(node: Opaque, made: Callable[[Any], Any]) -> Any:
+def rebuild_builtin(node: Opaque, make: Callable[[Any], Any]) -> Any:
     """Return the object if its class is a known builtin class, otherwise the node.
 
-    `made` creates the values inside.
+    `make` creates the values inside.
     """
     if node.plain is not None:
         return node.plain[1]
@@ -266,7 +272,7 @@ def unpickled(node: Opaque, made: Callable[[Any], Any]) -> Any:
             return _COLLECTIONS[name](())
         case (list() | tuple() | dict() as content,) if name in _COLLECTIONS and not node.steps:
             try:
-                return _COLLECTIONS[name](made(content))
+                return _COLLECTIONS[name](make(content))
             except TypeError:  # an unhashable item
                 return node
         case (bytes() as raw,) if name == "builtins.bytearray":
@@ -274,9 +280,9 @@ def unpickled(node: Opaque, made: Callable[[Any], Any]) -> Any:
         case (str() as text, "latin-1") if name == "builtins.bytearray":  # written by protocol 2
             return bytearray(text, "latin-1")
         case (str() as layout,) if name == "torch.serialization._get_layout":
-            found = _torch_constant(Global("torch", layout.removeprefix("torch.")))
-            return node if isinstance(found, Global) else found
-    return _defaultdict(node, made) if name == "collections.defaultdict" else node
+            constant = _find_torch_constant(Global("torch", layout.removeprefix("torch.")))
+            return node if isinstance(constant, Global) else constant
+    return _rebuild_defaultdict(node, make) if name == "collections.defaultdict" else node
 
 
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
@@ -286,7 +292,7 @@ _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _defaultdict(node: Opaque, made: Callable[[Any], Any]) -> Any:
+def _rebuild_defaultdict(node: Opaque, make: Callable[[Any], Any]) -> Any:
     """Return a `defaultdict` with its items, if the factory is a builtin class."""
     match node.args:
         case () | (None,):
@@ -298,11 +304,11 @@ def _defaultdict(node: Opaque, made: Callable[[Any], Any]) -> Any:
     if any(step != "set" for step, _ in node.steps):
         return node
     for _, items in node.steps:
-        result.update(made(dict(items)))
+        result.update(make(dict(items)))
     return result
 
 
-def _torch_constant(node: Global) -> Any:
+def _find_torch_constant(node: Global) -> Any:
     """Return the torch dtype, layout, memory format or qscheme of a global, or the global itself.
 
     Only names that torch has already loaded are looked up, so that nothing is imported.
@@ -311,12 +317,12 @@ def _torch_constant(node: Global) -> Any:
 
     if node.module != "torch":
         return node
-    found = vars(torch).get(node.name)
+    value = vars(torch).get(node.name)
     kinds = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-    return found if isinstance(found, kinds) else node
+    return value if isinstance(value, kinds) else node
 
 
-def _device(node: DeviceValue) -> torch.device | DeviceValue:
+def _make_device(node: DeviceValue) -> torch.device | DeviceValue:
     """Return the `torch.device`, or the inert value if this torch does not know the device."""
     import torch
 
@@ -374,37 +380,37 @@ def load_state_dict(
             if isinstance(value, TensorRef) and is_one_part(value):
                 raise only_part_error(value, str(name))
         chosen = _leave_out(chosen, list_value_keys(chosen.root), "no model loads")
-        made: OrderedDict[str, Any] = make_tree(
+        state_dict: OrderedDict[str, Any] = make_tree(
             chosen.root, map_location=map_location, mmap=mmap, dtype=dtype
         )
-        return made
+        return state_dict
 
 
-def _strip_wrappers(chosen: Checkpoint) -> Checkpoint:
+def _strip_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     """Remove wrapper prefixes, and the counter of an `AveragedModel`."""
-    stripped = chosen.strip_module()
+    stripped = checkpoint.strip_module()
     counters = [
         new
-        for old, new in zip(chosen.root, stripped.root, strict=True)
-        if new == N_AVERAGED and _counts_averages(old, chosen)
+        for old, new in zip(checkpoint.root, stripped.root, strict=True)
+        if new == N_AVERAGED and _is_average_counter(old, checkpoint)
     ]
     return _leave_out(stripped, counters, "belongs to the wrapper that was removed")
 
 
-def _counts_averages(name: str, chosen: Checkpoint) -> bool:
+def _is_average_counter(name: str, checkpoint: Checkpoint) -> bool:
     """Return True if all other tensors are in a `module` next to this counter."""
-    inside = f"{name.removesuffix(N_AVERAGED)}module."
+    prefix = f"{name.removesuffix(N_AVERAGED)}module."
     return all(
-        other == name or other.startswith(inside) for other in list_wrappable_keys(chosen.root)
+        other == name or other.startswith(prefix) for other in list_wrappable_keys(checkpoint.root)
     )
 
 
-def _leave_out(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
+def _leave_out(checkpoint: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
     """Leave out entries, with a warning."""
     if not names:
-        return chosen
+        return checkpoint
     shown = listed(f"'{name}'" for name in names)
-    warn(f"{chosen.path}: left out of the state dict: {shown}, which {reason}")
+    warn(f"{checkpoint.path}: left out of the state dict: {shown}, which {reason}")
     dropped = frozenset(names)
-    kept = ((name, value) for name, value in chosen.root.items() if name not in dropped)
-    return chosen.with_root(copy_with_items(chosen.root, kept))
+    kept = ((name, value) for name, value in checkpoint.root.items() if name not in dropped)
+    return checkpoint.with_root(copy_with_items(checkpoint.root, kept))

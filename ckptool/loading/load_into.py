@@ -26,28 +26,34 @@ from ckptool.errors import (
 from ckptool.loading.fill import (
     Assigned,
     Fill,
-    are_apart,
     can_fill,
     check_bytes,
     check_pickles,
+    count_stored_bytes,
     fill,
-    stored_bytes,
+    have_separate_memory,
 )
-from ckptool.loading.plan import LoadPlan, check_lists, metadata_for, plan_load
-from ckptool.loading.ranks import Ranks, ranks_of, sharded, spread_like, without_hidden
-from ckptool.loading.snapshot import Snapshot, held_back, layers, tensors_of
+from ckptool.loading.plan import LoadPlan, check_lists, make_metadata, plan_load
+from ckptool.loading.ranks import (
+    Ranks,
+    distribute_like,
+    find_ranks,
+    list_fsdp_modules,
+    remove_hidden_parts,
+)
+from ckptool.loading.snapshot import Snapshot, delay_signals, iterate_layers, list_tensors
 from ckptool.loading.source import Source, StateDict, open_state_dict
 from ckptool.loading.target import (
     ModelTarget,
     describe_target,
     loads_by_name,
     overrides_load,
+    read_state_dict,
     runs_foreign_code,
-    state_dict_of,
 )
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import TransposeRules
-from ckptool.matching.report import counted
+from ckptool.matching.report import count_loaded
 from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors import require_torch
 from ckptool.tensors.dequantizing import can_dequantize
@@ -151,10 +157,10 @@ def load_into(
             f"model is {a_class(model)}, expected a torch.nn.Module",
             hint="call load_into(model, path)",
         )
-    together = ranks_of(model)
+    together = find_ranks(model)
     with ExitStack() as held:
         held.enter_context(pause_gc())
-        with together.raise_on_all_ranks(), _trainable():
+        with together.raise_on_all_ranks(), _allow_gradients():
             check_lists(
                 rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose
             )
@@ -169,7 +175,7 @@ def load_into(
             )
             target = describe_target(model)
             on_meta = any(tensor.is_meta for tensor in target.entries.values())
-            by_name = not target.custom and loads_by_name(model, layers(optimizer))
+            by_name = not target.custom and loads_by_name(model, iterate_layers(optimizer))
             stating = open_state_dict(
                 source,
                 key=key,
@@ -190,7 +196,7 @@ def load_into(
                 target,
                 rename=rename,
                 prefixes=prefixes,
-                choices=TransposeRules.of(transpose, no_transpose),
+                choices=TransposeRules.parse(transpose, no_transpose),
                 assign=bool(assign),
             )
             without_values = find_placeholders(state.tree, state.section)
@@ -204,9 +210,11 @@ def load_into(
             _check_codes(state, target, plan)
             filled = None
             if optimizer is not None:
-                from ckptool.loading.optimizer import planned_optimizer  # rarely needed
+                from ckptool.loading.optimizer import (
+                    plan_optimizer,
+                )  # Imported here: rarely needed.
 
-                filled = planned_optimizer(
+                filled = plan_optimizer(
                     optimizer,
                     model,
                     state,
@@ -221,7 +229,7 @@ def load_into(
             loading = _Loading(
                 model, target, state, plan, filled, allowance, assign=assign, by_name=by_name
             )
-            refusal = loading.plan.refusal(allowance)
+            refusal = loading.plan.refusal_error(allowance)
             if refusal is not None:
                 if without_values:
                     refusal.message += f"\n{without_values.text}"
@@ -239,24 +247,24 @@ def _check_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None:
     Raises:
         MatchError: if codes would be loaded as values.
     """
-    known, taken = find_quantized(state.root), {*plan.pairs.values()}
-    for name, own in plan.pairs.items() if known else ():
-        found, wanted = known.get(own), target.slots[name].dtype or ""
+    quantized_by_key, loaded = find_quantized(state.root), {*plan.pairs.values()}
+    for key, file_key in plan.pairs.items() if quantized_by_key else ():
+        quantized, dtype = quantized_by_key.get(file_key), target.slots[key].dtype or ""
         if (
-            found is not None
-            and found.companions
-            and not taken.issuperset(found.companions)
-            and wanted.startswith(("float", "bfloat", "complex"))
-            and wanted != state.slots[own].dtype
+            quantized is not None
+            and quantized.companions
+            and not loaded.issuperset(quantized.companions)
+            and dtype.startswith(("float", "bfloat", "complex"))
+            and dtype != state.slots[file_key].dtype
         ):
-            library = LIBRARIES.get(found.scheme, "the library that wrote it")
+            library = LIBRARIES.get(quantized.scheme, "the library that wrote it")
             hint = f"load it into a {library} model"
             config = quantization_config(state.tree)
-            if not state.tree.in_memory and can_dequantize(state.root, own, found, config):
+            if not state.tree.in_memory and can_dequantize(state.root, file_key, quantized, config):
                 hint = f"convert it first: ckptool cast --dequantize bfloat16 {shell(state.file)}"
             raise MatchError(
-                f"{printable(own)!r} {found}: {target.label} would load its codes as values, "
-                f"without {listed(found.companions)}",
+                f"{printable(file_key)!r} {quantized}: {target.label} would load its codes as "
+                f"values, without {listed(quantized.companions)}",
                 file=state.file or None,
                 hint=hint,
                 report=plan.report,
@@ -294,7 +302,7 @@ class _Loading:
         self._assigned = {
             name for name in names if name in entries and (assign or entries[name].is_meta)
         }
-        if self._assigned and not by_name:  # torch assigns all or none
+        if self._assigned and not by_name:  # torch assigns all or none.
             self._assigned = {name for name in names if name in entries}
         if assign is False and self._assigned:
             raise UsageError(
@@ -304,38 +312,39 @@ class _Loading:
             )
         replaced = {id(entries[name]) for name in self._assigned}
         groups = optimizer.optimizer.param_groups if optimizer is not None else ()
-        if any(id(one) in replaced for group in groups for one in group["params"]):
+        if any(id(parameter) in replaced for group in groups for parameter in group["params"]):
             raise UsageError(
                 "the optimizer has parameters that would be replaced",
                 hint="load the model, build the optimizer, then call load_into(model, path, "
                 "optimizer=...)",
             )
-        self._fills = self._direct_fills() if by_name else None
-        size = sum(one.tensor.nbytes for one in self._fills or ())
+        self._fills = self._plan_fills() if by_name else None
+        size = sum(item.tensor.nbytes for item in self._fills or ())
         self._copies_all = self._fills is None or size <= _COPIED
 
-    def _direct_fills(self) -> list[Fill] | None:
+    def _plan_fills(self) -> list[Fill] | None:
         """Return the tensors to fill directly from the source, or None if torch has to load."""
-        found: dict[int, Fill] = {}
-        for name, own in self.plan.pairs.items():
-            tensor = self._target.entries.get(name)
+        fills: dict[int, Fill] = {}
+        for key, file_key in self.plan.pairs.items():
+            tensor = self._target.entries.get(key)
             if tensor is None:
                 return None
-            if name in self._assigned:
+            if key in self._assigned:
                 continue
-            ref = self._state.ref(own)
+            ref = self._state.ref(file_key)
             # torch's cast ignores the negative bit of a tensor; `fill` resolves it first.
-            source = self._state.value(own) if ref is None or ref.flags else ref
+            source = self._state.value(file_key) if ref is None or ref.flags else ref
             if not can_fill(tensor, source) or self._is_own(source):
                 return None
-            found.setdefault(id(tensor), Fill(tensor, source))
-        is_apart = are_apart(one.tensor for one in found.values())
-        return list(found.values()) if is_apart else None
+            fills.setdefault(id(tensor), Fill(tensor, source))
+        is_apart = have_separate_memory(item.tensor for item in fills.values())
+        return list(fills.values()) if is_apart else None
 
     @cached_property
     def _storages(self) -> set[int]:
-        places = map(locate_tensor, self._target.entries.values())
-        return {place.storage for place in places if place}
+        """The identities of the storages of the model."""
+        locations = map(locate_tensor, self._target.entries.values())
+        return {location.storage for location in locations if location}
 
     def _is_own(self, source: Any) -> bool:
         """Return True if a tensor in memory uses one of the model's own storages."""
@@ -343,8 +352,8 @@ class _Loading:
 
         if not self._state.tree.in_memory or not isinstance(source, torch.Tensor):
             return False
-        place = locate_tensor(source)
-        return place is not None and place.storage in self._storages
+        location = locate_tensor(source)
+        return location is not None and location.storage in self._storages
 
     def run(self, *, verify: bool | None, together: Ranks) -> None:
         """Load, or restore everything on an error.
@@ -354,42 +363,44 @@ class _Loading:
         begins after all processes of `together` have finished the previous one.
         """
         with together.raise_on_all_ranks():
-            self._check(verify)
-        with together.raise_on_all_ranks(), _trainable():
-            given = self._state_for_torch()
-            filled = {id(one.tensor) for one in self._fills or ()} if self._copies_all else set()
+            self._check_bytes(verify)
+        with together.raise_on_all_ranks(), _allow_gradients():
+            given = self._make_state_for_torch()
+            filled = {id(item.tensor) for item in self._fills or ()} if self._copies_all else set()
             optimizer = self._optimizer and self._optimizer.optimizer
-            undo = Snapshot(
+            snapshot = Snapshot(
                 self._model,
                 optimizer,
                 copied=lambda tensor: self._fills is None or id(tensor) in filled,
-                with_state=any(map(runs_foreign_code, layers(optimizer))),
+                with_state=any(map(runs_foreign_code, iterate_layers(optimizer))),
             )
-        done = False
+        is_done = False
         try:
             with together.raise_on_all_ranks():
                 if self._fills is None:
-                    self._load(given)
+                    self._load_with_torch(given)
                 if self._optimizer is not None:
                     self._optimizer.apply()
-            with held_back():
+            with delay_signals():
                 with together.raise_on_all_ranks("" if self._copies_all else _IN_PART):
-                    self._finish(given)
-                done = True
+                    self._fill_and_replace(given)
+                is_done = True
         except BaseException:
-            if not done:
-                with held_back():
-                    undo.restore()
+            if not is_done:
+                with delay_signals():
+                    snapshot.restore()
             raise
 
-    def _check(self, verify: bool | None) -> None:
+    def _check_bytes(self, verify: bool | None) -> None:
         """Check the bytes that will be read, to find damage before the model changes."""
         mapped = self._assigned if self._state.mmap and not verify else ()
-        read = (
-            (own, self._state.ref(own)) for n, own in self._given_names.items() if n not in mapped
+        tensors = (
+            (file_key, self._state.ref(file_key))
+            for key, file_key in self._given_names.items()
+            if key not in mapped
         )
-        refs = {own: ref for own, ref in read if ref is not None}
-        if verify or (verify is None and stored_bytes(refs.items()) <= _CHECKED):
+        refs = {file_key: ref for file_key, ref in tensors if ref is not None}
+        if verify or (verify is None and count_stored_bytes(refs.items()) <= _CHECKED):
             check_bytes(refs.items())
         if verify is not False:
             check_pickles(self._state.tree.sources)
@@ -400,64 +411,70 @@ class _Loading:
         for source in self._state.tree.sources:
             source.check_unchanged()
 
-    def _state_for_torch(self) -> OrderedDict[str, Any]:
+    def _make_state_for_torch(self) -> OrderedDict[str, Any]:
         """Return the tensors for torch, or only the replacements if torch does not load."""
         entries, slots = self._target.entries, self._target.slots
-        made = Assigned(cast=self._assign is None)
+        replacements = Assigned(cast=self._assign is None)
         given: OrderedDict[str, Any] = OrderedDict()
-        for name, own in self._given_names.items():
-            if self._fills is not None and name not in self._assigned:
+        for key, file_key in self._given_names.items():
+            if self._fills is not None and key not in self._assigned:
                 continue
-            value, tensor = self._state.value(own), entries.get(name)
+            value, tensor = self._state.value(file_key), entries.get(key)
             if tensor is not None:
-                value = spread_like(tensor, value)
-            if tensor is not None and name in self._assigned and name in self.plan.pairs:
+                value = distribute_like(tensor, value)
+            if tensor is not None and key in self._assigned and key in self.plan.pairs:
                 try:
-                    value = made.made(tensor, slots[name].tie, value)
+                    value = replacements.make(tensor, slots[key].tie, value)
                 except RuntimeError as error:  # torch does not support this parameter or cast
-                    raise self._refused(f"{printable(name)}: {error}") from error
+                    raise self._load_error(f"{printable(key)}: {error}") from error
             elif self._is_own(value):  # torch would read it after it has changed
                 value = value.detach().clone()
-            given[name] = value
+            given[key] = value
         return given
 
-    def _load(self, given: OrderedDict[str, Any]) -> None:
+    def _load_with_torch(self, given: OrderedDict[str, Any]) -> None:
         """Call torch's `load_state_dict`, including all hooks.
 
         With tensors on the meta device, or `assign=True`, torch assigns all given tensors.
         """
-        found = metadata_for(self._state, self._target, self.plan)
-        if found is not None:
-            vars(given)["_metadata"] = {path: dict(entry) for path, entry in found.items()}
-        wanted: dict[str, Any] = {"strict": False}
+        metadata = make_metadata(self._state, self._target, self.plan)
+        if metadata is not None:
+            vars(given)["_metadata"] = {path: dict(entry) for path, entry in metadata.items()}
+        requested: dict[str, Any] = {"strict": False}
         if self._assigned:
-            wanted["assign"] = True
+            requested["assign"] = True
         elif overrides_load(self._model):  # an override may return nothing, so it has to be strict
             allowed = self._allowance
             known = {*given, *self.plan.unfilled}
-            wanted["strict"] = self._target.slots.keys() <= known and not (
+            requested["strict"] = self._target.slots.keys() <= known and not (
                 allowed.missing or allowed.unexpected or not allowed.strict
             )
         parameters = inspect.signature(self._model.load_state_dict).parameters.values()
         names = {parameter.name for parameter in parameters}
-        is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        options = {name: value for name, value in wanted.items() if is_open or name in names}
-        if "assign" in wanted and "assign" not in options:
+        accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        options = {name: value for name, value in requested.items() if accepts_any or name in names}
+        if "assign" in requested and "assign" not in options:
             kind = type(self._model).__name__
-            raise self._refused(f"{kind}.load_state_dict does not accept assign=, which is needed")
+            raise self._load_error(
+                f"{kind}.load_state_dict does not accept assign=, which is needed"
+            )
         entries = self._target.entries
-        before = {name: _version(entries[name]) for name in self.plan.unfilled if name in entries}
+        before = {
+            name: _version_of(entries[name]) for name in self.plan.unfilled if name in entries
+        }
         try:
             answer = self._model.load_state_dict(given, **options)
         except RuntimeError as error:
             message = str(error)
             if not message.startswith("Error(s) in loading state_dict"):
                 raise
-            raise self._refused(message.partition("\n\t")[2].partition("\n")[0]) from error
+            raise self._load_error(message.partition("\n\t")[2].partition("\n")[0]) from error
         self._unmap(given)
-        after = state_dict_of(self._model) if before and not sharded(self._model) else {}
-        touched = (n for n in before if n in after and _version(after[n]) != before[n])
-        self._judge(answer, set(touched))
+        after = (
+            read_state_dict(self._model) if before and not list_fsdp_modules(self._model) else {}
+        )
+        touched = (n for n in before if n in after and _version_of(after[n]) != before[n])
+        self._judge_answer(answer, set(touched))
 
     def _unmap(self, given: Mapping[str, Any]) -> None:
         """Copy tensors that a hook kept, which would otherwise stay mapped to the file."""
@@ -465,60 +482,74 @@ class _Loading:
             return
         import torch
 
-        tensors = (one for one in given.values() if isinstance(one, torch.Tensor))
+        tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
         mapped = {place.storage for place in map(locate_tensor, tensors) if place}
-        for tensor in tensors_of(self._model):
+        for tensor in list_tensors(self._model):
             place = locate_tensor(tensor)
             if place is not None and place.storage in mapped:
                 tensor.data = tensor.data.clone()
 
-    def _judge(self, answer: Any, touched: set[str]) -> None:
+    def _judge_answer(self, answer: Any, touched: set[str]) -> None:
         """Raise an error for keys that torch or the model's code did not load, unless allowed.
 
         Keys that `answer` does not report as missing or unexpected were loaded. Of the keys left to
         the model's own code, those in `touched` were loaded.
         """
-        report, target, decided = self.plan.report, self._target, self.plan.unfilled
-        known = {*report.missing_keys, *(one.name for one in report.mismatched)}
-        known.update(name for name, _ in report.kept if name not in decided)
+        report, target, own_code_keys = self.plan.report, self._target, self.plan.unfilled
+        known = {*report.missing_keys, *(row.name for row in report.mismatched)}
+        known.update(name for name, _ in report.kept if name not in own_code_keys)
         missing = getattr(answer, "missing_keys", [])
         unexpected = getattr(answer, "unexpected_keys", [])
-        lost = [name for name in missing if without_hidden(name) not in known]
-        taken = {own: name for name, own in self.plan.undecided.items() if name not in unexpected}
-        if not (lost or unexpected or decided or taken):
+        not_loaded = [name for name in missing if remove_hidden_parts(name) not in known]
+        loaded_by_model = {
+            model_keys: name
+            for name, model_keys in self.plan.undecided.items()
+            if name not in unexpected
+        }
+        if not (not_loaded or unexpected or own_code_keys or loaded_by_model):
             return
 
-        def by(name: str, verb: str) -> str:
-            return f"{verb} by {target.custom_holder(name)}'s own loading code"
+        def describe(name: str, verb: str) -> str:
+            """Return the reason for the report: the code that loaded the key."""
+            return f"{verb} by {target.find_custom_holder(name)}'s own loading code"
 
-        own = [name for name in decided if name not in lost]
+        model_keys = [name for name in own_code_keys if name not in not_loaded]
         undecided = {*self.plan.undecided.values()}
         self.plan = self.plan.with_changes(
-            missing_keys=[*report.missing_keys, *lost],
+            missing_keys=[*report.missing_keys, *not_loaded],
             unexpected_keys=[
                 *report.unexpected_keys,
                 *(self._given_names.get(name, name) for name in unexpected),
             ],
             kept=(
-                *((name, why) for name, why in report.kept if name not in decided),
-                *((n, by(n, "filled" if n in touched else "not required")) for n in own),
+                *((name, why) for name, why in report.kept if name not in own_code_keys),
+                *(
+                    (n, describe(n, "filled" if n in touched else "not required"))
+                    for n in model_keys
+                ),
             ),
             left_out=tuple(
-                (own, by(taken[own], "loaded") if own in taken else why)
-                for own, why in report.left_out
-                if own in taken or own not in undecided
+                (
+                    model_keys,
+                    describe(loaded_by_model[model_keys], "loaded")
+                    if model_keys in loaded_by_model
+                    else why,
+                )
+                for model_keys, why in report.left_out
+                if model_keys in loaded_by_model or model_keys not in undecided
             ),
-            **counted(
+            **count_loaded(
                 target.slots,
-                {*self.plan.pairs, *touched} - set(lost),
+                {*self.plan.pairs, *touched} - set(not_loaded),
                 known - set(report.missing_keys),
             ),
         )
-        refusal = self._allowance.refusal(self.plan.report)
+        refusal = self._allowance.refusal_error(self.plan.report)
         if refusal is not None:
             raise refusal
 
-    def _refused(self, reason: str) -> MatchError:
+    def _load_error(self, reason: str) -> MatchError:
+        """Return the error for a reason of torch."""
         report = self.plan.report
         return MatchError(
             f"{report.file or 'the state dict'} cannot be loaded into {report.model}: {reason}",
@@ -526,7 +557,7 @@ class _Loading:
             report=report,
         )
 
-    def _finish(self, given: Mapping[str, torch.Tensor]) -> None:
+    def _fill_and_replace(self, given: Mapping[str, torch.Tensor]) -> None:
         """Fill and replace the tensors that torch did not load; signals are delayed."""
         import torch
 
@@ -535,8 +566,8 @@ class _Loading:
             return
         try:
             with torch.no_grad():
-                for one in self._fills:
-                    one.tensor.copy_(one.tensor)  # a no-op that makes autograd see the change
+                for item in self._fills:
+                    item.tensor.copy_(item.tensor)  # A no-op that shows autograd the change.
             fill(self._fills)
             self._check_unchanged()
         except Exception as error:  # including device and memory errors
@@ -548,14 +579,18 @@ class _Loading:
                 file=self._state.file or None,
                 hint="load an intact file before you use the model",
             ) from error
-        new = {id(self._target.entries[name]): tensor for name, tensor in given.items()}
-        for module in self._model.modules() if new else ():
-            homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for home in homes:
-                home.update((name, new[id(one)]) for name, one in home.items() if id(one) in new)
+        replacements = {id(self._target.entries[name]): tensor for name, tensor in given.items()}
+        for module in self._model.modules() if replacements else ():
+            dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in dicts:
+                tensors.update(
+                    (name, replacements[id(old)])
+                    for name, old in tensors.items()
+                    if id(old) in replacements
+                )
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
+def _version_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return a value that changes if the tensor is written to or replaced."""
     try:
         return id(tensor), tensor._version
@@ -564,7 +599,7 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def _trainable() -> Iterator[None]:
+def _allow_gradients() -> Iterator[None]:
     """Create trainable tensors, even if the caller is in inference mode."""
     import torch
 
@@ -599,10 +634,10 @@ def _warn_about_meta(
     model: torch.nn.Module, target: ModelTarget, report: MatchReport
 ) -> MatchReport:
     """Return the report, and warn about tensors that are still on the meta device."""
-    every = (*model.named_parameters(), *model.named_buffers())
-    left = [name for name, tensor in every if tensor.is_meta]
-    if not left:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    on_meta = [name for name, tensor in tensors if tensor.is_meta]
+    if not on_meta:
         return report
-    note = f"still on the meta device: {listed(map(printable, left))}"
+    note = f"still on the meta device: {listed(map(printable, on_meta))}"
     warn(f"loaded {target.label}, but some tensors are {note}")
     return replace(report, notes=(*report.notes, note))

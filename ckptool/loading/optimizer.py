@@ -39,18 +39,18 @@ from ckptool.core.sections import (
 from ckptool.core.tree import name_of, walk, walk_everything
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
-from ckptool.loading.plan import LoadPlan, opaque_kind
-from ckptool.loading.positions import doubt_of, parameters_in
-from ckptool.loading.ranks import is_spread, spread_like, without_hidden
-from ckptool.loading.snapshot import layers
+from ckptool.loading.plan import LoadPlan, describe_opaque
+from ckptool.loading.positions import find_doubt, list_file_parameters
+from ckptool.loading.ranks import distribute_like, is_spread, remove_hidden_parts
+from ckptool.loading.snapshot import iterate_layers
 from ckptool.loading.source import StateDict
 from ckptool.loading.target import ModelTarget
-from ckptool.matching import Allowance, DtypeChange, OptimizerReport, Slot, matched
-from ckptool.matching.report import holds
+from ckptool.matching import Allowance, DtypeChange, OptimizerReport, Slot, match_keys
+from ckptool.matching.report import is_exact_cast
 from ckptool.remedies import Remedy
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
-from ckptool.transforms.names import distinct
+from ckptool.transforms.names import list_distinct
 from ckptool.transforms.schedule_free import keeps_order
 from ckptool.words import a_class, counted, listed, printable
 
@@ -99,12 +99,12 @@ class OptimizerPlan:
         """Load the state by the optimizer's own `load_state_dict`, with all of its hooks."""
         if self._maker is None:
             raise MatchError("; ".join(self.report.problems), hint=self.report.remedy or None)
-        tree, section, _ = self._maker.saved
+        checkpoint, section, _ = self._maker.saved
         leaves = ((name_of((*section.path, *path)), leaf) for path, leaf in walk(section.node))
         check_bytes((name, leaf) for name, leaf in leaves if isinstance(leaf, TensorRef))
-        check_pickles(tree.sources)
-        self.optimizer.load_state_dict(self._maker.state_dict(self.optimizer))
-        for source in tree.sources:
+        check_pickles(checkpoint.sources)
+        self.optimizer.load_state_dict(self._maker.make_state_dict(self.optimizer))
+        for source in checkpoint.sources:
             source.check_unchanged()
 
 
@@ -123,25 +123,27 @@ class _Saved(NamedTuple):
     @property
     def keys(self) -> list[tuple[int, Any]]:
         """The group and the number or name of each parameter, in the order of the groups."""
-        return [(at, key) for at, keys in enumerate(list_groups(self.section)) for key in keys]
+        return [
+            (group, key) for group, keys in enumerate(list_groups(self.section)) for key in keys
+        ]
 
     @property
     def sizes(self) -> list[int]:
         """The number of parameters in each group."""
         return [len(keys) for keys in list_groups(self.section)]
 
-    def state(self, key: Any) -> Any:
-        """Return the state of a parameter; None if it is empty, as `momentum_buffer: None`."""
-        held = self.section.node["state"].get(key)
-        is_empty = isinstance(held, dict) and all(value is None for value in held.values())
-        return None if is_empty else held
+    def state_of(self, key: Any) -> Any:
+        """Return the state of a parameter, or None if it is empty, like `momentum_buffer: None`."""
+        state = self.section.node["state"].get(key)
+        is_empty = isinstance(state, dict) and all(value is None for value in state.values())
+        return None if is_empty else state
 
-    def place(self, key: Any, *inside: Any) -> str:
-        """Return the address of the state of a parameter."""
+    def path_of(self, key: Any, *inside: Any) -> str:
+        """Return the path of the state of a parameter."""
         return name_of((*self.section.path, "state", key, *inside))
 
 
-def planned_optimizer(
+def plan_optimizer(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     state: StateDict,
@@ -155,43 +157,45 @@ def planned_optimizer(
 ) -> OptimizerPlan:
     """Plan how the state of an optimizer in the file of `state` goes into `optimizer`.
 
-    The names that the file has for the optimizer's parameters are matched with those of its state
-    dict, which `plan` matches with the model. Parameters without names are matched by position if
-    that proves whose state it is, or with `order="position"`, for which the caller vouches. With
-    `partial` parameters that only one side has, and groups that are divided otherwise, are told
-    and no problem. `key` is the address of the optimizer if the file has several, or the name of
-    its file in the folder.
+    The file's names for the optimizer's parameters are matched with those of its state dict, which
+    `plan` matches with the model. Parameters without names are matched by position if that proves
+    the owner of each state, or with `order="position"`, for which the caller is responsible. With
+    `partial`, parameters of only one side, and differently divided groups, are notes and not
+    problems. `key` is the path of the optimizer if the file has several, or the name of its file in
+    the folder.
 
     Raises:
-        UsageError: `optimizer` is no optimizer.
-        NotFound, AmbiguousName: nothing, or several things, answer to `key`.
+        UsageError: if `optimizer` is not an optimizer.
+        NotFound, AmbiguousName: if `key` matches nothing, or several entries.
     """
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
         raise UsageError(f"optimizer is {a_class(optimizer)}, expected an optimizer")
     wanted = _Wanted(optimizer, model, target)
     report = OptimizerReport("names", 0, len(wanted.parameters))
     try:
-        saved = _found(state, key)
+        saved = _find_optimizer(state, key)
         section = replace(saved.section, node=restore_integer_keys(saved.section.node))
         saved = saved._replace(section=section)
-        report = replace(report, notes=(*saved.notes, *_objects(saved)))
+        report = replace(report, notes=(*saved.notes, *_describe_kept_objects(saved)))
         _check_kind(saved, optimizer)
-        wanted.check()
+        wanted.refuse_unloadable()
         names = list_names(saved.section)
         try:
-            numbers = _by_names(saved, wanted, state, plan, partial=partial)
+            numbers = _match_by_names(saved, wanted, state, plan, partial=partial)
         except MatchError:
             if order is None and list_optimizer_names(saved.section.node):
                 raise
             report = replace(report, by="position")
-            held = parameters_in(state, target, plan, wanted.tensors)
+            file_parameters = list_file_parameters(state, target, plan, wanted.tensors)
             if order is None:
-                _check_order(saved, wanted, model, state, held)
-            names, numbers = _by_position(saved, wanted, state, held, partial=partial)
-        notes = [*report.notes, *_left(names, wanted, numbers)]
+                _refuse_uncertain_order(saved, wanted, model, state, file_parameters)
+            names, numbers = _match_by_position(
+                saved, wanted, state, file_parameters, partial=partial
+            )
+        notes = [*report.notes, *_describe_partial(names, wanted, numbers)]
         groups = None
         try:
-            groups = _groups(saved, wanted, numbers)
+            groups = _match_groups(saved, wanted, numbers)
         except MatchError:
             if not partial and order is None:
                 raise
@@ -199,12 +203,12 @@ def planned_optimizer(
                 "kept the learning rates and options of the groups, because the file "
                 "has different groups"
             )
-            notes += _schedules(saved, state)
+            notes += _warn_of_schedulers(saved, state)
         report = replace(report, notes=tuple(notes))
         kept = {
             number: key
             for number, (_, key) in zip(numbers, saved.keys, strict=True)
-            if number is not None and saved.state(key) is not None
+            if number is not None and saved.state_of(key) is not None
         }
         paths = (path for path, _ in walk(saved.section.node["state"]))
         in_order = numbers == list(range(len(wanted.names)))
@@ -213,101 +217,115 @@ def planned_optimizer(
                 "the optimizer has one state for all parameters, and their order differs"
             )
         _check_state(saved, wanted, kept)
-        casts = tuple(_casts(optimizer, saved, wanted, kept))
+        casts = tuple(_list_casts(optimizer, saved, wanted, kept))
         report = replace(report, matched=len(kept), cast=casts)
-        _check_casts(casts, allowance)
+        _refuse_lossy_casts(casts, allowance)
     except MatchError as refused:
         remedy = refused.remedy or refused.hint or _ALONE
         return OptimizerPlan(optimizer, replace(report, problems=(refused.message,), remedy=remedy))
     return OptimizerPlan(optimizer, report, _Maker(state, saved, wanted, kept, groups))
 
 
-def _found(state: StateDict, key: Any) -> _Saved:
-    """Return the optimizer in the model's file, else in its own file in the model's folder."""
-    names = [] if state.folder is None else _files(state.folder)
-    has_own = bool(_optimizers(state.tree))
+def _find_optimizer(state: StateDict, key: Any) -> _Saved:
+    """Return the optimizer in the model's file, or in its own file in the model's folder."""
+    names = [] if state.folder is None else _list_optimizer_files(state.folder)
+    has_own = bool(_list_optimizers(state.tree))
     if key not in names and (has_own or not names):
-        return _Saved(state.tree, _chosen(state.tree, state.section, key, state.file))
+        return _Saved(state.tree, _select_optimizer(state.tree, state.section, key, state.file))
     if key is None and len(names) > 1:
         raise MatchError(
             f"the folder has {len(names)} optimizer files: {listed(names)}",
             hint=Remedy(instead=tuple(Remedy((("optimizer_key", name),)) for name in names)),
         )
     name = key if key in names else names[0]
-    tree = state.opened(os.path.join(state.folder or "", name))
+    tree = state.open_sibling(os.path.join(state.folder or "", name))
     try:
-        section = _chosen(tree, None, None if key in names else key, "")
+        section = _select_optimizer(tree, None, None if key in names else key, "")
     except MatchError as refused:
         refused.message = f"{name!r}, next to the model: {refused.message}"
         raise
     return _Saved(tree, section, (f"loaded the optimizer from {name!r}, next to the model",))
 
 
-def _optimizers(tree: Checkpoint) -> list[Section]:
+def _list_optimizers(tree: Checkpoint) -> list[Section]:
     """Return the states of torch's optimizers."""
-    every = (one for one in tree.sections if one.kind == "optimizer")
-    return distinct(one for one in every if not one.is_foreign)
+    sections = (section for section in tree.sections if section.kind == "optimizer")
+    return list_distinct(section for section in sections if not section.is_foreign)
 
 
-def _files(folder: str) -> list[str]:
+def _list_optimizer_files(folder: str) -> list[str]:
+    """Return the names of the optimizer files in a folder."""
     with suppress(OSError):
         return sorted(filter(_FILE.fullmatch, os.listdir(folder)))
     return []
 
 
-def _chosen(tree: Checkpoint, model: Section | None, key: Any, file: str) -> Section:
-    """Return the optimizer under `key`, else that of `model`, else the only one of the file."""
+def _select_optimizer(tree: Checkpoint, model: Section | None, key: Any, file: str) -> Section:
+    """Return the optimizer at `key`, or that of `model`, or the only one of the file.
+
+    Raises:
+        MatchError: if there is none, or several.
+    """
     if key is not None:
         path, node = resolve(
-            tree, key, accept=lambda one: isinstance(one, dict) and is_optimizer(one)
+            tree, key, accept=lambda node: isinstance(node, dict) and is_optimizer(node)
         )
         return Section(path, "optimizer", node, node)
-    found = _optimizers(tree)
-    models = distinct(one for one in tree.sections if one.kind in MODEL_KINDS)
-    owners = [find_model(one, models, found) for one in found]
-    holder, pairs = model and model.holder, zip(found, owners, strict=True)
-    own = [one for one, owner in pairs if owner is not None and owner.holder is holder]
-    if len(own) == 1 or (len(found) == 1 and (model is None or owners[0] is None)):
-        return (own or found)[0]
-    ways = tuple(Remedy((("optimizer_key", one.name),)) for one in found)
-    if len(found) > 1:
-        names = listed(one.name for one in found)
+    optimizers = _list_optimizers(tree)
+    models = list_distinct(section for section in tree.sections if section.kind in MODEL_KINDS)
+    owners = [find_model(optimizer, models, optimizers) for optimizer in optimizers]
+    holder, pairs = model and model.holder, zip(optimizers, owners, strict=True)
+    of_model = [
+        optimizer for optimizer, owner in pairs if owner is not None and owner.holder is holder
+    ]
+    if len(of_model) == 1 or (len(optimizers) == 1 and (model is None or owners[0] is None)):
+        return (of_model or optimizers)[0]
+    remedies = tuple(Remedy((("optimizer_key", optimizer.name),)) for optimizer in optimizers)
+    if len(optimizers) > 1:
+        names = listed(optimizer.name for optimizer in optimizers)
         raise MatchError(
-            f"the file has {len(found)} optimizers: {names}", hint=Remedy(instead=ways)
+            f"the file has {len(optimizers)} optimizers: {names}", hint=Remedy(instead=remedies)
         )
-    if found and owners[0] is not None:
-        text = f"{printable(found[0].name)}, belongs to {printable(owners[0].name)}, which is not"
-        hint = Remedy(note=_ALONE, instead=ways)
+    if optimizers and owners[0] is not None:
+        text = (
+            f"{printable(optimizers[0].name)}, belongs to {printable(owners[0].name)}, which is not"
+        )
+        hint = Remedy(note=_ALONE, instead=remedies)
         raise MatchError(f"the only optimizer, {text} the chosen model", hint=hint)
     text = "the file has no optimizer state"
     folder = os.path.dirname(file) or "."
-    beside = _files(folder) if file else []
-    if beside:
-        way = f"use load_into(model, {folder!r}, optimizer=...) to load it from there"
-        raise MatchError(f"{text}, but its folder has {listed(beside)}", hint=way)
+    files = _list_optimizer_files(folder) if file else []
+    if files:
+        hint_text = f"use load_into(model, {folder!r}, optimizer=...) to load it from there"
+        raise MatchError(f"{text}, but its folder has {listed(files)}", hint=hint_text)
     raise MatchError(text, hint=_OWN_FILE)
 
 
 class _Wanted:
-    """The parameters of the optimizer that is to be filled."""
+    """The parameters of the live optimizer, with their names in the model."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, target: ModelTarget
     ) -> None:
+        """Name the parameters by the model's keys."""
         self.optimizer = optimizer
         groups = optimizer.param_groups
-        self.parameters: list[torch.Tensor] = [one for group in groups for one in group["params"]]
-        self.numbers = {id(one): number for number, one in enumerate(self.parameters)}
+        self.parameters: list[torch.Tensor] = [
+            parameter for group in groups for parameter in group["params"]
+        ]
+        self.numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self.sizes = [len(group["params"]) for group in groups]
         self.group = [at for at, group in enumerate(groups) for _ in group["params"]]
         self._whole = {name: slot.shape for name, slot in target.slots.items()}
-        own = {without_hidden(name): one for name, one in model.named_parameters()}
-        self.tensors = {**own, **target.entries}  # FSDP's parameters are no entries
-        names = {id(one): name for name, one in reversed(self.tensors.items())}  # the first name
-        self.are_named = all(id(one) in names for one in self.parameters)
+        named = {remove_hidden_parts(name): tensor for name, tensor in model.named_parameters()}
+        self.tensors = {**named, **target.entries}  # FSDP's parameters are not entries.
+        names = {
+            id(tensor): name for name, tensor in reversed(self.tensors.items())
+        }  # the first name
+        self.are_named = all(id(parameter) in names for parameter in self.parameters)
         self.names = [names.get(id(p), f"parameter {at}") for at, p in enumerate(self.parameters)]
 
-    def check(self) -> None:
+    def refuse_unloadable(self) -> None:
         """Refuse parameters that cannot have state from a file."""
         for parameter, name in zip(self.parameters, self.names, strict=True):
             whole, shape = self._whole.get(name), shape_of(parameter)
@@ -323,12 +341,12 @@ class _Wanted:
             )
 
 
-def _by_names(
+def _match_by_names(
     saved: _Saved, wanted: _Wanted, state: StateDict, plan: LoadPlan, *, partial: bool
 ) -> list[int | None]:
-    """Return the number of the parameter that each name of the file's optimizer leads to.
+    """Return the number of the live parameter for each parameter name in the file's optimizer.
 
-    With `partial` None where it leads to none.
+    With `partial`, None if the live optimizer does not have it.
     """
     names = list_names(saved.section)
     remedy = _VOUCH if saved.sizes == wanted.sizes else _ALONE
@@ -337,91 +355,97 @@ def _by_names(
             _NAMELESS,
             hint=remedy,
         )
-    leads: dict[str, int | None] = {}  # None: not in the optimizer
-    for name, own in {**plan.pairs, **plan.undecided}.items():
-        if leads.get(own) is None:  # one name of the file may fill several tensors
-            leads[own] = wanted.numbers.get(id(wanted.tensors.get(name)))
-    shapes = (shape_kept(saved.state(key)) for _, key in saved.keys)
-    report = matched(
+    number_by_key: dict[str, int | None] = {}  # None: not in the optimizer
+    for name, file_key in {**plan.pairs, **plan.undecided}.items():
+        if number_by_key.get(file_key) is None:  # One key of the file may fill several tensors.
+            number_by_key[file_key] = wanted.numbers.get(id(wanted.tensors.get(name)))
+    shapes = (shape_kept(saved.state_of(key)) for _, key in saved.keys)
+    report = match_keys(
         {name: Slot(shape) for name, shape in zip(names, shapes, strict=True)},
-        {own: Slot(state.slots[own].shape) for own in leads},
+        {file_key: Slot(state.slots[file_key].shape) for file_key in number_by_key},
     )
-    owns = {name: own for own, name in report.pairs.items()}
-    owns |= {one.own: one.name for one in report.report.mismatched}
-    found = [leads.get(owns.get(name, "")) for name in names]
-    numbers = [number for number in found if number is not None]
+    key_by_name = {name: file_key for file_key, name in report.pairs.items()}
+    key_by_name |= {row.own: row.name for row in report.report.mismatched}
+    found_numbers = [number_by_key.get(key_by_name.get(name, "")) for name in names]
+    numbers = [number for number in found_numbers if number is not None]
     if len({*numbers}) == len(names) == len(wanted.names):
-        return found
+        return found_numbers
     if partial and numbers and len({*numbers}) == len(numbers):
-        return found
-    alone = [name for name, number in zip(names, found, strict=True) if number is None]
-    lacking = [name for number, name in enumerate(wanted.names) if number not in numbers]
-    both = [(some[0], whose) for some, whose in ((alone, "file"), (lacking, "optimizer")) if some]
-    first = " and ".join(f"only the {whose} has {printable(name)}" for name, whose in both)
+        return found_numbers
+    only_in_file = [
+        name for name, number in zip(names, found_numbers, strict=True) if number is None
+    ]
+    only_live = [name for number, name in enumerate(wanted.names) if number not in numbers]
+    differences = [
+        (side_names[0], owner)
+        for side_names, owner in ((only_in_file, "file"), (only_live, "optimizer"))
+        if side_names
+    ]
+    first = " and ".join(f"only the {owner} has {printable(name)}" for name, owner in differences)
     if numbers and not partial:
         remedy = _PARTIAL if remedy is _ALONE else _PARTIAL._replace(instead=(_VOUCH,))
-    raise MatchError(_misfit(saved, wanted, first), hint=remedy)
+    raise MatchError(_describe_misfit(saved, wanted, first), hint=remedy)
 
 
-def _check_order(
+def _refuse_uncertain_order(
     saved: _Saved,
     wanted: _Wanted,
     model: torch.nn.Module,
     state: StateDict,
-    held: Mapping[str, torch.Tensor | None],
+    file_parameters: Mapping[str, torch.Tensor | None],
 ) -> None:
     """Refuse positions that do not prove which state belongs to which parameter."""
     keys = [key for _, key in saved.keys]
     if saved.sizes == wanted.sizes:
-        doubt = doubt_of(saved.section, keys, wanted.optimizer, model, state, held)
+        doubt = find_doubt(saved.section, keys, wanted.optimizer, model, state, file_parameters)
     else:
-        doubt = _misfit(saved, wanted)
+        doubt = _describe_misfit(saved, wanted)
     if doubt:
         is_vouched = len(keys) == len(wanted.names)
         is_ordered = keeps_order(state.tree, list(state.slots), state.metadata)
-        can_name = is_ordered and len(held) == len(keys)
+        can_name = is_ordered and len(file_parameters) == len(keys)
         raise MatchError(
             f'{_NAMELESS}: {doubt}; optimizer_order="position" loads it in the order of the file',
             hint=_VOUCH if is_vouched else _VOUCH_PARTIAL if can_name else _ALONE,
         )
 
 
-def _by_position(
+def _match_by_position(
     saved: _Saved,
     wanted: _Wanted,
     state: StateDict,
-    held: Mapping[str, torch.Tensor | None],
+    file_parameters: Mapping[str, torch.Tensor | None],
     *,
     partial: bool,
 ) -> tuple[list[str], list[int | None]]:
-    """Return the number of the parameter for each position in the file's optimizer, and its name.
+    """Return a name and the live parameter's number for each position in the file's optimizer.
 
-    With `partial`, where the two have other parameters, the file's model gives each position its
-    name, and None is the number of those that the optimizer does not have.
+    Names are only returned with `partial`, if the optimizers have other parameters: the model in
+    the file gives each position its name, and None is the number of one without a live parameter.
     """
-    keys, own = [key for _, key in saved.keys], wanted.numbers
-    numbers = [own.get(id(tensor)) for tensor in held.values()]
-    shapes = (state.slots[name].shape for name in held)
+    keys, live_numbers = [key for _, key in saved.keys], wanted.numbers
+    numbers = [live_numbers.get(id(tensor)) for tensor in file_parameters.values()]
+    shapes = (state.slots[name].shape for name in file_parameters)
     if (
         partial
-        and {*numbers} != {*own.values()}
+        and {*numbers} != {*live_numbers.values()}
         and {*numbers} != {None}
-        and len(held) == len(keys)
+        and len(file_parameters) == len(keys)
         and keeps_order(state.tree, list(state.slots), state.metadata)
         and all(
-            shape_kept(saved.state(key)) in (None, shape)
+            shape_kept(saved.state_of(key)) in (None, shape)
             for key, shape in zip(keys, shapes, strict=True)
         )
     ):
-        return [*held], numbers
-    if len(keys) != len(own):
-        raise MatchError(_misfit(saved, wanted))
+        return [*file_parameters], numbers
+    if len(keys) != len(live_numbers):
+        raise MatchError(_describe_misfit(saved, wanted))
     return [], [*range(len(keys))]
 
 
-def _schedules(saved: _Saved, state: StateDict) -> Iterator[str]:
-    """Yield which schedulers have a value for each group of the file's optimizer."""
-    for section in distinct((*state.tree.sections, *saved.tree.sections)):
+def _warn_of_schedulers(saved: _Saved, state: StateDict) -> Iterator[str]:
+    """Yield a note for each scheduler with a value for each group of the file's optimizer."""
+    for section in list_distinct((*state.tree.sections, *saved.tree.sections)):
         nodes = walk_everything(section.node) if section.kind == "scheduler" else ()
         if any(isinstance(node, dict) and "base_lrs" in node for node in nodes):
             yield (
@@ -430,118 +454,130 @@ def _schedules(saved: _Saved, state: StateDict) -> Iterator[str]:
             )
 
 
-def _left(names: Sequence[str], wanted: _Wanted, numbers: Sequence[int | None]) -> Iterator[str]:
-    """Yield which parameters have no state, and whose state is left out."""
-    held = {*numbers}
-    lacking = [name for number, name in enumerate(wanted.names) if number not in held]
-    gone = [name for name, at in zip(names, numbers, strict=False) if at is None]
-    if lacking:
-        yield f"{counted(len(lacking), 'parameter')} without state: {listed(lacking)}"
-    if gone:
-        yield f"left out the state of {counted(len(gone), 'parameter')}: {listed(gone)}"
+def _describe_partial(
+    names: Sequence[str], wanted: _Wanted, numbers: Sequence[int | None]
+) -> Iterator[str]:
+    """Yield notes about parameters without state, and about state that is left out."""
+    with_state = {*numbers}
+    without_state = [name for number, name in enumerate(wanted.names) if number not in with_state]
+    left_out = [name for name, at in zip(names, numbers, strict=False) if at is None]
+    if without_state:
+        yield f"{counted(len(without_state), 'parameter')} without state: {listed(without_state)}"
+    if left_out:
+        yield f"left out the state of {counted(len(left_out), 'parameter')}: {listed(left_out)}"
 
 
-def _misfit(saved: _Saved, wanted: _Wanted, difference: str = "") -> str:
-    there, here = saved.sizes, wanted.sizes
-    if there == here:
+def _describe_misfit(saved: _Saved, wanted: _Wanted, difference: str = "") -> str:
+    """Return the sentence that the groups or parameters of the two optimizers differ."""
+    file_sizes, live_sizes = saved.sizes, wanted.sizes
+    if file_sizes == live_sizes:
         return f"the optimizer in the file has other parameters: {difference}"
     text = (
-        f"the optimizer in the file has {counted(sum(there), 'parameter')} in groups of "
-        f"{listed(map(str, there))}, the live one has {sum(here):,} in {listed(map(str, here))}"
+        f"the optimizer in the file has {counted(sum(file_sizes), 'parameter')} in groups of "
+        f"{listed(map(str, file_sizes))}, the live one has {sum(live_sizes):,} in "
+        f"{listed(map(str, live_sizes))}"
     )
     return f"{text}; first difference: {difference}" if difference else text
 
 
-def _groups(saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None]) -> list[int]:
-    """Return for each group of the optimizer the number of the file's group."""
-    found: dict[int, int] = {}
+def _match_groups(saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None]) -> list[int]:
+    """Return the number of the file's group for each live group."""
+    file_groups: dict[int, int] = {}
     for number, (group, _) in zip(numbers, saved.keys, strict=True):
         if number is None:
             continue
-        here = wanted.group[number]
-        if found.setdefault(here, group) != group:
+        live_group = wanted.group[number]
+        if file_groups.setdefault(live_group, group) != group:
             raise MatchError(
                 f"{printable(wanted.names[number])} is in group {group} of the file, but "
                 "other parameters "
-                f"of group {here} of the optimizer are in group {found[here]}",
+                f"of group {live_group} of the optimizer are in group {file_groups[live_group]}",
                 hint=_PARTIAL if list_names(saved.section) else None,
             )
-    empty = [at for at in range(len(saved.options)) if at not in found.values()]
-    if len({*found.values()}) != len(found) or len(saved.options) != len(wanted.sizes):
-        raise MatchError(_misfit(saved, wanted))
-    return [found[at] if at in found else empty.pop(0) for at in range(len(wanted.sizes))]
+    unused = [at for at in range(len(saved.options)) if at not in file_groups.values()]
+    if len({*file_groups.values()}) != len(file_groups) or len(saved.options) != len(wanted.sizes):
+        raise MatchError(_describe_misfit(saved, wanted))
+    return [
+        file_groups[at] if at in file_groups else unused.pop(0) for at in range(len(wanted.sizes))
+    ]
 
 
 def _check_kind(saved: _Saved, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state of another kind of optimizer, which torch takes: the next `step()` would fail.
+    """Refuse state of another kind of optimizer: torch accepts it, but then `step()` fails.
 
     Kinds with the same options (Adam, RAdam, SparseAdam) are not told apart.
     """
-    *_, inner = (one for one in layers(optimizer) if hasattr(one, "param_groups"))
-    there, defaults = find_options(saved.section), {*getattr(inner, "defaults", ())}
-    here = defaults & {*OPTIONS}
-    if saved.options and defaults and here != there:
-        words = [("has", sorted(there - here)), ("does not have", sorted(here - there))]
+    *_, inner = (layer for layer in iterate_layers(optimizer) if hasattr(layer, "param_groups"))
+    file_options, defaults = find_options(saved.section), {*getattr(inner, "defaults", ())}
+    live_options = defaults & {*OPTIONS}
+    if saved.options and defaults and live_options != file_options:
+        words = [
+            ("has", sorted(file_options - live_options)),
+            ("does not have", sorted(live_options - file_options)),
+        ]
         details = " and ".join(f"{verb} {listed(names, 3)}" for verb, names in words if names)
         raise MatchError(f"the optimizer in the file is not {type(inner).__name__}: it {details}")
 
 
 def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> None:
-    """Refuse state of another shape, and state that cannot be made or spread over ranks."""
+    """Refuse state of another shape, and state that cannot be created or distributed over ranks."""
     for number, key in kept.items():
-        parameter, held = wanted.parameters[number], saved.state(key)
-        shape, mine = shape_kept(held), shape_of(parameter)
-        if shape is not None and mine is not None and shape != mine:
+        parameter, state = wanted.parameters[number], saved.state_of(key)
+        shape, live_shape = shape_kept(state), shape_of(parameter)
+        if shape is not None and live_shape is not None and shape != live_shape:
             raise MatchError(
                 f"the state of {printable(wanted.names[number])} has shape {list(shape)}, "
-                f"but the parameter has shape {list(mine)}"
+                f"but the parameter has shape {list(live_shape)}"
             )
-        for path, leaf in walk(held):
-            what = opaque_kind(leaf)
+        for path, leaf in walk(state):
+            problem = describe_opaque(leaf)
             if isinstance(leaf, TensorRef) and is_one_part(leaf):
-                what = "one rank's part of a tensor"
-            elif is_spread(parameter) and getattr(leaf, "shape", ()) not in ((), mine):
-                what = f"of shape {list(leaf.shape)}, unlike its DTensor"
-            if what:
-                where = printable(saved.place(key, *path))
-                raise MatchError(f"{where} is {what}, which cannot be loaded from a file")
+                problem = "one rank's part of a tensor"
+            elif is_spread(parameter) and getattr(leaf, "shape", ()) not in ((), live_shape):
+                problem = f"of shape {list(leaf.shape)}, unlike its DTensor"
+            if problem:
+                shown = printable(saved.path_of(key, *path))
+                raise MatchError(f"{shown} is {problem}, which cannot be loaded from a file")
 
 
-def _objects(saved: _Saved) -> Iterator[str]:
-    """Yield which options stay as they are because the file has objects of classes there."""
+def _describe_kept_objects(saved: _Saved) -> Iterator[str]:
+    """Yield notes about options that stay unchanged because the file has objects for them."""
     for number, group in enumerate(saved.options):
-        objects = [str(key) for key, node in group.items() if opaque_kind(node)]
+        objects = [str(key) for key, node in group.items() if describe_opaque(node)]
         if objects:
             yield f"kept {listed(objects)} of group {number}, because the file has objects there"
 
 
-def _casts(
+def _list_casts(
     optimizer: Any, saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]
 ) -> Iterator[DtypeChange]:
-    """Yield the casts of torch's own `load_state_dict`: to the parameter's type, but for `step`."""
+    """Yield the casts of torch's `load_state_dict`: to the parameter's dtype, except for `step`."""
     import torch
 
-    *_, inner = layers(optimizer)
+    *_, inner = iterate_layers(optimizer)
     if type(inner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     for number, key in kept.items():
         parameter, name = wanted.parameters[number], wanted.names[number]
         after = dtype_name(parameter)
-        for path, leaf in walk(saved.state(key)) if parameter.is_floating_point() else ():
+        for path, leaf in walk(saved.state_of(key)) if parameter.is_floating_point() else ():
             if isinstance(leaf, TensorRef) and leaf.dtype != after and path[-1:] != ("step",):
-                own, is_lossy = saved.place(key, *path), not holds(after, leaf.dtype)
-                yield DtypeChange(name_of((name, *path)), own, leaf.dtype, after, is_lossy)
+                path_in_file, is_lossy = (
+                    saved.path_of(key, *path),
+                    not is_exact_cast(after, leaf.dtype),
+                )
+                yield DtypeChange(name_of((name, *path)), path_in_file, leaf.dtype, after, is_lossy)
 
 
-def _check_casts(casts: Sequence[DtypeChange], allowance: Allowance) -> None:
-    """Refuse casts to types that cannot hold every number, unless the user allows them."""
+def _refuse_lossy_casts(casts: Sequence[DtypeChange], allowance: Allowance) -> None:
+    """Refuse casts that may lose values, unless the user allows them."""
     lossy = [
-        one
-        for one in casts
-        if one.lossy and not allowance.takes_cast(one.name, one.name.partition("/")[0])
+        cast
+        for cast in casts
+        if cast.lossy and not allowance.allows_cast(cast.name, cast.name.partition("/")[0])
     ]
     if lossy:
-        first, kinds = lossy[0], dict.fromkeys(one.name.partition("/")[2] for one in lossy)
+        first, kinds = lossy[0], dict.fromkeys(cast.name.partition("/")[2] for cast in lossy)
         more = f", and {counted(len(lossy) - 1, 'more tensor')}" if len(lossy) > 1 else ""
         globs = tuple(f"*/{escaped_glob(kind)}" for kind in kinds)
         raise MatchError(
@@ -552,7 +588,7 @@ def _check_casts(casts: Sequence[DtypeChange], allowance: Allowance) -> None:
 
 
 class _Maker(NamedTuple):
-    """The makings of the state dict that the optimizer's own `load_state_dict` takes."""
+    """Creates the state dict for the optimizer's own `load_state_dict`."""
 
     state: StateDict
     saved: _Saved
@@ -561,55 +597,64 @@ class _Maker(NamedTuple):
     groups: Sequence[int] | None
     """By group of the optimizer that of the file; None: it keeps its own."""
 
-    def state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """Make the state dict on the CPU: torch moves the state to the parameters' devices."""
+    def make_state_dict(self, optimizer: Any) -> dict[str, Any]:
+        """Create the state dict on the CPU: torch moves the state to the parameters' devices."""
         node = self.saved.section.node
-        beside = {key: one for key, one in node.items() if key not in ("state", "param_groups")}
-        shared = {key: one for key, one in node["state"].items() if isinstance(key, str)}
+        other_entries = {
+            key: entry for key, entry in node.items() if key not in ("state", "param_groups")
+        }
+        shared = {key: entry for key, entry in node["state"].items() if isinstance(key, str)}
         if any(isinstance(key, str) for _, key in self.saved.keys):
-            shared = {}  # FSDP has the names of the parameters as keys
-        made = {number: self._of_parameter(number, key) for number, key in self.kept.items()}
-        state, groups = {**made, **self._made_of(shared)}, list(self._groups(optimizer))
-        return {**self._made_of(beside), "state": state, "param_groups": groups}
+            shared = {}  # With FSDP, the keys are parameter names.
+        state_by_number = {
+            number: self._make_parameter_state(number, key) for number, key in self.kept.items()
+        }
+        state, groups = (
+            {**state_by_number, **self._make_entries(shared)},
+            list(self._make_groups(optimizer)),
+        )
+        return {**self._make_entries(other_entries), "state": state, "param_groups": groups}
 
-    def _of_parameter(self, number: int, key: Any) -> Any:
-        """Make the state of a parameter; if ranks share the parameter, the part of this rank."""
-        parameter, made = self.wanted.parameters[number], self._here(self.saved.state(key))
+    def _make_parameter_state(self, number: int, key: Any) -> Any:
+        """Create the state of a parameter; for a DTensor, this rank's part."""
+        parameter, state = self.wanted.parameters[number], self._make_copy(self.saved.state_of(key))
         if is_spread(parameter):
-            for word, value in made.items():
+            for word, value in state.items():
                 if getattr(value, "shape", None) == parameter.shape:
-                    made[word] = spread_like(parameter, value)
-        return made
+                    state[word] = distribute_like(parameter, value)
+        return state
 
-    def _made_of(self, nodes: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Make what can be made: objects of classes stay as the optimizer has them."""
-        return {key: self._here(node) for key, node in nodes.items() if not opaque_kind(node)}
+    def _make_entries(self, nodes: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Create the entries without objects; the optimizer keeps its own objects."""
+        return {
+            key: self._make_copy(node) for key, node in nodes.items() if not describe_opaque(node)
+        }
 
-    def _here(self, node: Any) -> Any:
-        """Make a node; its tensors are not the caller's own, because steps change them."""
-        made = self.state.made(node)
+    def _make_copy(self, node: Any) -> Any:
+        """Create a node; tensors in memory are copied, because optimizer steps change them."""
+        new = self.state.make_node(node)
         if not self.saved.tree.in_memory:
-            return made
-        tensors = (leaf for _, leaf in walk(made) if hasattr(leaf, "detach"))
-        return copy.deepcopy(made, {id(one): one.detach().clone() for one in tensors})
+            return new
+        tensors = (leaf for _, leaf in walk(new) if hasattr(leaf, "detach"))
+        return copy.deepcopy(new, {id(tensor): tensor.detach().clone() for tensor in tensors})
 
-    def _groups(self, optimizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield the groups with the options of the file, and options that the file lacks."""
+    def _make_groups(self, optimizer: Any) -> Iterator[dict[str, Any]]:
+        """Yield the groups with the options of the file, and live options that it lacks."""
         bare = map_to_bare_names(self.wanted.names)
         names = [bare[name] for name in self.wanted.names]
         numbers = iter(range(len(names)))
-        every: list[Mapping[Any, Any]] = [{}] * len(optimizer.param_groups)
+        saved_groups: list[Mapping[Any, Any]] = [{}] * len(optimizer.param_groups)
         if self.groups is not None:
-            every = [self.saved.options[at] for at in self.groups]
-        for own, saved in zip(optimizer.param_groups, every, strict=True):
-            given = {key: one for key, one in saved.items() if key != "params"}
+            saved_groups = [self.saved.options[index] for index in self.groups]
+        for live_group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+            given = {key: option for key, option in saved.items() if key != "params"}
             is_named = bool(given.pop("param_names", ())) and self.wanted.are_named
-            options = self._made_of(given)
+            options = self._make_entries(given)
             for key, value in options.items():
-                if hasattr(value, "to") and hasattr(own.get(key), "device"):
-                    options[key] = value.to(own[key].device)  # a learning rate
-            params = list(islice(numbers, len(own["params"])))
-            group = {**own, **options, "params": params}
+                if hasattr(value, "to") and hasattr(live_group.get(key), "device"):
+                    options[key] = value.to(live_group[key].device)  # a learning rate
+            params = list(islice(numbers, len(live_group["params"])))
+            group = {**live_group, **options, "params": params}
             if is_named:
                 group.setdefault("param_names", [names[number] for number in params])
             yield group

@@ -16,20 +16,20 @@ from ckptool.core.tree import walk
 from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.errors import MatchError, NotFound, UsageError
 from ckptool.formats import load_format
-from ckptool.loading.load import unpickled
-from ckptool.loading.ranks import without_hidden
+from ckptool.loading.load import rebuild_builtin
+from ckptool.loading.ranks import remove_hidden_parts
 from ckptool.loading.source import StateDict, open_state_dict
-from ckptool.loading.target import REFERENCE, ModelTarget, describe_target, slots_like
-from ckptool.matching import Allowance, DtypeChange, Match, MatchReport, matched
-from ckptool.matching.layouts import TransposeRules, laid_out, wanted_by
-from ckptool.matching.report import counted
+from ckptool.loading.target import REFERENCE, ModelTarget, describe_target, parse_description
+from ckptool.matching import Allowance, DtypeChange, Match, MatchReport, match_keys
+from ckptool.matching.layouts import TransposeRules, expect_file_shapes, resolve_layouts
+from ckptool.matching.report import count_loaded
 from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors import is_one_part, materialize, require_torch
 from ckptool.tensors.bytewise import has_same_elements
 from ckptool.tensors.casting import CHUNK, count_cast_losses
 from ckptool.tensors.live import iterate_blocks
-from ckptool.transforms.name_rules import Rule, rules_of
-from ckptool.transforms.names import moved_metadata
+from ckptool.transforms.name_rules import Rule, parse_rules
+from ckptool.transforms.names import move_metadata
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
@@ -92,13 +92,13 @@ def match(
     """
     require_torch()
     check_lists(rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose)
-    choices = TransposeRules.of(transpose, no_transpose)
-    target = target_like(like, key=like_key)
+    choices = TransposeRules.parse(transpose, no_transpose)
+    target = describe_like(like, key=like_key)
     with open_state_dict(state_dict, key=key, wanted=target.slots) as state:
         plan = plan_load(state, target, rename=rename, prefixes=prefixes, choices=choices)
-        every = {**plan.pairs, **plan.undecided}
-        fitting = OrderedDict((name, state.value(own)) for name, own in every.items())
-        metadata = metadata_for(state, target, plan)
+        pairs = {**plan.pairs, **plan.undecided}
+        fitting = OrderedDict((name, state.value(file_key)) for name, file_key in pairs.items())
+        metadata = make_metadata(state, target, plan)
         if metadata is not None:
             vars(fitting)["_metadata"] = metadata
         return MatchedState(fitting, plan.report)
@@ -114,7 +114,7 @@ def check_lists(**lists: Any) -> None:
             raise UsageError(f"{name}={value!r} is not a list", hint=hint)
 
 
-def target_like(like: Any, *, key: Any = None) -> ModelTarget:
+def describe_like(like: Any, *, key: Any = None) -> ModelTarget:
     """Return the target that `like` describes; `key` selects one of several state dicts.
 
     `like` is a model on any device, a state dict, a dict of keys to shapes, a list of keys, or a
@@ -132,9 +132,9 @@ def target_like(like: Any, *, key: Any = None) -> ModelTarget:
 
         if isinstance(like, torch.nn.Module):
             return describe_target(like)
-        found = slots_like(like) if key is None or not isinstance(like, Mapping) else None
-        if found is not None:
-            return found
+        target = parse_description(like) if key is None or not isinstance(like, Mapping) else None
+        if target is not None:
+            return target
     try:
         with open_state_dict(like, key=key) as state:
             return ModelTarget(
@@ -168,14 +168,16 @@ class LoadPlan(NamedTuple):
         """Return the plan with changes to its report."""
         return self._replace(report=replace(self.report, **changes))
 
-    def refusal(self, allowance: Allowance) -> MatchError | None:
+    def refusal_error(self, allowance: Allowance) -> MatchError | None:
         """Return the error to raise before anything changes, or None."""
         report = self.report
         if self.unfilled:
             report = replace(report, loaded=report.parameters, fitting=report.names)
-        refusal = allowance.refusal(report)
+        refusal = allowance.refusal_error(report)
         not_made = [
-            f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_NOT_LOADED)
+            f"{printable(name)}: {reason}"
+            for name, reason in report.left_out
+            if reason.endswith(_NOT_LOADED)
         ]
         if refusal is not None and not_made:
             refusal.message += f"\n{listed(not_made, most=2)}"
@@ -210,83 +212,92 @@ def plan_load(
     layout, choices = load_format(state.tree.format).layout, choices or TransposeRules()
     kinds = target.kinds() if layout else None
     is_turned = bool(layout or choices.transpose)
-    found = matched(
+    match = match_keys(
         state.slots,
-        wanted_by(target.slots, kinds, choices) if is_turned else target.slots,
-        rules=rules_of(rename, prefixes),
+        expect_file_shapes(target.slots, kinds, choices) if is_turned else target.slots,
+        rules=parse_rules(rename, prefixes),
         metadata=state.metadata,
         closed=target.closed,
         foreign=bool(layout),
         file=state.file,
         model=target.label,
     )
-    given = found.pairs
+    first_pairs = match.pairs
     if is_turned:
-        found = laid_out(found, state.slots, target.slots, kinds, choices)
-        state.lay_out(found.report.layouts)
-    plan = LoadPlan(found.pairs, {}, found.report, found)
+        match = resolve_layouts(match, state.slots, target.slots, kinds, choices)
+        state.permute_axes(match.report.layouts)
+    plan = LoadPlan(match.pairs, {}, match.report, match)
     if not as_stored:
-        plan = _without_objects(plan, state, target)
+        plan = _drop_unloadable(plan, state, target)
     if target.custom:
-        plan = _left_to_torch(plan, state, target)
+        plan = _leave_to_torch(plan, state, target)
     report, pairs = plan.report, plan.pairs
-    untied = tuple(_untied(state, target, pairs))
-    apart = {name for group in untied for name in group}
-    casts = () if assign else tuple(one for one in report.cast if one.name in pairs)
-    tied = (one for one in report.tied if not (apart & {*one} or pairs.keys().isdisjoint(one)))
-    beside = ((name, "a plain value, which no model loads") for name in state.beside)
+    untied = tuple(_find_untied(state, target, pairs))
+    untied_keys = {name for group in untied for name in group}
+    casts = () if assign else tuple(row for row in report.cast if row.name in pairs)
+    tied = (
+        row for row in report.tied if not (untied_keys & {*row} or pairs.keys().isdisjoint(row))
+    )
+    plain_values = ((name, "a plain value, which no model loads") for name in state.plain_values)
     report = replace(
         report,
         cast=casts if by_type or as_stored else _judge_casts(state, casts),
         tied=tuple(tied),
         untied=untied,
-        left_out=(*report.left_out, *beside),
+        left_out=(*report.left_out, *plain_values),
     )
-    if plan.pairs is not given:
+    if plan.pairs is not first_pairs:
         kept = dict(report.kept).keys() - set(plan.undecided)
-        report = replace(report, **counted(target.slots, pairs, kept))
+        report = replace(report, **count_loaded(target.slots, pairs, kept))
     return plan._replace(report=report)
 
 
-def _without_objects(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
+def _drop_unloadable(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
     """Leave out entries that cannot be loaded: objects, and parameters without data.
 
     An extra state that contains a pickled object would reach the model as something else.
     """
     report = plan.report
-    found = {
-        name: why
-        for name, own in plan.pairs.items()
-        if (why := _why_not_loadable(state, own, is_extra=target.slots[name].kind == "extra"))
+    reasons = {
+        name: reason
+        for name, file_key in plan.pairs.items()
+        if (
+            reason := _explain_unloadable(
+                state, file_key, is_extra=target.slots[name].kind == "extra"
+            )
+        )
     }
-    if not found:
+    if not reasons:
         return plan
-    missing = {*report.missing_keys, *found}
+    missing = {*report.missing_keys, *reasons}
     report = replace(
         report,
         missing_keys=[name for name in target.slots if name in missing],
-        left_out=(*report.left_out, *((plan.pairs[name], why) for name, why in found.items())),
+        left_out=(
+            *report.left_out,
+            *((plan.pairs[name], reason) for name, reason in reasons.items()),
+        ),
     )
-    pairs = {name: own for name, own in plan.pairs.items() if name not in found}
+    pairs = {name: file_key for name, file_key in plan.pairs.items() if name not in reasons}
     return plan._replace(pairs=pairs, report=report)
 
 
-def _why_not_loadable(state: StateDict, own: str, *, is_extra: bool) -> str:
-    """Return why an entry cannot be loaded, or ""."""
-    node = state.root[own]
-    if type(node) is TensorRef and state.slots[own].shape is not None and not is_extra:
-        return ""  # the common case first: there may be many keys
-    what = opaque_kind(node) if is_extra else "an uninitialized lazy parameter"
-    return f"contains {what}, {_NOT_LOADED}" if what else ""
+def _explain_unloadable(state: StateDict, file_key: str, *, is_extra: bool) -> str:
+    """Return the reason why an entry cannot be loaded, or ""."""
+    node = state.root[file_key]
+    if type(node) is TensorRef and state.slots[file_key].shape is not None and not is_extra:
+        return ""  # The common case comes first, because there may be many keys.
+    problem = describe_opaque(node) if is_extra else "an uninitialized lazy parameter"
+    return f"contains {problem}, {_NOT_LOADED}" if problem else ""
 
 
-def opaque_kind(node: Any) -> str:
+def describe_opaque(node: Any) -> str:
     """Describe the first value inside that is not loaded as it was saved; "" if there is none.
 
     Objects stay inert, and numpy arrays become tensors.
     """
     for _, leaf in walk(node):
-        if isinstance(leaf, Opaque) and unpickled(leaf, lambda inside: inside) is leaf:
+        if isinstance(leaf, Opaque) and rebuild_builtin(leaf, lambda inside: inside) is leaf:
             return f"an object of {printable(leaf.class_name)}"
         if isinstance(leaf, Global) and leaf.module != "torch":
             return printable(leaf.qualified)
@@ -295,49 +306,59 @@ def opaque_kind(node: Any) -> str:
     return ""
 
 
-def _left_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
-    """Leave unmatched keys inside modules with their own loading code to torch.
+def _leave_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
+    """Leave unmatched keys inside modules with their own loading code to that code.
 
-    Tensors that only their class can create are not passed to that code.
+    Tensors that only their class can create are not passed to it.
     """
     report, renamed = plan.report, plan.match.renamed
     undecided = {
-        name: own
-        for own in report.unexpected_keys
-        if target.custom_holder(name := renamed.get(own, own)) and name not in plan.pairs
+        name: file_keys
+        for file_keys in report.unexpected_keys
+        if target.find_custom_holder(name := renamed.get(file_keys, file_keys))
+        and name not in plan.pairs
     }
-    undecided |= {one.name: one.own for one in report.mismatched if target.custom_holder(one.name)}
-    undecided = {name: own for name, own in undecided.items() if not _is_one_part(state, own)}
-    own = {*undecided.values()}
-    misshapen = (one.name for one in report.mismatched if one.own in own)
-    unfilled = [n for n in (*report.missing_keys, *misshapen) if target.custom_holder(n)]
+    undecided |= {
+        row.name: row.own for row in report.mismatched if target.find_custom_holder(row.name)
+    }
+    undecided = {
+        name: file_keys
+        for name, file_keys in undecided.items()
+        if not _is_one_part(state, file_keys)
+    }
+    file_keys = {*undecided.values()}
+    misshapen = (row.name for row in report.mismatched if row.own in file_keys)
+    unfilled = [key for key in (*report.missing_keys, *misshapen) if target.find_custom_holder(key)]
     if not (undecided or unfilled):
         return plan
 
-    def reason(name: str) -> str:
-        return f"decided by torch: {target.custom_holder(name)} has its own loading code"
+    def explain(name: str) -> str:
+        return f"decided by torch: {target.find_custom_holder(name)} has its own loading code"
 
     report = replace(
         report,
         missing_keys=[name for name in report.missing_keys if name not in unfilled],
-        unexpected_keys=[name for name in report.unexpected_keys if name not in own],
-        mismatched=tuple(one for one in report.mismatched if one.own not in own),
+        unexpected_keys=[name for name in report.unexpected_keys if name not in file_keys],
+        mismatched=tuple(row for row in report.mismatched if row.own not in file_keys),
         ambiguous=tuple(
-            one for one in report.ambiguous if not {*unfilled, *own} & {*one.names, *one.candidates}
+            row
+            for row in report.ambiguous
+            if not {*unfilled, *file_keys} & {*row.names, *row.candidates}
         ),
-        kept=(*report.kept, *((name, reason(name)) for name in unfilled)),
-        left_out=(*report.left_out, *((old, reason(name)) for name, old in undecided.items())),
+        kept=(*report.kept, *((name, explain(name)) for name in unfilled)),
+        left_out=(*report.left_out, *((old, explain(name)) for name, old in undecided.items())),
     )
     left = tuple(unfilled)
     return plan._replace(pairs={**plan.pairs}, undecided=undecided, report=report, unfilled=left)
 
 
-def _is_one_part(state: StateDict, own: str) -> bool:
-    ref = state.ref(own)
+def _is_one_part(state: StateDict, file_key: str) -> bool:
+    """Return True if an entry is one rank's part of a tensor."""
+    ref = state.ref(file_key)
     return ref is not None and is_one_part(ref)
 
 
-def metadata_for(
+def make_metadata(
     state: StateDict, target: ModelTarget, plan: LoadPlan
 ) -> OrderedDict[str, Any] | None:
     """Return the file's `_metadata` by the paths of the model's modules, or None.
@@ -347,40 +368,42 @@ def metadata_for(
     """
     if state.metadata is None:
         return None
-    own = {**plan.match.renamed, **{old: new for new, old in reversed([*plan.pairs.items()])}}
-    followed = moved_metadata(state.metadata, own, lambda path: path)
+    new_names = {**plan.match.renamed, **{old: new for new, old in reversed([*plan.pairs.items()])}}
+    moved = move_metadata(state.metadata, new_names, lambda path: path)
     if target.metadata is None:
-        return OrderedDict(followed)
-    made: OrderedDict[str, Any] = OrderedDict()
+        return OrderedDict(moved)
+    metadata: OrderedDict[str, Any] = OrderedDict()
     holders = {name.rpartition(".")[0] for name in target.slots}
     for path, default in target.metadata.items():
-        clean = without_hidden(path)
-        held = followed.get(path, followed.get(clean))
-        if held is not None:
-            made[path] = held
-        elif clean not in holders and clean not in target.custom:
-            made[path] = default
-    return made
+        bare_path = remove_hidden_parts(path)
+        entry = moved.get(path, moved.get(bare_path))
+        if entry is not None:
+            metadata[path] = entry
+        elif bare_path not in holders and bare_path not in target.custom:
+            metadata[path] = default
+    return metadata
 
 
 def _judge_casts(state: StateDict, casts: Iterable[DtypeChange]) -> tuple[DtypeChange, ...]:
     """Judge casts by their values, if their dtypes alone could lose something."""
     judged = []
-    lost = cache(lambda own, after: loss_of(state.ref(own) or state.value(own), after))
+    find_loss = cache(
+        lambda file_key, after: describe_loss(state.ref(file_key) or state.value(file_key), after)
+    )
     for cast in casts:
-        if cast.lossy and (loss := lost(cast.own, cast.after)) is not None:
+        if cast.lossy and (loss := find_loss(cast.own, cast.after)) is not None:
             cast = replace(cast, lossy=bool(loss), loss=loss)
         judged.append(cast)
     return tuple(judged)
 
 
-def loss_of(value: Any, dtype: str) -> str | None:
+def describe_loss(value: Any, dtype: str) -> str | None:
     """Describe the loss of a cast: "" if nothing is lost, None if it is unknown.
 
     `value` is a tensor in memory, or one in a file, which is read block by block. The loss is
     unknown without a plain array of elements, or with dtypes that torch cannot compute with.
     """
-    blocks = _blocks(value)
+    blocks = _iterate_blocks(value)
     if blocks is None:
         return None
     try:
@@ -392,60 +415,70 @@ def loss_of(value: Any, dtype: str) -> str | None:
     return ", ".join(f"{n:,} of {losses.elements:,} {verb}" for n, verb in counts if n)
 
 
-def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
+def _iterate_blocks(value: Any) -> Iterator[torch.Tensor] | None:
     """Return the elements of a tensor in any order, block by block from a file."""
     import torch
 
     if isinstance(value, TensorRef):
         is_known = value.dtype not in PACKED and value.dtype not in NOT_IN_TORCH
         if value.has_content and value.is_contiguous and is_known:
-            places = iterate_blocks(value.sizes, CHUNK)
-            return (materialize(value[at] if at else value).detach() for at in places)
+            cut_positions = iterate_blocks(value.sizes, CHUNK)
+            return (
+                materialize(value[index] if index else value).detach() for index in cut_positions
+            )
         value = materialize(value)
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
         return None
     if value.is_quantized or value.is_nested:
         return None
-    return (value.detach()[at] for at in iterate_blocks(value.shape, CHUNK))
+    return (value.detach()[index] for index in iterate_blocks(value.shape, CHUNK))
 
 
-def _untied(
+def _find_untied(
     state: StateDict, target: ModelTarget, pairs: Mapping[str, str]
 ) -> Iterator[tuple[str, ...]]:
     """Yield groups of keys that are tied in the model but differ in the file."""
     groups: dict[Hashable, list[str]] = {}
-    for name in pairs:
-        tie = target.slots[name].tie
+    for key in pairs:
+        tie = target.slots[key].tie
         if tie is not None:
-            groups.setdefault(tie, []).append(name)
-    for names in groups.values():
-        first, *others = dict.fromkeys(pairs[name] for name in names)
+            groups.setdefault(tie, []).append(key)
+    for keys in groups.values():
+        first, *others = dict.fromkeys(pairs[key] for key in keys)
         if not all(_has_same_elements(state, first, other) for other in others):
-            yield tuple(names)
+            yield tuple(keys)
 
 
-def _has_same_elements(state: StateDict, one: str, other: str) -> bool:
+def _has_same_elements(state: StateDict, first: str, second: str) -> bool:
     """Return True if two entries have the same elements, byte for byte.
 
     Tensors on the meta device count as equal.
     """
-    mine, theirs = state.slots[one], state.slots[other]
-    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+    first_slot, second_slot = state.slots[first], state.slots[second]
+    if (first_slot.dtype, first_slot.shape) != (second_slot.dtype, second_slot.shape):
         return False
-    if mine.tie is not None and mine.tie == theirs.tie:
+    if first_slot.tie is not None and first_slot.tie == second_slot.tie:
         return True
-    a, b = state.ref(one), state.ref(other)
-    if a is not None and b is not None and a.has_content and b.has_content:
-        return has_same_elements(a, b)
+    first_ref, second_ref = state.ref(first), state.ref(second)
+    if (
+        first_ref is not None
+        and second_ref is not None
+        and first_ref.has_content
+        and second_ref.has_content
+    ):
+        return has_same_elements(first_ref, second_ref)
     import torch
 
-    x, y = state.value(one), state.value(other)
-    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-        return x is y
-    if x.is_meta or y.is_meta:
+    first_value, second_value = state.value(first), state.value(second)
+    if not (isinstance(first_value, torch.Tensor) and isinstance(second_value, torch.Tensor)):
+        return first_value is second_value
+    if first_value.is_meta or second_value.is_meta:
         return True
     try:
-        plain = [tensor.detach().cpu().resolve_conj().resolve_neg().ravel() for tensor in (x, y)]
+        plain = [
+            tensor.detach().cpu().resolve_conj().resolve_neg().ravel()
+            for tensor in (first_value, second_value)
+        ]
         return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
     except RuntimeError:  # not a plain array of elements
-        return torch.equal(x, y)
+        return torch.equal(first_value, second_value)

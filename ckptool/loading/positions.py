@@ -28,125 +28,138 @@ _NOT_COMPARED = frozenset(("params", "param_names", "lr"))
 _MISSING = "not set"
 
 
-def parameters_in(
+def list_file_parameters(
     state: StateDict, target: ModelTarget, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
-    """Return the parameters of a file's model by key, in its order, with those of the live model.
+    """Return the parameters of the model in a file by key, in its order, with the live tensors.
 
-    Ties are there once. None: the live model has none, or one of another shape. Of a key that only
-    the file has, its last part decides whether it is a parameter.
+    Tied parameters are listed once. The tensor is None if the live model does not have it, or with
+    another shape. If only the file has a key, its last part decides whether it is a parameter.
     """
-    pairs = {own: name for name, own in reversed([*plan.pairs.items(), *plan.undecided.items()])}
-    misshapen = {one.own: one.name for one in plan.report.mismatched}
-    found: dict[str, torch.Tensor | None] = {}
+    pairs = {
+        file_key: name
+        for name, file_key in reversed([*plan.pairs.items(), *plan.undecided.items()])
+    }
+    misshapen = {row.own: row.name for row in plan.report.mismatched}
+    parameters: dict[str, torch.Tensor | None] = {}
     seen: set[Hashable] = set()
-    for own, slot in state.slots.items():
-        name = pairs.get(own, misshapen.get(own))
-        is_buffer = own.rpartition(".")[2] in STATISTICS
+    for file_key, slot in state.slots.items():
+        name = pairs.get(file_key, misshapen.get(file_key))
+        is_buffer = file_key.rpartition(".")[2] in STATISTICS
         if slot.kind == "extra" or (
             is_buffer if name is None else target.slots[name].kind != "parameter"
         ):
             continue
-        tensor = tensors.get(pairs.get(own, ""))
-        places = {("live", id(tensor)) if tensor is not None else own, ("file", slot.tie or own)}
-        if seen.isdisjoint(places):
-            found[own] = tensor
-        seen |= places
-    return found
+        tensor = tensors.get(pairs.get(file_key, ""))
+        identities = {
+            ("live", id(tensor)) if tensor is not None else file_key,
+            ("file", slot.tie or file_key),
+        }
+        if seen.isdisjoint(identities):
+            parameters[file_key] = tensor
+        seen |= identities
+    return parameters
 
 
-def doubt_of(
+def find_doubt(
     saved: Section,
     keys: Sequence[Any],
     optimizer: Any,
     model: torch.nn.Module,
     state: StateDict,
-    held: Mapping[str, torch.Tensor | None],
+    file_parameters: Mapping[str, torch.Tensor | None],
 ) -> str:
-    """Return why positions do not prove which state belongs to which parameter; "": they do.
+    """Return the reason why positions do not prove the owner of each state, or "" if they do.
 
     Args:
         saved: The state of an optimizer in the file, with as many parameters in each group.
         keys: The keys of its parameters, in the order of the groups.
-        optimizer: The one to fill.
-        model: The one that is loaded.
-        state: The state dict of the file's model.
-        held: The parameters in that, as `parameters_in` returns them.
+        optimizer: The live optimizer.
+        model: The live model.
+        state: The state dict of the model in the file.
+        file_parameters: Its parameters, as `list_file_parameters` returns them.
     """
-    order = {id(one): at for at, one in enumerate(model.parameters())}
+    order = {id(parameter): position for position, parameter in enumerate(model.parameters())}
     groups: list[Mapping[str, Any]] = optimizer.param_groups
-    own = [one for group in groups for one in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
     if not keeps_order(state.tree, list(state.slots), state.metadata):
         return "the model's file is sorted by key, so the original order of parameters is lost"
-    if len(held) != len(keys):
-        many = counted(len(held), "parameter")
+    if len(file_parameters) != len(keys):
+        many = counted(len(file_parameters), "parameter")
         return f"the model in the file has {many}, and its optimizer has {len(keys):,}"
-    ranks = [order.get(id(one)) for one in held.values()]
-    if ranks != [*range(len(order))]:
-        names = (name for at, name in enumerate(held) if ranks[at] != at)
+    positions = [order.get(id(tensor)) for tensor in file_parameters.values()]
+    if positions != [*range(len(order))]:
+        names = (
+            name for position, name in enumerate(file_parameters) if positions[position] != position
+        )
         first = f", starting at {printable(name)}" if (name := next(names, "")) else ""
         return (
             f"the model in the file has other parameters than your model, or another order{first}"
         )
-    if {*map(id, own)} != order.keys():
+    if {*map(id, parameters)} != order.keys():
         return "the optimizer does not have every parameter of the model"
-    for key, parameter in zip(keys, own, strict=True):
+    for key, parameter in zip(keys, parameters, strict=True):
         if not fits_shape(saved.node["state"].get(key), shape_of(parameter)):
             return (
                 f"the state of parameter {printable(str(key))} does not have the shape of "
                 "that parameter"
             )
-    telling = [*_telling(saved.node["param_groups"], groups)]
-    for option, there, here in telling:
-        if there != here:
-            return f"the groups of the file have {option} {there}, the optimizer {here}"
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for at, group in enumerate(groups):
-        kind = tuple(here[at] for _, _, here in telling)
-        alike.setdefault(kind, []).extend(order[id(one)] for one in group["params"])
-    if any(numbers != sorted(numbers) for numbers in alike.values()):
+    differing_options = [*_find_differing_options(saved.node["param_groups"], groups)]
+    for option, file_values, live_values in differing_options:
+        if file_values != live_values:
+            return (
+                f"the groups of the file have {option} {file_values}, the optimizer {live_values}"
+            )
+    similar: dict[tuple[str, ...], list[int]] = {}
+    for index, group in enumerate(groups):
+        kind = tuple(live_values[index] for _, _, live_values in differing_options)
+        similar.setdefault(kind, []).extend(order[id(parameter)] for parameter in group["params"])
+    if any(numbers != sorted(numbers) for numbers in similar.values()):
         return "the optimizer does not have its parameters in the order of the model"
-    rates = [[_rate(group) for group in some] for some in (saved.node["param_groups"], groups)]
+    rates = [[_read_rate(group) for group in some] for some in (saved.node["param_groups"], groups)]
     if _are_swapped([tuple(map(shape_of, group["params"])) for group in groups], *rates):
         return f"the groups of the file have lr {rates[0]}, the optimizer {rates[1]}"
     return ""
 
 
-def _rate(group: Mapping[Any, Any]) -> float:
-    """Return the learning rate of a group; 0 if it is no plain number, and says nothing."""
+def _read_rate(group: Mapping[Any, Any]) -> float:
+    """Return the learning rate of a group, or 0 if it is not a plain number."""
     rate = group.get("lr")
     return float(rate) if isinstance(rate, (int, float)) else 0.0
 
 
 def _are_swapped(
-    shapes: Sequence[tuple[Any, ...]], there: Sequence[float], here: Sequence[float]
+    shapes: Sequence[tuple[Any, ...]], file_rates: Sequence[float], live_rates: Sequence[float]
 ) -> bool:
-    """Return whether of two groups with the same shapes the other one has the larger rate now.
+    """Return True if, of two groups with the same shapes, the other one has the larger rate now.
 
-    Schedules change rates, and keep which of two groups has the larger one.
+    Schedules change rates, but preserve the order of two groups.
     """
-    alike: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-    for shape, file, own in zip(shapes, there, here, strict=True):
-        alike.setdefault(shape, []).append((file, own))
-    rates = ([own for _, own in sorted(pairs)] for pairs in alike.values())
-    return any(some != sorted(some) for some in rates)
+    by_shape: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for shape, file, live in zip(shapes, file_rates, live_rates, strict=True):
+        by_shape.setdefault(shape, []).append((file, live))
+    rates = ([live for _, live in sorted(pairs)] for pairs in by_shape.values())
+    return any(live_sorted != sorted(live_sorted) for live_sorted in rates)
 
 
-def _telling(
-    there: Sequence[Mapping[Any, Any]], here: Sequence[Mapping[str, Any]]
+def _find_differing_options(
+    file_groups: Sequence[Mapping[Any, Any]], live_groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield the options by which groups differ, and their values in the groups of both sides."""
-    keys = [{key for group in groups for key in group} for groups in (there, here)]
+    """Yield the options by which groups differ, with the values in the file and live values."""
+    keys = [{key for group in groups for key in group} for groups in (file_groups, live_groups)]
     for key in sorted((keys[0] & keys[1]) - _NOT_COMPARED, key=str):
-        file, own = ([_plain(group.get(key, _MISSING)) for group in some] for some in (there, here))
-        if len({*file}) > 1 or len({*own}) > 1:
-            yield str(key), file, own
+        file, live = (
+            [_normalize(group.get(key, _MISSING)) for group in some]
+            for some in (file_groups, live_groups)
+        )
+        if len({*file}) > 1 or len({*live}) > 1:
+            yield str(key), file, live
 
 
-def _plain(value: Any) -> str:
-    """Return an option as text that is equal for equal numbers; a tensor is only a tensor."""
+def _normalize(value: Any) -> str:
+    """Return an option as text that is equal for equal numbers; every tensor is "tensor"."""
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(_normalize, value))}]"
     if isinstance(value, (bool, str)) or value is None:
         return repr(value)
     is_number = isinstance(value, (int, float))

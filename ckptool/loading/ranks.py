@@ -64,7 +64,7 @@ class Ranks:
     @property
     def own(self) -> int:
         """The number of this process, or 0 without groups."""
-        return _rank() if self._groups else 0
+        return _current_rank() if self._groups else 0
 
     @property
     def has_failed(self) -> bool:
@@ -89,7 +89,7 @@ class Ranks:
             with suppress(CheckpointError, RuntimeError):  # the others may have ended
                 if self._store is not None:
                     self._store.set(_FAILED, "")
-                self._exchange_failures({_rank(): sendable(error)}, self._undone)
+                self._exchange_failures({_current_rank(): to_sendable(error)}, self._undone)
             raise
         undone = undone or self._undone
         for rank, failure in sorted(self._exchange_failures({}, undone).items()):
@@ -99,24 +99,24 @@ class Ranks:
             failure.message, failure.args = message, (message,)
             raise failure
 
-    def first(self, work: Callable[[], _Result]) -> _Result:
+    def run_on_first(self, work: Callable[[], _Result]) -> _Result:
         """Do the work in rank 0, and return its result in all ranks.
 
-        If another process ended after the work was done, rank 0 only warns.
+        If another process ends after the work is done, rank 0 only warns.
         """
-        done: _Result | None = None
+        result: _Result | None = None
         try:
             with self.raise_on_all_ranks():
                 if self.own == 0:
-                    done = work()
-            return self.all(done)[0]  # type: ignore[return-value]
+                    result = work()
+            return self.collect(result)[0]  # type: ignore[return-value]
         except CheckpointError as error:
-            if done is None or not self._is_lost:
+            if result is None or not self._is_lost:
                 raise
             warn(f"{self._call} succeeded, but {error.message.partition(', because ')[2]}")
-            return done
+            return result
 
-    def all(self, own: _Result) -> list[_Result]:
+    def collect(self, own: _Result) -> list[_Result]:
         """Return the value of each process of the first group, in order of rank.
 
         Raises:
@@ -124,63 +124,68 @@ class Ranks:
         """
         if not self._groups:
             return [own]
-        return self._gathered(own, self._groups[0], self._undone)
+        return self._gather(own, self._groups[0], self._undone)
 
     def _exchange_failures(self, failures: _Failures, undone: str) -> _Failures:
         """Return the failures of all ranks."""
         for group in self._groups:
-            for others in self._gathered(failures, group, undone):
+            for others in self._gather(failures, group, undone):
                 failures = {**failures, **others}
         return failures
 
-    def _gathered(self, own: _Result, group: Any, undone: str) -> list[_Result]:
+    def _gather(self, own: _Result, group: Any, undone: str) -> list[_Result]:
+        """Return the value of each process of a group, in order of rank.
+
+        Raises:
+            CheckpointError: if a process did not answer, or makes another call.
+        """
         import torch.distributed as dist
 
-        given: list[Any] = [None] * dist.get_world_size(group)
+        answers: list[Any] = [None] * dist.get_world_size(group)
         hint = f"call {self._call} on every rank"
         try:
-            dist.all_gather_object(given, (self._call, own), group=group)
+            dist.all_gather_object(answers, (self._call, own), group=group)
         except RuntimeError as error:  # any connection error of the backend
             self._is_lost = True
             reason = str(error).strip().partition("\n")[0]
-            text = f"{undone}, because another rank did not answer rank {_rank()}: {reason}"
+            text = f"{undone}, because another rank did not answer rank {_current_rank()}: {reason}"
             raise self._error(text, hint=hint) from error
-        for place, answer in enumerate(given):
-            is_ours = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str)
-            call = answer[0] if is_ours else "something else"
+        for position, answer in enumerate(answers):
+            is_valid = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str)
+            call = answer[0] if is_valid else "something else"
             if call != self._call:
                 self._is_lost = True
-                rank = place if group is None else dist.get_global_rank(group, place)
+                rank = position if group is None else dist.get_global_rank(group, position)
                 text = (
-                    f"{undone}, because rank {rank} is in {call}, but rank {_rank()} in "
+                    f"{undone}, because rank {rank} is in {call}, but rank {_current_rank()} in "
                     f"{self._call}"
                 )
                 raise self._error(text, hint=hint)
-        return [value for _, value in given]
+        return [value for _, value in answers]
 
 
-def default_group() -> list[Any]:
-    """Return the group of all processes of the run, or nothing if there is only one."""
+def list_default_group() -> list[Any]:
+    """Return a list of the group of all processes (None), which is empty if there is only one."""
     import torch.distributed as dist
 
     running = dist.is_available() and dist.is_initialized()
     return [None] if running and dist.get_world_size() > 1 else []
 
 
-def _rank() -> int:
+def _current_rank() -> int:
     import torch.distributed as dist
 
     return dist.get_rank()
 
 
-def sendable(error: BaseException) -> CheckpointError | str:
+def to_sendable(error: BaseException) -> CheckpointError | str:
     """Return an error that can be sent; foreign errors become text."""
     if isinstance(error, CheckpointError) and type(error).__module__ == errors.__name__:
         return error
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def ranks_of(model: torch.nn.Module) -> Ranks:
+def find_ranks(model: torch.nn.Module) -> Ranks:
     """Return the processes that a DDP, FSDP or DTensor model is distributed over.
 
     Each of them calls `load_into`. Messages use the model's own process groups.
@@ -188,20 +193,26 @@ def ranks_of(model: torch.nn.Module) -> Ranks:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    found: dict[Any, None] = {}
+    groups: dict[Any, None] = {}
     if dist.is_available() and dist.is_initialized():
-        inside = {*sharded(model)}
+        sharded_modules = {*list_fsdp_modules(model)}
         for module in model.modules():
-            if isinstance(module, DistributedDataParallel) or module in inside:
-                held = (getattr(module, name, None) for name in ("process_group", "_inter_node_pg"))
-                found.update(dict.fromkeys(group for group in held if group is not None))
-        every: list[Any] = [*model.parameters(), *model.buffers()]
-        for mesh in dict.fromkeys(tensor.device_mesh for tensor in every if is_spread(tensor)):
+            if isinstance(module, DistributedDataParallel) or module in sharded_modules:
+                module_groups = (
+                    getattr(module, name, None) for name in ("process_group", "_inter_node_pg")
+                )
+                groups.update(dict.fromkeys(group for group in module_groups if group is not None))
+        tensors: list[Any] = [*model.parameters(), *model.buffers()]
+        for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_spread(tensor)):
             if mesh.get_coordinate() is not None:
-                found.update((mesh.get_group(number), None) for number in range(mesh.ndim))
+                groups.update((mesh.get_group(number), None) for number in range(mesh.ndim))
     return Ranks(
         # The fake backend simulates a group without processes.
-        [one for one in found if dist.get_world_size(one) > 1 and dist.get_backend(one) != "fake"],
+        [
+            group
+            for group in groups
+            if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+        ],
         error=MatchError,
         undone="nothing was loaded",
         call="load_into with this model",
@@ -215,7 +226,7 @@ def is_spread(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and callable(getattr(type(tensor), "full_tensor", None))
 
 
-def spread_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def distribute_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of `value`, distributed like `tensor`.
 
     Each rank has the whole `value`, so torch 2.6 and later sends nothing between ranks.
@@ -224,28 +235,30 @@ def spread_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    alone = "src_data_rank" in inspect.signature(distribute_tensor).parameters
-    options: dict[str, Any] = {"src_data_rank": None} if alone else {}
+    can_skip_source = "src_data_rank" in inspect.signature(distribute_tensor).parameters
+    options: dict[str, Any] = {"src_data_rank": None} if can_skip_source else {}
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     return distribute_tensor(value.detach(), mesh, placements, **options)
 
 
-def without_hidden(path: str) -> str:
+def remove_hidden_parts(path: str) -> str:
     """Return the path of a module as in the keys of the state dict."""
     if "_module" not in path:
         return path
     return ".".join(part for part in path.split(".") if part not in _HIDDEN)
 
 
-def sharded(model: torch.nn.Module) -> list[Any]:
+def list_fsdp_modules(model: torch.nn.Module) -> list[Any]:
     """Return the modules of `model` that are `FullyShardedDataParallel`."""
     # Not imported here: a model with such a module has imported it.
     home = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(home, "FullyShardedDataParallel", None)
-    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+    return (
+        [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+    )
 
 
-def ungathered(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def describe_fsdp_state(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entries of the full state dict of an FSDP model, and its `_metadata`.
 
     Keys are in the order of the modules, each with the live tensor, or with a `Slot` for sharded
@@ -254,40 +267,40 @@ def ungathered(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
 
     shards: dict[int, dict[str, Slot]] = defaultdict(dict)
-    for module in sharded(model):
+    for module in list_fsdp_modules(model):
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         if flat is None:
             continue
         dtype = dtype_name(flat)
-        tied = {(id(one.prim_module), one.prim_param_name) for one in flat._shared_param_infos}
-        for one, shape in zip(flat._param_infos, flat._shapes, strict=True):
-            key = id(one.module), one.param_name
+        tied = {(id(info.prim_module), info.prim_param_name) for info in flat._shared_param_infos}
+        for parameter, shape in zip(flat._param_infos, flat._shapes, strict=True):
+            key = id(parameter.module), parameter.param_name
             slot = Slot(tuple(shape), dtype, "parameter", key if key in tied else None)
             shards[key[0]][key[1]] = slot
-        for one in flat._shared_param_infos:
-            first = shards[id(one.prim_module)][one.prim_param_name]
-            shards[id(one.module)][one.param_name] = first
+        for info in flat._shared_param_infos:
+            first = shards[id(info.prim_module)][info.prim_param_name]
+            shards[id(info.module)][info.param_name] = first
     state: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         metadata[path] = {"version": getattr(module, "_version", 1)}
-        clean = without_hidden(path)
-        before = f"{clean}." if clean else ""
+        bare_path = remove_hidden_parts(path)
+        prefix = f"{bare_path}." if bare_path else ""
         flattened = shards.get(id(module), {})
-        state.update((before + name, slot) for name, slot in flattened.items())
+        state.update((prefix + name, slot) for name, slot in flattened.items())
         state.update(
-            (before + name, tensor)
-            for name, tensor in own_tensors(module).items()
+            (prefix + name, tensor)
+            for name, tensor in list_own_tensors(module).items()
             if name not in flattened and name not in _FLAT
         )
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            state[f"{before}_extra_state"] = EXTRA
+            state[f"{prefix}_extra_state"] = EXTRA
     return state, metadata
 
 
-def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def list_own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and the persistent buffers of one module."""
-    passing = module._non_persistent_buffers_set
-    buffers = {name: one for name, one in module._buffers.items() if name not in passing}
-    held = {**module._parameters, **buffers}
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
+    not_saved = module._non_persistent_buffers_set
+    buffers = {name: buffer for name, buffer in module._buffers.items() if name not in not_saved}
+    tensors = {**module._parameters, **buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

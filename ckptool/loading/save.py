@@ -25,11 +25,17 @@ from ckptool.core.sections import OF_THE_MODEL, find_model_state_dict, is_extra_
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, WriteError, warn
 from ckptool.files.system import convert_os_errors
 from ckptool.formats import load_format
-from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
+from ckptool.loading.ranks import (
+    Ranks,
+    describe_fsdp_state,
+    is_spread,
+    list_default_group,
+    list_fsdp_modules,
+)
 from ckptool.tensors.live import freeze
 from ckptool.tensors.materialize import require_torch
 from ckptool.transforms import Compact
-from ckptool.transforms.names import moved_metadata
+from ckptool.transforms.names import move_metadata
 from ckptool.words import a_class
 from ckptool.writing import Receipt, choose_format, save as written
 
@@ -53,29 +59,30 @@ def _require_keywords(function: Callable[_Arguments, Receipt]) -> Callable[_Argu
     """Decorate `save`: the error for a positional argument proposes a keyword."""
 
     @wraps(function)
-    def call(*args: _Arguments.args, **given: _Arguments.kwargs) -> Receipt:
+    def call_with_keywords(*args: _Arguments.args, **given: _Arguments.kwargs) -> Receipt:
+        """Call the function, or raise an error that proposes keywords."""
         if len(args) > 1:
-            paths = [one for one in args if isinstance(one, (str, os.PathLike))]
-            others = [one for one in args if not isinstance(one, (str, os.PathLike))]
+            paths = [value for value in args if isinstance(value, (str, os.PathLike))]
+            others = [value for value in args if not isinstance(value, (str, os.PathLike))]
             path = paths[0] if paths else "model.pth"
-            words = ", ".join(dict.fromkeys(map(_keyword_of, others))) or "value=..."
+            words = ", ".join(dict.fromkeys(map(_guess_keyword, others))) or "value=..."
             raise UsageError(
                 f"save accepts one path, and values by keyword: {words}",
                 hint=f"call ckptool.save({os.fsdecode(path)!r}, {words})",
             )
         return function(*args, **given)
 
-    return call
+    return call_with_keywords
 
 
-def _keyword_of(value: object) -> str:
+def _guess_keyword(value: object) -> str:
     """Return the likely keyword argument for a value, as written in a call."""
     import torch
 
     if _is_optimizer(value):
         return "optimizer=..."
     if isinstance(value, Mapping):
-        is_state = all(isinstance(one, torch.Tensor) for one in value.values())
+        is_state = all(isinstance(entry, torch.Tensor) for entry in value.values())
         return "model=..." if is_state else "**..."
     return "model=..." if isinstance(value, torch.nn.Module) else "value=..."
 
@@ -117,7 +124,7 @@ def save(
     """
     require_torch()
     ranks = Ranks(
-        default_group(), error=WriteError, undone="nothing was written", call="ckptool.save"
+        list_default_group(), error=WriteError, undone="nothing was written", call="ckptool.save"
     )
     states = _States(ranks)
     with ranks.raise_on_all_ranks():
@@ -130,9 +137,11 @@ def save(
     states.gather(tree)
     if states.counter is not None:
         tree.setdefault(N_AVERAGED, states.counter)
-    noted = _owner_keys(states, tree, model)
-    return ranks.first(
-        lambda: _write(_as_path(path), tree, states.instead, noted, overwrite=overwrite)
+    owner_keys = _find_owner_keys(states, tree, model)
+    return ranks.run_on_first(
+        lambda: _write_tree(
+            _check_path(path), tree, states.instead, owner_keys, overwrite=overwrite
+        )
     )
 
 
@@ -143,7 +152,7 @@ def _collect(states: _States, model: Any, optimizer: Any, values: dict[str, Any]
         if "state_dict" in values:
             text = "'state_dict' is the key of the model, so no value can have this name"
             raise UsageError(text, hint="give it another name")
-        tree["state_dict"] = states.of_model(model)
+        tree["state_dict"] = states.take_model(model)
     if optimizer is not None:
         if not _is_optimizer(optimizer):
             raise UsageError(f"optimizer is {a_class(optimizer)}, expected an optimizer")
@@ -154,7 +163,8 @@ def _collect(states: _States, model: Any, optimizer: Any, values: dict[str, Any]
     return tree
 
 
-def _as_path(path: Any) -> str:
+def _check_path(path: Any) -> str:
+    """Return the path as text; refuse other types, and null bytes."""
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError(f"path is {a_class(path)}, expected a path")
     name = os.fsdecode(path)
@@ -163,7 +173,7 @@ def _as_path(path: Any) -> str:
     return name
 
 
-def _owner_keys(states: _States, tree: dict[str, Any], model: Any) -> dict[str, str]:
+def _find_owner_keys(states: _States, tree: dict[str, Any], model: Any) -> dict[str, str]:
     """Return, for the key of each optimizer, the key of the module with its parameters."""
     keys = {id(node): key for key, node in reversed(tree.items())}
     if model is not None:
@@ -174,16 +184,17 @@ def _owner_keys(states: _States, tree: dict[str, Any], model: Any) -> dict[str, 
     return {key: keys[id(owner)] for key, owner in owners.items() if id(owner) in keys}
 
 
-def _write(
+def _write_tree(
     path: str,
     tree: dict[str, Any],
     instead: dict[int, Any],
-    noted: dict[str, str],
+    owner_keys: dict[str, str],
     *,
     overwrite: bool,
 ) -> Receipt:
+    """Write the tree, and return the receipt; `instead` maps identities to replacements."""
     checkpoint = Compact()(freeze(tree, replacements=instead, file=path))
-    _mark(checkpoint, noted)
+    _mark_model(checkpoint, owner_keys)
     is_flat = load_format(choose_format(checkpoint, path)).flat
     left_out: tuple[str, ...] = ()
     if is_flat and tree.keys() == {"state_dict", N_AVERAGED}:
@@ -198,8 +209,8 @@ def _write(
     return replace(receipt, source="", left_out=(*receipt.left_out, *left_out))
 
 
-def _mark(checkpoint: Checkpoint, noted: dict[str, str]) -> None:
-    """Record in the file which state dict is the model's and which optimizer belongs to it.
+def _mark_model(checkpoint: Checkpoint, owner_keys: dict[str, str]) -> None:
+    """Record in the file which state dict is the model's, and the owner of each optimizer.
 
     This is done if the file has several state dicts or an optimizer.
     """
@@ -207,13 +218,13 @@ def _mark(checkpoint: Checkpoint, noted: dict[str, str]) -> None:
     if isinstance(state, OrderedMap):
         try:
             find_model_state_dict(checkpoint)
-            is_asked = "optimizer" in checkpoint.root
+            needs_mark = "optimizer" in checkpoint.root
         except AmbiguousName:
-            is_asked = True
+            needs_mark = True
         except NotFound:
             return
-        if is_asked:
-            state.attributes[OF_THE_MODEL] = noted
+        if needs_mark:
+            state.attributes[OF_THE_MODEL] = owner_keys
 
 
 class _States:
@@ -242,7 +253,7 @@ class _States:
         """By the `id` of a sharded parameter, its first tensor in a state dict."""
         self._alive: list[Any] = []
 
-    def of_model(self, model: Any) -> Any:
+    def take_model(self, model: Any) -> Any:
         """Return a placeholder for a module's state dict until `gather`, or the given state dict.
 
         Wrapper prefixes are removed. The counter of an `AveragedModel` is stored in `counter`.
@@ -250,17 +261,23 @@ class _States:
         import torch
 
         if isinstance(model, torch.nn.Module):
-            place = object()
-            bare = bare_names(model)
-            self._take_module(place, model, bare, _counters(model, bare))
-            return place
+            placeholder = object()
+            remove_wrappers = make_wrapper_remover(model)
+            self._take_module(
+                placeholder, model, remove_wrappers, _find_counters(model, remove_wrappers)
+            )
+            return placeholder
         if isinstance(model, Mapping):
             texts = {name: value for name, value in model.items() if isinstance(name, str)}
-            found = strip_names(
-                [n for n, v in texts.items() if isinstance(v, torch.Tensor) or is_extra_state(n)]
+            stripped = strip_names(
+                [
+                    name
+                    for name, value in texts.items()
+                    if isinstance(value, torch.Tensor) or is_extra_state(name)
+                ]
             )
-            rename = found.renamed
-            return _renamed_state(model, lambda name: rename.get(name, name), found.rename_module)
+            rename = stripped.renamed
+            return _rename_state(model, lambda name: rename.get(name, name), stripped.rename_module)
         raise UsageError(
             f"model is {a_class(model)}, expected a module or its state dict",
             hint="save several models with save(path, model=one, other=another)",
@@ -273,21 +290,22 @@ class _States:
         all modules that may have their parameters must be known.
         """
         seen: set[int] = set()
-        todo: list[Any] | None = [root, *self.instead.values()]
-        while todo is not None:
+        pending: list[Any] | None = [root, *self.instead.values()]
+        while pending is not None:
             with self._ranks.raise_on_all_ranks():
-                self._visit_nodes(todo, seen)
-            todo = self._next()
+                self._visit_nodes(pending, seen)
+            pending = self._gather_found()
 
-    def _visit_nodes(self, todo: list[Any], seen: set[int]) -> None:
-        todo.reverse()
-        while todo:
-            node = todo.pop()
+    def _visit_nodes(self, pending: list[Any], seen: set[int]) -> None:
+        """Visit the pending nodes and everything below them, in order."""
+        pending.reverse()
+        while pending:
+            node = pending.pop()
             if id(node) not in seen:
                 seen.add(id(node))
-                todo.extend(reversed([*self._children(node)]))
+                pending.extend(reversed([*self._list_children(node)]))
 
-    def _children(self, node: Any) -> Iterable[Any]:
+    def _list_children(self, node: Any) -> Iterable[Any]:
         """Return the children of a node, or the state dict that replaces it."""
         import torch
 
@@ -300,90 +318,106 @@ class _States:
         if is_spread(node):
             self._spread.append(node)
         elif isinstance(node, torch.nn.Module):
-            return self._take_module(node, node, bare_names(node, averages=False))
+            return self._take_module(node, node, make_wrapper_remover(node, averages=False))
         elif _is_optimizer(node):
             self._optimizers.append(node)
         elif _has_state(node):
-            return (self._put(node, node.state_dict()),)
+            return (self._replace(node, node.state_dict()),)
         return ()
 
-    def _next(self) -> list[Any] | None:
+    def _gather_found(self) -> list[Any] | None:
         """Gather the found objects, and return the nodes to visit next; None at the end."""
         jobs, spread, optimizers = self._jobs, self._spread, self._optimizers
-        labels = [*map(_label, spread), *(label for label, _ in jobs)]
-        answers = self._ranks.all((labels, bool(optimizers)))
-        if any(theirs for theirs, _ in answers):
+        labels = [*map(_label_tensor, spread), *(label for label, _ in jobs)]
+        answers = self._ranks.collect((labels, bool(optimizers)))
+        if any(other_labels for other_labels, _ in answers):
             with self._ranks.raise_on_all_ranks():
-                _check_alike([theirs for theirs, _ in answers], self._ranks.own)
+                _refuse_different([other_labels for other_labels, _ in answers], self._ranks.own)
             self._jobs, self._spread = [], []
             with self._ranks.raise_on_all_ranks():
                 for tensor in spread:
                     self._gather_whole(tensor)
-            found = []
+            nodes = []
             for _, gather in jobs:
                 with self._ranks.raise_on_all_ranks():
-                    found.append(gather())
-            return found
-        if any(more for _, more in answers):
+                    nodes.append(gather())
+            return nodes
+        if any(has_optimizers for _, has_optimizers in answers):
             self._optimizers = []
             with self._ranks.raise_on_all_ranks():
-                return [held for one in optimizers for held in self._take_optimizer(one)]
+                return [
+                    node for optimizer in optimizers for node in self._take_optimizer(optimizer)
+                ]
         return None
 
-    def _put(self, node: Any, instead: Any) -> Any:
-        self.instead[id(node)] = instead
-        self._alive.append((node, instead))
-        return instead
+    def _replace(self, node: Any, replacement: Any) -> Any:
+        """Register the replacement of an object, and return it."""
+        self.instead[id(node)] = replacement
+        self._alive.append((node, replacement))
+        return replacement
 
     def _take_module(
-        self, node: Any, model: torch.nn.Module, bare: Renamer, counted_by: Sequence[str] = ()
+        self,
+        node: Any,
+        model: torch.nn.Module,
+        remove_wrappers: Renamer,
+        counters: Sequence[str] = (),
     ) -> Iterable[Any]:
         """Return the state dict of a module, which replaces `node`, or gather it later."""
         self._modules.append(model)
 
-        def take() -> Any:
-            with _unsharded(model):
+        def take_state() -> Any:
+            """Take the state dict, with the keys of the model without wrappers."""
+            with _gather_fsdp(model):
                 state = model.state_dict()
-            if counted_by:
-                self.counter = state.get(counted_by[0])
-            renamed = _renamed_state(state, bare, without=counted_by)
-            own = {bare(name): one for name, one in model.named_parameters(remove_duplicate=False)}
+            if counters:
+                self.counter = state.get(counters[0])
+            renamed = _rename_state(state, remove_wrappers, without=counters)
+            parameters = {
+                remove_wrappers(name): parameter
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+            }
             for name, value in renamed.items():
                 if is_spread(value):  # a tie is gathered once
-                    renamed[name] = self._first.setdefault(id(own.get(name, value)), value)
-            return self._put(node, renamed)
+                    renamed[name] = self._first.setdefault(id(parameters.get(name, value)), value)
+            return self._replace(node, renamed)
 
-        if not sharded(model):
-            return (take(),)
-        self._jobs.append((_label_of_shards(model), take))
+        if not list_fsdp_modules(model):
+            return (take_state(),)
+        self._jobs.append((_label_module(model), take_state))
         return ()
 
     def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
         """Return the state dict of an optimizer, or gather it later."""
-        wanted = set(map(id, _parameters_of(optimizer)))
-        own = (one for one in self._modules if wanted.issubset(map(id, one.parameters())))
-        owner = next(own, None)
+        parameter_ids = set(map(id, _list_parameters(optimizer)))
+        owners = (
+            module
+            for module in self._modules
+            if parameter_ids.issubset(map(id, module.parameters()))
+        )
+        owner = next(owners, None)
         text = f"the state of {type(optimizer).__name__}"
         if owner is not None:
             self.owners[id(optimizer)] = owner
-            if sharded(owner):
-                label = text, _label_of_shards(owner)[1]
-                take = partial(_of_sharded, optimizer, owner)
-                self._jobs.append((label, lambda: self._put(optimizer, take())))
+            if list_fsdp_modules(owner):
+                label = text, _label_module(owner)[1]
+                take = partial(_gather_optimizer_state, optimizer, owner)
+                self._jobs.append((label, lambda: self._replace(optimizer, take())))
                 return ()
         if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
 
-            def consolidated() -> Any:
+            def consolidate() -> Any:
+                """Gather the state of a ZeroRedundancyOptimizer in the first process."""
                 optimizer.consolidate_state_dict(to=0)
-                state = self._of_optimizer(optimizer, owner) if self._ranks.own == 0 else {}
-                return self._put(optimizer, state)
+                state = self._make_optimizer_state(optimizer, owner) if self._ranks.own == 0 else {}
+                return self._replace(optimizer, state)
 
-            self._jobs.append(((text, None), consolidated))
+            self._jobs.append(((text, None), consolidate))
             return ()
-        return (self._put(optimizer, self._of_optimizer(optimizer, owner)),)
+        return (self._replace(optimizer, self._make_optimizer_state(optimizer, owner)),)
 
-    def _of_optimizer(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
-        """Return its `state_dict()` with parameter names in the groups, without wrapper prefixes.
+    def _make_optimizer_state(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
+        """Return `state_dict()` with parameter names in the groups, without wrapper prefixes.
 
         The names come from `owner`, which has all parameters, or from the optimizer itself.
         """
@@ -391,15 +425,15 @@ class _States:
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return state
-        names = _names_of(optimizer, groups, owner)
+        names = _name_parameters(optimizer, groups, owner)
         if names is None and self._modules and any(group.get("params") for group in groups):
             warn(
                 "saved an optimizer without parameter names, because no model has all of its "
                 "parameters; load it with load_into and optimizer_order='position'"
             )
         named = [
-            group if names is None else {**group, "param_names": own}
-            for group, own in zip(groups, names or groups, strict=True)
+            group if names is None else {**group, "param_names": group_names}
+            for group, group_names in zip(groups, names or groups, strict=True)
         ]
         return {**state, "param_groups": named}
 
@@ -410,36 +444,44 @@ class _States:
         except RuntimeError as error:
             text = f"nothing was written, because a tensor could not be gathered: {error}"
             raise WriteError(text) from error
-        self._put(tensor, whole.cpu() if self._ranks.own == 0 else whole.new_empty(0))
+        self._replace(tensor, whole.cpu() if self._ranks.own == 0 else whole.new_empty(0))
 
 
 Label = tuple[str, tuple[int, ...] | None]
 """The gathered object, for messages, and the ranks that gather it; None means all."""
 
 
-def _label(tensor: Any) -> Label:
+def _label_tensor(tensor: Any) -> Label:
+    """Return the label of a DTensor."""
     mesh = getattr(tensor, "device_mesh", None)
     ranks = None if mesh is None else tuple(mesh.mesh.flatten().tolist())
     return f"a tensor of {list(tensor.shape)}", ranks
 
 
-def _label_of_shards(model: torch.nn.Module) -> Label:
+def _label_module(model: torch.nn.Module) -> Label:
+    """Return the label of an FSDP model."""
     import torch.distributed as dist
 
-    groups = (dist.get_process_group_ranks(one.process_group) for one in sharded(model))
+    groups = (
+        dist.get_process_group_ranks(module.process_group) for module in list_fsdp_modules(model)
+    )
     return f"a {type(model).__name__}", tuple({rank for group in groups for rank in group})
 
 
-def _check_alike(labels: Sequence[Sequence[Label]], own: int) -> None:
-    """Raise an error if another process gathers something else."""
-    for rank, theirs in enumerate(labels):
+def _refuse_different(labels: Sequence[Sequence[Label]], own: int) -> None:
+    """Raise an error if another process gathers something else.
+
+    Raises:
+        WriteError: if so; the message has the rank and both objects.
+    """
+    for rank, other_labels in enumerate(labels):
         ours = [text for text, ranks in labels[own] if ranks is None or rank in ranks]
-        others = [text for text, ranks in theirs if ranks is None or own in ranks]
-        for here, there in zip_longest(ours, others, fillvalue="nothing"):
-            if here != there:
+        others = [text for text, ranks in other_labels if ranks is None or own in ranks]
+        for own_text, other_text in zip_longest(ours, others, fillvalue="nothing"):
+            if own_text != other_text:
                 raise WriteError(
-                    f"nothing was written, because rank {own} gathers {here}, but rank {rank} "
-                    f"gathers {there}",
+                    f"nothing was written, because rank {own} gathers {own_text}, but rank {rank} "
+                    f"gathers {other_text}",
                     hint="call ckptool.save on every rank with the same sharded modules, "
                     "optimizers "
                     "and tensors",
@@ -447,6 +489,7 @@ def _check_alike(labels: Sequence[Sequence[Label]], own: int) -> None:
 
 
 def _has_state(node: Any) -> bool:
+    """Return True if the class of an object has a method `state_dict`."""
     return not isinstance(node, type) and callable(getattr(type(node), "state_dict", None))
 
 
@@ -455,54 +498,58 @@ def _is_optimizer(node: Any) -> bool:
     return _has_state(node) and isinstance(getattr(node, "param_groups", None), list)
 
 
-def _parameters_of(optimizer: Any) -> list[Any]:
+def _list_parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 # names without wrapper prefixes
 
 
-def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Renamer:
+def make_wrapper_remover(model: torch.nn.Module, *, averages: bool = True) -> Renamer:
     """Return a function that removes wrapper prefixes of `model` from keys and module paths.
 
     A child `module` is a wrapped model only inside a known wrapper class: a layer with this name
     keeps it. Without `averages`, an `AveragedModel` is not a wrapper.
     """
     kinds = _WRAPPERS | {_AVERAGE} if averages else _WRAPPERS
-    around = frozenset(
+    wrapper_paths = frozenset(
         ".".join(part for part in path.split(".") if part and part not in _PRIVATE)
         for path, module in model.named_modules(remove_duplicate=False)
         if _is_one_of(kinds, module) and _OUTER in dict(module.named_children())
     )
 
-    def bare(name: str) -> str:
+    def remove_wrappers(name: str) -> str:
+        """Return a key or module path without wrapper prefixes."""
         seen: list[str] = []
         kept: list[str] = []
         for part in name.split("."):
             if part in _PRIVATE:
                 continue
-            if part != _OUTER or ".".join(seen) not in around:
+            if part != _OUTER or ".".join(seen) not in wrapper_paths:
                 kept.append(part)
             seen.append(part)
         return ".".join(kept)
 
-    return bare
+    return remove_wrappers
 
 
-def _counters(model: torch.nn.Module, bare: Renamer) -> list[str]:
+def _find_counters(model: torch.nn.Module, remove_wrappers: Renamer) -> list[str]:
     """Return the keys of the counters of each `AveragedModel` among the wrappers."""
     return [
         f"{path}.{N_AVERAGED}".lstrip(".")
         for path, module in model.named_modules()
-        if _is_one_of({_AVERAGE}, module) and N_AVERAGED in module._buffers and not bare(path)
+        if _is_one_of({_AVERAGE}, module)
+        and N_AVERAGED in module._buffers
+        and not remove_wrappers(path)
     ]
 
 
 def _is_one_of(names: Collection[str], module: torch.nn.Module) -> bool:
+    """Return True if the class of a module, or a base class, has one of these names."""
     return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
-def _renamed_state(
+def _rename_state(
     state: Mapping[Any, Any],
     rename: Renamer,
     rename_module: Renamer | None = None,
@@ -516,36 +563,41 @@ def _renamed_state(
     renamed = OrderedDict((names.get(name, name), state[name]) for name in kept)
     metadata = getattr(state, "_metadata", None)
     if isinstance(metadata, dict):
-        vars(renamed)["_metadata"] = moved_metadata(metadata, names, rename_module or rename)
+        vars(renamed)["_metadata"] = move_metadata(metadata, names, rename_module or rename)
     return renamed
 
 
-def _names_of(
+def _name_parameters(
     optimizer: Any, groups: list[dict[str, Any]], owner: torch.nn.Module | None
 ) -> list[list[str]] | None:
-    """Return the parameter names of each group, or None if `groups` has other sizes."""
+    """Return the parameter names of each group, or None if their numbers differ from `groups`."""
     if owner is None:
-        found = [group.get("param_names") or [] for group in groups]
+        names_by_group = [group.get("param_names") or [] for group in groups]
     else:
         names = {id(parameter): name for name, parameter in owner.named_parameters()}
-        found = [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
-    if list(map(len, found)) != [len(group["params"]) for group in groups]:
+        names_by_group = [
+            [names[id(parameter)] for parameter in group["params"]]
+            for group in optimizer.param_groups
+        ]
+    if list(map(len, names_by_group)) != [len(group["params"]) for group in groups]:
         return None
-    every = [name for own in found for name in own]
-    bare = without_wrappers(every).__getitem__ if owner is None else bare_names(owner)
-    return [[bare(name) for name in own] for own in found]
+    all_names = [name for group_names in names_by_group for name in group_names]
+    remove_wrappers = (
+        without_wrappers(all_names).__getitem__ if owner is None else make_wrapper_remover(owner)
+    )
+    return [[remove_wrappers(name) for name in group_names] for group_names in names_by_group]
 
 
 # FullyShardedDataParallel (FSDP 1: the parameters of `fully_shard` are DTensors)
 
 
-def _unsharded(model: torch.nn.Module) -> AbstractContextManager[Any]:
+def _gather_fsdp(model: torch.nn.Module) -> AbstractContextManager[Any]:
     """Let FSDP return whole tensors, moved to the CPU of the first rank from other devices.
 
     On CPU models, torch 2.13 reads freed memory if it is asked to move them.
     """
-    inside = sharded(model)
-    if not inside:
+    fsdp_modules = list_fsdp_modules(model)
+    if not fsdp_modules:
         return nullcontext()
     from torch.distributed.fsdp import (
         FullOptimStateDictConfig,
@@ -554,36 +606,40 @@ def _unsharded(model: torch.nn.Module) -> AbstractContextManager[Any]:
         StateDictType,
     )
 
-    moves = all(module.compute_device.type != "cpu" for module in inside)
+    is_moved = all(module.compute_device.type != "cpu" for module in fsdp_modules)
     return FullyShardedDataParallel.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=moves, rank0_only=moves),
-        FullOptimStateDictConfig(offload_to_cpu=moves, rank0_only=moves),
+        FullStateDictConfig(offload_to_cpu=is_moved, rank0_only=is_moved),
+        FullOptimStateDictConfig(offload_to_cpu=is_moved, rank0_only=is_moved),
     )
 
 
-def _of_sharded(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of an optimizer over shards, per parameter and by position.
+def _gather_optimizer_state(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
+    """Return the state of an optimizer over FSDP shards, per parameter and by position.
 
     Parts of a flat parameter are in the order of the model's keys, as in a plain optimizer.
     """
     from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
-    with _unsharded(model):
+    with _gather_fsdp(model):
         by_name = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    bare = bare_names(model)
-    flat = any(isinstance(parameter, FlatParameter) for parameter in _parameters_of(optimizer))
-    order = [*ungathered(model)[0]] if flat else []
-    rank = {bare(name): at for at, name in enumerate(order)}
+    remove_wrappers = make_wrapper_remover(model)
+    is_flat = any(isinstance(parameter, FlatParameter) for parameter in _list_parameters(optimizer))
+    order = [*describe_fsdp_state(model)[0]] if is_flat else []
+    position_by_key = {remove_wrappers(name): position for position, name in enumerate(order)}
     positions: dict[str, int] = {}
     groups = []
     for group in by_name.get("param_groups", ()):
-        names = sorted(group["params"], key=lambda name: rank.get(bare(name), 0))
+        names = sorted(
+            group["params"], key=lambda name: position_by_key.get(remove_wrappers(name), 0)
+        )
         params = [positions.setdefault(name, len(positions)) for name in names]
-        groups.append({**group, "params": params, "param_names": [bare(name) for name in names]})
+        groups.append(
+            {**group, "params": params, "param_names": [remove_wrappers(name) for name in names]}
+        )
     state = by_name.get("state", {})
     return {
-        "state": {at: state[name] for name, at in positions.items() if name in state},
+        "state": {position: state[name] for name, position in positions.items() if name in state},
         "param_groups": groups,
     }

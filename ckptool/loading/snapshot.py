@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 _CONTAINERS = frozenset((dict, OrderedDict, set, list))
 
 
-def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return every parameter and buffer once, also those that no state dict has."""
-    every = (
+def list_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return every parameter and buffer once, including those that no state dict contains."""
+    tensors = (
         tensor
         for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        for tensor in held.values()
+        for owned in (module._parameters, module._buffers)
+        for tensor in owned.values()
     )
-    return list({id(tensor): tensor for tensor in every if tensor is not None}.values())
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
-def layers(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and those that it wraps (in accelerate, Lightning, ZeRO)."""
+def iterate_layers(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and the optimizers that it wraps (in accelerate, Lightning, ZeRO)."""
     seen: list[Any] = []
-    while hasattr(optimizer, "__dict__") and not any(optimizer is one for one in seen):
+    while hasattr(optimizer, "__dict__") and not any(optimizer is layer for layer in seen):
         seen.append(optimizer)
         yield optimizer
-        held = vars(optimizer)
-        inner = (held.get(name) for name in ("optimizer", "_optimizer", "optim"))
-        optimizer = next((one for one in inner if hasattr(one, "load_state_dict")), None)
+        attributes = vars(optimizer)
+        candidates = (attributes.get(name) for name in ("optimizer", "_optimizer", "optim"))
+        optimizer = next((value for value in candidates if hasattr(value, "load_state_dict")), None)
 
 
 class Snapshot:
-    """What a model and an optimizer consist of: attributes, tensors, extra states."""
+    """The content of a model and an optimizer: attributes, tensors, extra states."""
 
     def __init__(
         self,
@@ -55,39 +55,39 @@ class Snapshot:
         copied: Callable[[torch.Tensor], bool],
         with_state: bool = False,
     ) -> None:
-        """Remember all of it; copy the elements of those of the model's tensors that are `copied`.
+        """Remember everything; copy the elements of the model's tensors for which `copied` is True.
 
-        `with_state` copies those of the optimizer's state too: torch's own code makes new tensors
-        and leaves these alone, other code may write to them.
+        With `with_state`, also copy those of the optimizer's state: torch's own code makes new
+        tensors and leaves the old ones unchanged, other code may write to them.
         """
         import torch
 
         self._label = type(model).__name__
         self._kinds = [(module, type(module)) for module in model.modules()]
         self._containers = [
-            _Container(held)
+            _Container(attributes)
             for module, _ in self._kinds
-            for held in (vars(module), *vars(module).values())
-            if type(held) in _CONTAINERS
+            for attributes in (vars(module), *vars(module).values())
+            if type(attributes) in _CONTAINERS
         ]
-        self._tensors = [_Tensor(tensor, copied=copied(tensor)) for tensor in tensors_of(model)]
-        for layer in layers(optimizer):
+        self._tensors = [_Tensor(tensor, copied=copied(tensor)) for tensor in list_tensors(model)]
+        for layer in iterate_layers(optimizer):
             groups, state = getattr(layer, "param_groups", ()), getattr(layer, "state", {})
-            trained = {id(one) for group in groups for one in group["params"]}
+            parameter_ids = {id(parameter) for group in groups for parameter in group["params"]}
             self._containers.append(_Container(vars(layer)))
-            options = _inside(groups, {})
-            for key, node in _inside(state, dict(options)).items():
+            options = _collect_mutable(groups, {})
+            for key, node in _collect_mutable(state, dict(options)).items():
                 if not isinstance(node, torch.Tensor):
                     self._containers.append(_Container(node))
-                elif key not in trained:
+                elif key not in parameter_ids:
                     self._tensors.append(_Tensor(node, copied=with_state or key in options))
         self._extra = [_ExtraState(module) for module, _ in self._kinds if _has_extra(module)]
 
     def restore(self) -> None:
-        """Restore everything, the same objects as before; elements only where they are copied.
+        """Restore everything in the same objects; elements only if they were copied.
 
-        Elements of tensors that are plain attributes, and what other objects hold, are restored
-        only where an extra state has them. A part that cannot be restored causes a warning.
+        Elements of tensors that are plain attributes, and the content of other objects, are
+        restored only if an extra state has them. A part that cannot be restored causes a warning.
         """
         for module, kind in self._kinds:
             if type(module) is not kind:  # a lazy module that has run
@@ -101,44 +101,45 @@ class Snapshot:
                 warn(f"could not fully restore {printable(self._label)}: {text}")
 
 
-def _inside(node: Any, found: dict[int, Any]) -> dict[int, Any]:
+def _collect_mutable(node: Any, collected: dict[int, Any]) -> dict[int, Any]:
     """Return the dicts, lists and tensors below a node by their `id`."""
     import torch
 
-    if id(node) in found:
-        return found
+    if id(node) in collected:
+        return collected
     if isinstance(node, (dict, list, torch.Tensor)):
-        found[id(node)] = node
+        collected[id(node)] = node
     if isinstance(node, (dict, list, tuple)):
         for value in list(node.values()) if isinstance(node, dict) else node:
-            _inside(value, found)
-    return found
+            _collect_mutable(value, collected)
+    return collected
 
 
 class _Container:
-    """A dict, list or set, and what it holds."""
+    """A dict, list or set, and its content."""
 
     def __init__(self, container: Any) -> None:
         self._container = container
         self._content = container.copy() if container else ()
 
     def restore(self) -> None:
+        """Put the old content back, if it has changed."""
         container, content = self._container, self._content
-        if _identities(container) == _identities(content):
+        if _list_identities(container) == _list_identities(content):
             return
         container.clear()
         container.extend(content) if isinstance(container, list) else container.update(content)
 
 
-def _identities(container: Any) -> list[Any]:
-    """Return what a container holds, by identity: tensors have no equality of one answer."""
+def _list_identities(container: Any) -> list[Any]:
+    """Return the identities of the items: tensors have no single answer to equality."""
     if isinstance(container, dict):
         return [(id(key), id(value)) for key, value in container.items()]
     return [id(item) for item in container]
 
 
 class _Tensor:
-    """A tensor, where its elements lie, and a copy of them where that is wanted."""
+    """A tensor, the address of its elements, and a copy of them if requested."""
 
     __slots__ = ("content", "data", "is_leaf", "kind", "memory", "requires_grad", "tensor")
 
@@ -151,9 +152,10 @@ class _Tensor:
         self.content: torch.Tensor | None = None
         if copied and not is_lazy(tensor) and not self.data.is_meta:
             home = self.data.device if is_spread(tensor) else "cpu"
-            self.content = _unrepeated(self.data).to(home, copy=True)
+            self.content = _remove_repeats(self.data).to(home, copy=True)
 
     def restore(self) -> None:
+        """Restore the class, memory, elements and `requires_grad` of the tensor."""
         import torch
 
         tensor = self.tensor
@@ -163,15 +165,15 @@ class _Tensor:
             tensor.__class__ = self.kind
         if self.content is not None:
             with torch.no_grad():
-                _unrepeated(self.data).copy_(self.content)
+                _remove_repeats(self.data).copy_(self.content)
         if self.is_leaf and not tensor.is_leaf:
             tensor.detach_()  # a hook assigned a result that asks for gradients
         if tensor.requires_grad != self.requires_grad:
             tensor.requires_grad_(self.requires_grad)
 
 
-def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the elements that an expanded tensor repeats, which can be written to."""
+def _remove_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a writable view of an expanded tensor, without the repeated elements."""
     import torch
 
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -194,6 +196,7 @@ class _ExtraState:
             self._state = state
 
     def restore(self) -> None:
+        """Set the old extra state again, if it has changed."""
         # The attributes of the module are restored already, which is enough for most states.
         try:
             is_same = bool(self._module.get_extra_state() == self._state)
@@ -204,7 +207,7 @@ class _ExtraState:
 
 
 def _has_extra(module: torch.nn.Module) -> bool:
-    """Return whether the module has an extra state that can be set."""
+    """Return True if the module has an extra state that can be set."""
     import torch
 
     base, kind = torch.nn.Module, type(module)
@@ -215,26 +218,26 @@ def _has_extra(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def delay_signals() -> Iterator[None]:
     """Delay Ctrl-C, and a SIGTERM that the program handles, until the block has ended.
 
-    Each signal that came is handled then, whatever the block or an earlier handler raises.
+    Each signal is handled then, even if the block or an earlier handler raises an error.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are handled in the main thread
         return
-    came: list[tuple[int, FrameType | None]] = []
-    before: dict[int, Callable[..., Any]] = {}
+    signals: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Callable[..., Any]] = {}
     try:
         for number in map(int, (signal.SIGINT, signal.SIGTERM)):
             handler = signal.getsignal(number)
             if callable(handler):
-                before[number] = handler
-                signal.signal(number, lambda *signalled: came.append(signalled))
+                handlers[number] = handler
+                signal.signal(number, lambda *received: signals.append(received))
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         with ExitStack() as handled:
-            for number, frame in reversed(came):
-                handled.callback(before[number], number, frame)
+            for number, frame in reversed(signals):
+                handled.callback(handlers[number], number, frame)

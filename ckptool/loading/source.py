@@ -26,9 +26,9 @@ from ckptool.core.sections import Section, find_model_state_dict, is_extra_state
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.formats import open_checkpoint
 from ckptool.loading.load import TreeMaker, make_tree, open_with_warnings
-from ckptool.loading.ranks import without_hidden
-from ckptool.loading.target import live_slots
-from ckptool.matching import Slots, matched, slots_of
+from ckptool.loading.ranks import remove_hidden_parts
+from ckptool.loading.target import make_live_slots
+from ckptool.matching import Slots, match_keys, slots_of
 from ckptool.matching.report import Layout
 from ckptool.remedies import Remedy
 from ckptool.tensors import is_one_part, only_part_error, require_torch
@@ -48,7 +48,7 @@ Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
 
 
 class StateDict:
-    """One state dict with its keys, read on demand. Created by `stated`."""
+    """One state dict with its keys, read on demand. Created by `open_state_dict`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class StateDict:
         """The entries to load; those of a pickled module are detached."""
         live = live or LiveTree()
         self._originals, self._containers = live.originals, live.containers
-        self.slots: Slots = _slots(section, self._originals)
+        self.slots: Slots = _make_slots(section, self._originals)
         """The model's own entries, without plain values added by a script."""
         self.folder: str | None = None
         """The given folder, if any; other files in it also belong to the model."""
@@ -88,48 +88,50 @@ class StateDict:
         Some wrappers remove their component from the keys but not from `_metadata`: a module
         inside one is also listed with the path in its keys.
         """
-        held = self.root.metadata
-        if not isinstance(held, Mapping):
+        stored = self.root.metadata
+        if not isinstance(stored, Mapping):
             return None
         entries = {
             path: dict(entry)
-            for path, entry in held.items()
+            for path, entry in stored.items()
             if isinstance(path, str) and isinstance(entry, Mapping)
         }
         facts = (fact for entry in entries.values() for fact in entry.values())
         # Versions need no torch. Other values are created together, because they may be shared.
         are_versions = all(isinstance(fact, int | str | None) for fact in facts)
-        made: dict[str, Any] = entries if are_versions else self.made(entries)
+        metadata: dict[str, Any] = entries if are_versions else self.make_node(entries)
         holders = {name.rpartition(".")[0] for name in self.slots}
-        inside = {
-            clean: entry
-            for path, entry in made.items()
-            if path not in holders and (clean := without_hidden(path)) in holders and clean != path
+        unwrapped = {
+            bare_path: entry
+            for path, entry in metadata.items()
+            if path not in holders
+            and (bare_path := remove_hidden_parts(path)) in holders
+            and bare_path != path
         }
-        return {**made, **inside}
+        return {**metadata, **unwrapped}
 
-    def lay_out(self, layouts: Iterable[Layout]) -> None:
+    def permute_axes(self, layouts: Iterable[Layout]) -> None:
         """Permute the axes of tensors, without reading or moving data."""
         root = {**self.root}
-        for one in layouts:
-            if one.axes:
-                node = self.root[one.own]
+        for layout in layouts:
+            if layout.axes:
+                node = self.root[layout.own]
                 live = self._originals.get(id(node))
                 if live is None:
-                    root[one.own] = node.permuted(one.axes)
+                    root[layout.own] = node.permuted(layout.axes)
                 else:
-                    live = live.detach().permute(one.axes)
-                    root[one.own] = describe_tensor(live)
-                    self._originals[id(root[one.own])] = live
+                    live = live.detach().permute(layout.axes)
+                    root[layout.own] = describe_tensor(live)
+                    self._originals[id(root[layout.own])] = live
         self.root = copy_with_items(self.root, root)
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def plain_values(self) -> tuple[str, ...]:
         """The keys of plain values, which no model loads."""
         return tuple(str(name) for name in self.root if name not in self.slots)
 
     def ref(self, name: str) -> TensorRef | None:
-        """Return a tensor in the file; None if the entry is in memory, or not a tensor."""
+        """Return a tensor in the file, or None if the entry is in memory, or not a tensor."""
         node = self.root[name]
         return node if isinstance(node, TensorRef) and id(node) not in self._originals else None
 
@@ -156,14 +158,14 @@ class StateDict:
             )
         return self._maker.make(node, (name,))
 
-    def made(self, node: Any) -> Any:
-        """Return any node of the tree with tensors on the CPU, read again at each call.
+    def make_node(self, node: Any) -> Any:
+        """Return the object of a node of the tree; tensors are read again at each call, on the CPU.
 
         In memory, the result has new containers around the same objects.
         """
         return make_tree(node, originals=self._originals)
 
-    def opened(self, path: str) -> Checkpoint:
+    def open_sibling(self, path: str) -> Checkpoint:
         """Open another file of the same save, until this one is closed."""
         return self._held.enter_context(open_checkpoint(path))
 
@@ -201,7 +203,7 @@ def open_state_dict(
         with open_with_warnings(source) as checkpoint:
             if with_values:
                 checkpoint = checkpoint.with_late_values()
-            section = _chosen(checkpoint, key, wanted)
+            section = _choose_section(checkpoint, key, wanted)
             if section.unread:
                 warn(f"{checkpoint.path}: left out of the state dict: {listed(section.unread)}")
             state = StateDict(checkpoint, section, map_location=map_location, mmap=mmap)
@@ -221,20 +223,25 @@ def open_state_dict(
         )
     live = _Live()
     tree = Checkpoint(live.fill_mapping(source, OrderedMap()), MEMORY, "")
-    section = _chosen(tree, key, wanted)
+    section = _choose_section(tree, key, wanted)
     with closing(StateDict(tree, section, live, map_location=map_location, mmap=mmap)) as state:
         yield state
 
 
-def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
+def _choose_section(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
+    """Return the section of the state dict, with the counter of an `AveragedModel`.
+
+    Raises:
+        AmbiguousName, NotFound: if there are several state dicts and no `key`, or none.
+    """
     try:
         section = find_model_state_dict(tree, key)
     except AmbiguousName as error:
         if wanted is not None and error.remedy is not None:
-            error.advise(_best_first(error.remedy, tree, wanted))
+            error.advise(_sort_by_fit(error.remedy, tree, wanted))
         raise
     except NotFound:
-        if key is not None or not _is_one(tree.root, in_memory=tree.in_memory):
+        if key is not None or not _is_state_dict(tree.root, in_memory=tree.in_memory):
             raise
         section = Section((), "state_dict", tree.root, tree.root)
     for name, value in section.node.items():
@@ -254,36 +261,37 @@ def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
     )
 
 
-def _best_first(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
+def _sort_by_fit(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
     """Return the keys in the order of the file, with the best fit first."""
 
-    def fitting(way: Remedy) -> tuple[bool, int]:
-        slots = slots_of(find_model_state_dict(tree, dict(way.arguments)["key"]))
-        report = matched(slots, wanted).report
+    def rate(remedy: Remedy) -> tuple[bool, int]:
+        """Return if the state dict fits, and the number of matching keys."""
+        slots = slots_of(find_model_state_dict(tree, dict(remedy.arguments)["key"]))
+        report = match_keys(slots, wanted).report
         return report.fits, report.fitting
 
-    ways = [remedy._replace(lead="", instead=()), *remedy.instead]
-    scores = [*map(fitting, ways)]
+    remedies = [remedy._replace(lead="", instead=()), *remedy.instead]
+    scores = [*map(rate, remedies)]
     best = max(scores)
     if best[1] == 0 or scores.count(best) > 1:
         return remedy
-    first = ways.pop(scores.index(best))
-    return Remedy(first.arguments, " fits" if best[0] else " fits best", instead=tuple(ways))
+    first = remedies.pop(scores.index(best))
+    return Remedy(first.arguments, " fits" if best[0] else " fits best", instead=tuple(remedies))
 
 
-def _is_one(root: Any, *, in_memory: bool) -> bool:
+def _is_state_dict(root: Any, *, in_memory: bool) -> bool:
     """Return True for the state dict of a model without tensors, or with unusual ones."""
     if isinstance(root, OrderedMap) and root.metadata is not None:
         return not any(isinstance(value, (dict, list, tuple)) for value in root.values())
     return in_memory and isinstance(root, dict) and (not root or is_flat(root))
 
 
-def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
+def _make_slots(section: Section, originals: Mapping[int, Any]) -> Slots:
     """Return the slots of a section, from the live objects for entries in memory."""
     slots = slots_of(section)
     nodes = {name: id(section.node[name]) for name in slots}
     live = {name: originals[node] for name, node in nodes.items() if node in originals}
-    return {**slots, **live_slots(live)} if live else slots
+    return {**slots, **make_live_slots(live)} if live else slots
 
 
 class _Live(LiveTree):

@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptool.core.names import WRAPPERS
 from ckptool.core.sections import is_extra_state
 from ckptool.errors import UsageError
-from ckptool.loading.ranks import own_tensors, sharded, ungathered, without_hidden
+from ckptool.loading.ranks import (
+    describe_fsdp_state,
+    list_fsdp_modules,
+    list_own_tensors,
+    remove_hidden_parts,
+)
 from ckptool.matching import EXTRA, Slot, Slots
-from ckptool.matching.layouts import Kinds, kinds_of
+from ckptool.matching.layouts import Kinds, find_kinds
 from ckptool.tensors import require_torch
 from ckptool.tensors.live import dtype_name, shape_of
 
@@ -44,7 +49,7 @@ class ModelTarget(NamedTuple):
     kinds: Callable[[], Kinds] = dict
     """A function that returns the kinds of parameters by module type; empty if unknown."""
 
-    def custom_holder(self, name: str) -> str | None:
+    def find_custom_holder(self, name: str) -> str | None:
         """Return the class of the innermost custom module that contains a key, or None."""
         while name:
             name = name.rpartition(".")[0]
@@ -60,31 +65,31 @@ def describe_target(model: torch.nn.Module) -> ModelTarget:
     inside FSDP 1 is not gathered: the keys are those of its full state dict.
     """
     modules = list(model.named_modules(remove_duplicate=False))
-    custom = custom_modules(model)
+    custom = find_custom_modules(model)
     metadata: Mapping[str, Any] | None
-    if sharded(model):
-        state, metadata = ungathered(model)
-        live = {name: held for name, held in state.items() if not isinstance(held, Slot)}
-        slots = {**state, **live_slots(live, rest="buffer")}
+    if list_fsdp_modules(model):
+        state, metadata = describe_fsdp_state(model)
+        live = {name: value for name, value in state.items() if not isinstance(value, Slot)}
+        slots = {**state, **make_live_slots(live, default_kind="buffer")}
     else:
-        found = state_dict_of(model)
+        found = read_state_dict(model)
         metadata = getattr(found, "_metadata", None)
         unlisted = {
             name: tensor
             for path, module in modules
-            for own, tensor in own_tensors(module).items()
-            if (name := f"{without_hidden(path)}.{own}".lstrip(".")) not in found
-            and f"{path}.{own}".lstrip(".") not in found
+            for tensor_name, tensor in list_own_tensors(module).items()
+            if (name := f"{remove_hidden_parts(path)}.{tensor_name}".lstrip(".")) not in found
+            and f"{path}.{tensor_name}".lstrip(".") not in found
         }
         live = {**found, **unlisted}
-        slots = live_slots(live, parameters=model.parameters(), rest="buffer")
-    label = type(_innermost(model)).__name__
-    named = [(without_hidden(path), module) for path, module in modules]
-    closed, kinds = (*custom, *_paths_without_old_spelling(named)), partial(kinds_of, named)
-    return ModelTarget(label, slots, _tensors(live), metadata, custom, closed, kinds)
+        slots = make_live_slots(live, parameters=model.parameters(), default_kind="buffer")
+    label = type(_unwrap(model)).__name__
+    named = [(remove_hidden_parts(path), module) for path, module in modules]
+    closed, kinds = (*custom, *_find_unrespelled_paths(named)), partial(find_kinds, named)
+    return ModelTarget(label, slots, _filter_tensors(live), metadata, custom, closed, kinds)
 
 
-def _paths_without_old_spelling(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
+def _find_unrespelled_paths(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
     """Yield the paths of parametrizations without an older spelling, which torch's norms have."""
     from torch.nn.utils import parametrizations
     from torch.nn.utils.parametrize import ParametrizationList
@@ -96,17 +101,17 @@ def _paths_without_old_spelling(modules: Iterable[tuple[str, torch.nn.Module]]) 
             yield path
 
 
-def _innermost(model: torch.nn.Module) -> torch.nn.Module:
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside all wrappers."""
     while True:
-        inside = [(name, child) for name, child in model._modules.items() if child is not None]
-        if len(inside) != 1 or inside[0][0] not in WRAPPERS or model._parameters:
+        children = [(name, child) for name, child in model._modules.items() if child is not None]
+        if len(children) != 1 or children[0][0] not in WRAPPERS or model._parameters:
             return model
-        model = inside[0][1]
+        model = children[0][1]
 
 
-def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
-    """Return its state dict of live tensors, or of detached ones if an override requires it."""
+def read_state_dict(model: torch.nn.Module) -> Mapping[str, Any]:
+    """Return the state dict of live tensors, or of detached ones if an override requires it."""
     try:
         state: Mapping[str, Any] = model.state_dict(keep_vars=True)
     except TypeError:
@@ -114,34 +119,41 @@ def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
     return state
 
 
-def live_slots(
-    values: Mapping[str, Any], *, parameters: Iterable[torch.Tensor] = (), rest: str = "tensor"
+def make_live_slots(
+    values: Mapping[str, Any],
+    *,
+    parameters: Iterable[torch.Tensor] = (),
+    default_kind: str = "tensor",
 ) -> Slots:
     """Return a slot for each entry; an `_extra_state` or another non-tensor is `extra`.
 
-    A `Parameter`, or a tensor with the elements of one in `parameters`, is a parameter; `rest` is
-    the kind of the other tensors.
+    A `Parameter`, or a tensor with the elements of one in `parameters`, is a parameter;
+    `default_kind` is the kind of the other tensors.
     """
     import torch
 
-    tensors = _tensors(values)
-    places = {name: _place(tensor) for name, tensor in tensors.items()}
-    often = Counter(places.values())
+    tensors = _filter_tensors(values)
+    identities = {name: _identify(tensor) for name, tensor in tensors.items()}
+    counts = Counter(identities.values())
     # Asking whether a plain tensor is a Parameter is slow.
-    odd = {name: tensor for name, tensor in tensors.items() if type(tensor) is not torch.Tensor}
-    trained = {places[n] for n, tensor in odd.items() if isinstance(tensor, torch.nn.Parameter)}
-    known = set(map(id, odd.values()))
-    trained.update(_place(tensor) for tensor in parameters if id(tensor) not in known)
+    special = {name: tensor for name, tensor in tensors.items() if type(tensor) is not torch.Tensor}
+    parameter_identities = {
+        identities[n] for n, tensor in special.items() if isinstance(tensor, torch.nn.Parameter)
+    }
+    special_ids = set(map(id, special.values()))
+    parameter_identities.update(
+        _identify(tensor) for tensor in parameters if id(tensor) not in special_ids
+    )
     slots: Slots = dict.fromkeys(values, EXTRA)
     for name, tensor in tensors.items():
-        place = places[name]
-        kind = "parameter" if place in trained else rest
-        tie = place if often[place] > 1 else None
+        identity = identities[name]
+        kind = "parameter" if identity in parameter_identities else default_kind
+        tie = identity if counts[identity] > 1 else None
         slots[name] = Slot(shape_of(tensor), dtype_name(tensor), kind, tie)
     return slots
 
 
-def _tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _filter_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the entries that are tensors, without extra states."""
     import torch
 
@@ -152,12 +164,12 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _place(tensor: torch.Tensor) -> Hashable:
+def _identify(tensor: torch.Tensor) -> Hashable:
     """Return a value that is equal for tensors with the same elements."""
     try:
         start = tensor.data_ptr() or tensor.untyped_storage()._cdata
-        turned = tensor.is_conj(), tensor.is_neg()
-        return start, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, turned
+        flags = tensor.is_conj(), tensor.is_neg()
+        return start, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, flags
     except (RuntimeError, ValueError):  # it has no storage (yet)
         return id(tensor)
 
@@ -165,7 +177,7 @@ def _place(tensor: torch.Tensor) -> Hashable:
 # names or shapes in place of a model
 
 
-def slots_like(like: Any) -> ModelTarget | None:
+def parse_description(like: Any) -> ModelTarget | None:
     """Return the target of a list of keys or a dict of shapes; None for any other mapping.
 
     Raises:
@@ -190,6 +202,7 @@ def slots_like(like: Any) -> ModelTarget | None:
 
 
 def _are_shapes(values: Iterable[Any]) -> bool:
+    """Return True if all values are lists or tuples of sizes."""
     shapes = list(values)
     if not all(isinstance(shape, (tuple, list)) for shape in shapes):
         return False
@@ -218,18 +231,18 @@ def overrides_load(model: torch.nn.Module) -> bool:
     return own is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(model)
 
 
-def custom_modules(model: torch.nn.Module) -> dict[str, str]:
+def find_custom_modules(model: torch.nn.Module) -> dict[str, str]:
     """Return the modules with foreign loading code that sees keys, each with its class.
 
     This code may load other keys than those of the module, or fewer: torch decides.
     """
-    found = {}
+    classes = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        codes = (_load_code(module), *map(_code, _load_hooks(module)))
-        foreign = any(not _home(code).startswith(_KNOWN) for code in codes)
+        codes = (_load_method(module), *map(_unwrap_hook, _list_load_hooks(module)))
+        foreign = any(not _module_of(code).startswith(_KNOWN) for code in codes)
         if foreign or (not path and overrides_load(module)):
-            found[without_hidden(path)] = type(module).__name__
-    return found
+            classes[remove_hidden_parts(path)] = type(module).__name__
+    return classes
 
 
 def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> bool:
@@ -248,12 +261,14 @@ def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> boo
     for module in model.modules():
         kind: Any = type(module)
         if (
-            _load_code(module) not in loads
+            _load_method(module) not in loads
             or isinstance(module, torch.jit.ScriptModule)
             or kind.set_extra_state is not torch.nn.Module.set_extra_state
             or "set_extra_state" in vars(module)
-            or not _home(kind.__setattr__).startswith("torch.")
-            or any(_home(_code(hook)) not in _HARMLESS for hook in _load_hooks(module))
+            or not _module_of(kind.__setattr__).startswith("torch.")
+            or any(
+                _module_of(_unwrap_hook(hook)) not in _HARMLESS for hook in _list_load_hooks(module)
+            )
         ):
             return False
     return True
@@ -265,25 +280,28 @@ def runs_foreign_code(optimizer: Any) -> bool:
     if any(vars(optimizer).get(name) for name in (*hooks, "load_state_dict")):
         return True
     methods = (getattr(type(optimizer), name, None) for name in ("load_state_dict", "__setstate__"))
-    return not all(_home(method).startswith("torch.") for method in methods)
+    return not all(_module_of(method).startswith("torch.") for method in methods)
 
 
-def _load_code(module: torch.nn.Module) -> Any:
+def _load_method(module: torch.nn.Module) -> Any:
+    """Return the `_load_from_state_dict` of a module."""
     return vars(module).get("_load_from_state_dict", type(module)._load_from_state_dict)
 
 
-def _load_hooks(module: torch.nn.Module) -> Iterable[Any]:
+def _list_load_hooks(module: torch.nn.Module) -> Iterable[Any]:
+    """Return the hooks of a module that run when it is loaded."""
     before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
     return (*before.values(), *after.values())
 
 
-def _code(hook: Any) -> Any:
+def _unwrap_hook(hook: Any) -> Any:
     """Return the function inside a hook: torch wraps hooks that receive the module."""
     hook = getattr(hook, "hook", hook)
     return hook.func if isinstance(hook, partial) else hook
 
 
-def _home(code: Any) -> str:
+def _module_of(code: Any) -> str:
+    """Return the name of the module that defines a function."""
     return str(getattr(code, "__module__", ""))
 
 

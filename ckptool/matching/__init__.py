@@ -6,7 +6,7 @@ from ckptool.matching.judging import (
     Judgement as Judgement,
     MatchFinding as MatchFinding,
 )
-from ckptool.matching.match import Match as Match, matched as matched
+from ckptool.matching.match import Match as Match, match_keys as match_keys
 from ckptool.matching.report import (
     EXTRA as EXTRA,
     Ambiguity as Ambiguity,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ckptool.core.model import Shape
 from ckptool.core.names import N_AVERAGED, WRAPPERS
-from ckptool.matching.known_renames import BATCHES, Respelling, respellings
+from ckptool.matching.known_renames import BATCHES, Respelling, find_respellings
 from ckptool.matching.report import Slot, fits
 from ckptool.transforms.name_rules import regex_rule
 
@@ -42,7 +42,7 @@ Names = dict[str, str]
 
 
 class AlignmentStep(NamedTuple):
-    """A change on the way from the names of the file to those of the model."""
+    """A change on the way from the keys of the file to those of the model."""
 
     kind: str
     """`wrapper`, `prefix` or `known`."""
@@ -56,7 +56,7 @@ class AlignmentStep(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Components in front of names that one side has and the other has not."""
+    """Components before the keys of one side that the other side does not have."""
 
     text: str
     """With its dot."""
@@ -84,10 +84,10 @@ class _Form(NamedTuple):
 
 @dataclass
 class KeyAlignment:
-    """Which name of the file is which of the model."""
+    """The matching keys of a file and a model, and the steps that made them equal."""
 
-    have: Mapping[str, Slot]
-    want: Mapping[str, Slot]
+    file_slots: Mapping[str, Slot]
+    model_slots: Mapping[str, Slot]
     bare: tuple[Names, Names]
     """The names of the file and of the model without wrapper components and the prefix."""
     today: tuple[Names, Names]
@@ -103,40 +103,44 @@ class KeyAlignment:
     single rule does it."""
 
 
-def is_average_counter(name: str) -> bool:
-    """Return whether a name is that of `AveragedModel`'s counter, which is beside the wrapper."""
-    return name == N_AVERAGED or name.endswith(f".{N_AVERAGED}")
+def is_average_counter(key: str) -> bool:
+    """Return True for the key of `AveragedModel`'s counter, which is outside the wrapper."""
+    return key == N_AVERAGED or key.endswith(f".{N_AVERAGED}")
 
 
 def align(
-    have: Mapping[str, Slot],
-    want: Mapping[str, Slot],
+    file_slots: Mapping[str, Slot],
+    model_slots: Mapping[str, Slot],
     *,
     closed: Collection[str] = (),
     is_ruled: bool = False,
 ) -> KeyAlignment:
-    """Pair the names of a file with those of a model, as far as that is certain.
+    """Pair the keys of a file with those of a model, if that is certain.
 
     Args:
-        have: What stands under the names of the file.
-        want: What the model has.
-        closed: Paths of the model's modules below which no name is respelled.
-        is_ruled: Whether rules of the user have given names: no prefix contradicts equal ones then.
+        file_slots: The slots of the file by key.
+        model_slots: The slots of the model by key.
+        closed: Paths of the model's modules in which no key is respelled.
+        is_ruled: True if the user's rules renamed keys. Equal keys are then
+            kept; no prefix is tried.
     """
-    files, models = list(_forms(have, 0)), list(_forms(want, 1))
-    ways: list[_KeyForms] = []
-    for mine in files:
-        for theirs in models:
-            ways.append(_KeyForms(have, want, mine, theirs, closed))
-            if ways[-1].score == len(want):
+    file_forms, model_forms = (
+        list(_iterate_forms(file_slots, 0)),
+        list(_iterate_forms(model_slots, 1)),
+    )
+    candidates: list[_KeyForms] = []
+    for file_form in file_forms:
+        for model_form in model_forms:
+            candidates.append(_KeyForms(file_slots, model_slots, file_form, model_form, closed))
+            if candidates[-1].score == len(model_slots):
                 break
-    best = max(ways, key=lambda way: way.score)
+    best = max(candidates, key=lambda forms: forms.score)
     if not best.score:
-        best = ways[-1]
-    found = _paired(best)
-    if best.score < len(want) and not (is_ruled and best.score):
-        found = _with_prefix(found, ways[-1])
-    return found
+        best = candidates[-1]
+    alignment = _pair_equal_keys(best)
+    if best.score < len(model_slots) and not (is_ruled and best.score):
+        alignment = _apply_prefix(alignment, candidates[-1])
+    return alignment
 
 
 class _KeyForms:
@@ -144,83 +148,97 @@ class _KeyForms:
 
     def __init__(
         self,
-        have: Mapping[str, Slot],
-        want: Mapping[str, Slot],
-        mine: _Form,
-        theirs: _Form,
+        file_slots: Mapping[str, Slot],
+        model_slots: Mapping[str, Slot],
+        file_form: _Form,
+        model_form: _Form,
         closed: Collection[str],
     ) -> None:
-        self.have, self.want, self.forms = have, want, (mine, theirs)
+        """Compute the keys to compare, and the score: the number of model keys with a match."""
+        self.file_slots, self.model_slots, self.forms = (
+            file_slots,
+            model_slots,
+            (file_form, model_form),
+        )
         self.closed = closed
-        self.respelled = _respelled(mine.names, theirs.names, closed)
-        self.own = _spelled(mine.names, self.respelled[0])
-        self.wanted = _spelled(theirs.names, self.respelled[1])
+        self.respelled = _find_respellings(file_form.names, model_form.names, closed)
+        self.file_keys = _respell_keys(file_form.names, self.respelled[0])
+        self.model_keys = _respell_keys(model_form.names, self.respelled[1])
         self.score = sum(
             [
-                (own := self.own.get(name)) is not None and fits(have[own], want[full])
-                for name, full in self.wanted.items()
+                (file_key := self.file_keys.get(key)) is not None
+                and fits(file_slots[file_key], model_slots[model_key])
+                for key, model_key in self.model_keys.items()
             ]
         )
 
 
-def _respelled(
-    mine: Names, theirs: Names, closed: Collection[str]
+def _find_respellings(
+    file_keys: Names, model_keys: Names, closed: Collection[str]
 ) -> tuple[dict[str, Respelling], dict[str, Respelling]]:
-    """Return the names of either side to compare in today's spelling.
+    """Return the keys of the file, and of the model, to compare in the current spelling.
 
-    A name that both sides have is left, unless it means something else on the other one.
+    A key that both sides have is not respelled, unless its respelling differs on the other side.
     """
-    both = respellings(mine), respellings(theirs)
+    both = find_respellings(file_keys), find_respellings(model_keys)
     if not any(both):
         return both
-    inside = tuple(f"{path}." if path else "" for path in closed)
-    kept = {name.rpartition(".")[0] for name, full in theirs.items() if full.startswith(inside)}
-    left, right = (
+    prefixes = tuple(f"{path}." if path else "" for path in closed)
+    fixed = {
+        key.rpartition(".")[0] for key, full in model_keys.items() if full.startswith(prefixes)
+    }
+    of_file, of_model = (
         {
-            name: part
-            for name, part in found.items()
-            if (name not in others or other.get(name, part) != part)
-            and kept.isdisjoint(one.rpartition(".")[0] for one in (name, part.of(name)))
+            key: respelling
+            for key, respelling in respelled.items()
+            if (key not in other_keys or other_respelled.get(key, respelling) != respelling)
+            and fixed.isdisjoint(
+                spelling.rpartition(".")[0] for spelling in (key, respelling.respell(key))
+            )
         }
-        for found, others, other in ((both[0], theirs, both[1]), (both[1], mine, both[0]))
+        for respelled, other_keys, other_respelled in (
+            (both[0], model_keys, both[1]),
+            (both[1], file_keys, both[0]),
+        )
     )
-    return left, right
+    return of_file, of_model
 
 
-def _spelled(names: Names, respelled: Mapping[str, Respelling]) -> Names:
+def _respell_keys(names: Names, respelled: Mapping[str, Respelling]) -> Names:
+    """Return the keys in the current spelling, each with its full key."""
     if not respelled:
         return names
     return {
-        (respelled[name].of(name) if name in respelled else name): full
-        for name, full in names.items()
+        (respelled[key].respell(key) if key in respelled else key): full
+        for key, full in names.items()
     }
 
 
-def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
-    """Yield the names as they are, without wrappers, and without `module` in submodules too.
+def _iterate_forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
+    """Yield the keys as they are, without wrapper prefixes, and without `module` in submodules too.
 
-    A form that changes nothing more, or that makes two names one, is left out.
+    A form that changes no further key, or in which two keys would collide, is left out.
     """
-    # In the order of what a model may legitimately be called: a submodule can be named `module`, so
-    # that name is taken off last, and only where the shorter forms did not fit.
-    last = short = {name: name for name in slots}
-    yield _Form(last)
-    every = "\n".join(slots)
+    # A submodule can legitimately be named `module`: this component is removed last, and only if
+    # the other forms did not fit.
+    previous = short = {name: name for name in slots}
+    yield _Form(previous)
+    joined = "\n".join(slots)
     steps: list[AlignmentStep] = []
-    if any(word in every for word in WRAPPERS if word != "module"):
+    if any(word in joined for word in WRAPPERS if word != "module"):
         short = {_WORDS.sub("", name): name for name in slots}
         changed = {full for name, full in short.items() if name != full}
         if side:
-            steps += _inserted(short, last, side)
+            steps += _find_inserted_wrappers(short, previous, side)
         elif changed:
             words = dict.fromkeys(word for name in changed for word in _WORDS.findall(name))
-            text = f"{', '.join(words)} removed"
-            steps.append(AlignmentStep("wrapper", text, f"{_WORDS.pattern}=>", 0, changed))
+            description = f"{', '.join(words)} removed"
+            steps.append(AlignmentStep("wrapper", description, f"{_WORDS.pattern}=>", 0, changed))
     counted = [name for name in short if not _COUNTER.fullmatch(name)]
-    front = _MODULES.match(common_module(counted))[0] if counted else ""  # type: ignore[index]
+    front = _MODULES.match(find_common_module(counted))[0] if counted else ""  # type: ignore[index]
     if front:
-        often = front.count(".")
-        part = re.compile(rf"^(?:module\.){{1,{often}}}" if often > 1 else r"^module\.")
+        depth = front.count(".")
+        part = re.compile(rf"^(?:module\.){{1,{depth}}}" if depth > 1 else r"^module\.")
         changed = {full for name, full in short.items() if name.startswith("module.")}
         short = {
             name[len(front) :] if name.startswith(front) else part.sub("", name): full
@@ -232,62 +250,68 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
             )
         else:
             steps.append(AlignmentStep("wrapper", f"{front} added", f"^=>{front}", 1, changed))
-    if len(short) == len(last) and short.keys() != last.keys():
-        last = short
-        yield _Form(last, tuple(steps))
+    if len(short) == len(previous) and short.keys() != previous.keys():
+        previous = short
+        yield _Form(previous, tuple(steps))
     else:
         steps = []
-    paths = set(wrapped_submodules(name for name in last if not is_average_counter(name)))
+    paths = set(find_wrapped_submodules(name for name in previous if not is_average_counter(name)))
     if paths:
-        inner = {_without_submodules(name, paths): full for name, full in last.items()}
-        if len(inner) == len(last):
-            yield _Form(inner, (*steps, *_inserted(inner, last, side)))
+        inner = {_remove_wrapped_modules(name, paths): full for name, full in previous.items()}
+        if len(inner) == len(previous):
+            yield _Form(inner, (*steps, *_find_inserted_wrappers(inner, previous, side)))
 
 
-def _inserted(short: Names, long: Names, side: int) -> list[AlignmentStep]:
-    """Return a step for each place where the long names have wrappers that the short ones lack.
+def _find_inserted_wrappers(short_keys: Names, long_keys: Names, side: int) -> list[AlignmentStep]:
+    """Return a step for each path below which only the long keys have wrappers.
 
-    Of the file they come off, the outermost first; of the model they are put in, in that order
-    too: whoever follows the steps of a model reads them backwards.
+    For the file, a step removes the wrapper, outermost first. For the model, it adds the wrapper;
+    the caller reverses the order of a model's steps.
     """
-    names = {full: name for name, full in long.items()}
-    places: dict[tuple[str, str], set[str]] = {}
-    for name, full in short.items():
-        if name != names[full] and len(names[full]) <= _LONGEST:
-            for place in _places(name.split("."), names[full].split(".")):
-                places.setdefault(place, set()).add(full)
-    text = "\n".join(name for name in short if not is_average_counter(name))
+    long_by_full = {full: name for name, full in long_keys.items()}
+    full_keys_by_insertion: dict[tuple[str, str], set[str]] = {}
+    for name, full in short_keys.items():
+        if name != long_by_full[full] and len(long_by_full[full]) <= _LONGEST:
+            for insertion in _find_insertions(name.split("."), long_by_full[full].split(".")):
+                full_keys_by_insertion.setdefault(insertion, set()).add(full)
+    joined = "\n".join(name for name in short_keys if not is_average_counter(name))
     steps = []
-    for (path, words), changed in sorted(places.items(), key=lambda one: one[0][0].count(".")):
-        before = rf"{_pattern(path)}\." if path else ""
-        after = f"{_filled(path)}." if path else ""
-        rule = rf"^{before}{escaped(words)}=>{after}" if side == 0 else f"^{before}=>{after}{words}"
-        is_exact = len(places) <= _MOST_RULES and len(changed) == len(
-            re.findall(f"^{before}", text, re.MULTILINE)
+    for (path, words), changed in sorted(
+        full_keys_by_insertion.items(), key=lambda item: item[0][0].count(".")
+    ):
+        before = rf"{_make_path_pattern(path)}\." if path else ""
+        after = f"{_make_path_replacement(path)}." if path else ""
+        rule = (
+            rf"^{before}{escape_regex(words)}=>{after}"
+            if side == 0
+            else f"^{before}=>{after}{words}"
         )
-        does = "removed" if side == 0 else "added"
+        is_exact = len(full_keys_by_insertion) <= _MOST_RULES and len(changed) == len(
+            re.findall(f"^{before}", joined, re.MULTILINE)
+        )
+        verb = "removed" if side == 0 else "added"
         steps.append(
-            AlignmentStep("wrapper", f"{words} {does}", rule if is_exact else "", side, changed)
+            AlignmentStep("wrapper", f"{words} {verb}", rule if is_exact else "", side, changed)
         )
     return steps
 
 
-def _places(short: list[str], long: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield where components were put into a name: the path before them, and what was put in."""
-    at, words = 0, ""
-    for part in long:
-        if at < len(short) and part == short[at]:
-            if words:
-                yield _template(".".join(short[:at])), words
-            at, words = at + 1, ""
+def _find_insertions(short_parts: list[str], long_parts: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each run of inserted components with the path before it: `("encoder", "module.")`."""
+    index, inserted = 0, ""
+    for part in long_parts:
+        if index < len(short_parts) and part == short_parts[index]:
+            if inserted:
+                yield _fold_numbers(".".join(short_parts[:index])), inserted
+            index, inserted = index + 1, ""
         else:
-            words += f"{part}."
+            inserted += f"{part}."
 
 
-def wrapped_submodules(names: Iterable[str]) -> list[str]:
-    """Return the paths below which every name continues with `module`, outermost first.
+def find_wrapped_submodules(names: Iterable[str]) -> list[str]:
+    """Return the paths below which every key continues with `module`, outermost first.
 
-    Such are the names of models of which only a part was inside `DataParallel`.
+    A model has these keys if only a part of it was wrapped in `DataParallel`.
     """
     below: dict[str, set[str]] = {}
     some = [name for name in names if len(name) <= _LONGEST]
@@ -302,183 +326,221 @@ def wrapped_submodules(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _without_submodules(name: str, paths: set[str]) -> str:
-    if ".module." not in name or len(name) > _LONGEST:
-        return name
+def _remove_wrapped_modules(key: str, paths: set[str]) -> str:
+    """Return the key without the component `module` directly below each of the paths."""
+    if ".module." not in key or len(key) > _LONGEST:
+        return key
     kept, path = [], ""
-    for part in name.split("."):
+    for part in key.split("."):
         if part != "module" or path not in paths:
             kept.append(part)
         path = f"{path}.{part}" if path else part
     return ".".join(kept)
 
 
-def ends(name: str) -> Iterator[int]:
-    """Yield where the components of a name after the first one begin."""
-    at = name.find(".") + 1 if len(name) <= _LONGEST else 0
-    while at:
-        yield at
-        at = name.find(".", at) + 1
+def find_component_starts(key: str) -> Iterator[int]:
+    """Yield the index at which each component of a key begins, without the first component."""
+    start = key.find(".") + 1 if len(key) <= _LONGEST else 0
+    while start:
+        yield start
+        start = key.find(".", start) + 1
 
 
-def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names by what they are with `*` for numbers: there are few of those."""
-    names = list(names)
-    texts = _NUMBER.sub("*", "\n".join(names)).split("\n")  # one call for all is faster
-    if len(texts) != len(names):  # a name has a line break
-        texts = [_template(name) for name in names]
+def _group_by_template(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return the keys by template, with `*` for each number: there are few templates."""
+    keys = list(keys)
+    templates = _NUMBER.sub("*", "\n".join(keys)).split("\n")  # one call for all is faster
+    if len(templates) != len(keys):  # a name has a line break
+        templates = [_fold_numbers(key) for key in keys]
     groups: dict[str, list[str]] = {}
-    for text, name in zip(texts, names, strict=True):
-        groups.setdefault(text, []).append(name)
+    for template, key in zip(templates, keys, strict=True):
+        groups.setdefault(template, []).append(key)
     return groups
 
 
-def _shortened(
-    longer: Mapping[str, list[str]], shorter: Mapping[str, list[str]], names: Names
+def _find_known_suffixes(
+    longer: Mapping[str, list[str]], shorter: Mapping[str, list[str]], shorter_keys: Names
 ) -> Iterator[tuple[str, str]]:
-    """Yield the names of one side with the part of each that is a name of the other side."""
-    for text, some in longer.items():
-        for depth, at in enumerate(ends(text), 1):
-            if text[at:] in shorter:
-                for name in some:
-                    rest = name.split(".", depth)[depth]
-                    if rest in names:
-                        yield name, rest
+    """Yield each key of one side that ends with a key of the other side, and this shorter key.
+
+    `longer` and `shorter` are the keys of the two sides by template; `shorter_keys` are all keys
+    of the second one.
+    """
+    for template, keys in longer.items():
+        for depth, start in enumerate(find_component_starts(template), 1):
+            if template[start:] in shorter:
+                for key in keys:
+                    suffix = key.split(".", depth)[depth]
+                    if suffix in shorter_keys:
+                        yield key, suffix
 
 
-def _votes(way: _KeyForms) -> Counter[tuple[str, bool]]:
-    """Count the votes for each prefix, and whether it comes off the file's names.
+def _count_prefix_votes(forms: _KeyForms) -> Counter[tuple[str, bool]]:
+    """Count the votes for each prefix; True means that the file's keys have it, False the model's.
 
-    A name votes for each prefix without which the other side has it, with its shape.
+    A key votes for a prefix if the other side has the key without it, with a fitting shape.
     """
     votes: Counter[tuple[str, bool]] = Counter()
-    own, wanted = _grouped(way.own), _grouped(way.wanted)
-    for name, rest in _shortened(own, wanted, way.wanted):
-        if fits(way.have[way.own[name]], way.want[way.wanted[rest]]):
-            votes[name[: len(name) - len(rest)], True] += 1
-    for name, rest in _shortened(wanted, own, way.own):
-        if fits(way.have[way.own[rest]], way.want[way.wanted[name]]):
-            votes[name[: len(name) - len(rest)], False] += 1
+    file_groups, model_groups = (
+        _group_by_template(forms.file_keys),
+        _group_by_template(forms.model_keys),
+    )
+    for key, suffix in _find_known_suffixes(file_groups, model_groups, forms.model_keys):
+        if fits(
+            forms.file_slots[forms.file_keys[key]], forms.model_slots[forms.model_keys[suffix]]
+        ):
+            votes[key[: len(key) - len(suffix)], True] += 1
+    for key, suffix in _find_known_suffixes(model_groups, file_groups, forms.file_keys):
+        if fits(
+            forms.file_slots[forms.file_keys[suffix]], forms.model_slots[forms.model_keys[key]]
+        ):
+            votes[key[: len(key) - len(suffix)], False] += 1
     return votes
 
 
-def _match_with_prefix(way: _KeyForms, text: str, is_removed: bool) -> Prefix:
+def _match_with_prefix(forms: _KeyForms, prefix: str, is_removed: bool) -> Prefix:
     """Pair the keys that match once the prefix is added or removed."""
-    longer, shorter = (way.own, way.wanted) if is_removed else (way.wanted, way.own)
-    below = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
-    both = ((full, shorter[rest]) for rest, full in below.items() if rest in shorter)
-    pairs = ((other, full) if is_removed else (full, other) for full, other in both)
-    names = {full: own for full, own in pairs if fits(way.have[own], way.want[full])}
-    collides = len(below) < len(longer) and any(
-        name in below and not name.startswith(text) for name in longer
+    longer, shorter = (
+        (forms.file_keys, forms.model_keys) if is_removed else (forms.model_keys, forms.file_keys)
     )
-    return Prefix(text, is_removed, names, collides)
+    below = {
+        key[len(prefix) :]: full_key for key, full_key in longer.items() if key.startswith(prefix)
+    }
+    both = ((full_key, shorter[suffix]) for suffix, full_key in below.items() if suffix in shorter)
+    pairs = ((other, full_key) if is_removed else (full_key, other) for full_key, other in both)
+    names = {
+        full_key: file_key
+        for full_key, file_key in pairs
+        if fits(forms.file_slots[file_key], forms.model_slots[full_key])
+    }
+    collides = len(below) < len(longer) and any(
+        key in below and not key.startswith(prefix) for key in longer
+    )
+    return Prefix(prefix, is_removed, names, collides)
 
 
-def _with_prefix(found: KeyAlignment, way: _KeyForms) -> KeyAlignment:
-    """Take the prefix with most votes off its side if more than half of the names pair by it.
+def _apply_prefix(alignment: KeyAlignment, forms: _KeyForms) -> KeyAlignment:
+    """Pair the keys by the prefix with the most votes, if over half of the larger side then match.
 
-    Half of the smaller side will do where no name is equal, no other prefix has half as many votes,
-    and the names are not below another path too. Else it is a question. More than half as many
-    equal names as votes are right.
+    Half of the smaller side suffices if no keys are equal, no other prefix has half as many votes,
+    and the keys are not below another path too. If only that fails, the prefixes become questions.
+    If the equal keys are more than half as many as the votes, they are kept.
     """
-    votes = _votes(way)
+    votes = _count_prefix_votes(forms)
     if not votes:
-        return found
+        return alignment
     (text, is_removed), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0])))
-    if count < 2 * len(found.pairs):
-        return found
-    best = _match_with_prefix(way, text, is_removed)
-    less, more = sorted((len(way.own), len(way.wanted)))
+    if count < 2 * len(alignment.pairs):
+        return alignment
+    best = _match_with_prefix(forms, text, is_removed)
+    less, more = sorted((len(forms.file_keys), len(forms.model_keys)))
     if 2 * len(best.names) < less:
-        return found
+        return alignment
     rivals = [
-        one
-        for one, votes_of_one in votes.most_common()
-        if 2 * votes_of_one > count
-        and not (one[1] == is_removed and (one[0].startswith(text) or text.startswith(one[0])))
+        rival
+        for rival, rival_votes in votes.most_common()
+        if 2 * rival_votes > count
+        and not (
+            rival[1] == is_removed and (rival[0].startswith(text) or text.startswith(rival[0]))
+        )
     ]
-    is_doubtful = rivals or found.pairs or _is_elsewhere(best, way)
+    is_doubtful = rivals or alignment.pairs or _is_below_other_path(best, forms)
     if not is_doubtful or 2 * len(best.names) > more:
-        return _paired(way, best)
-    every = (best, *(_match_with_prefix(way, *one) for one in rivals[: _MOST_QUESTIONS - 1]))
-    found.questions = tuple(Proposal(_asking(one, way), one.names) for one in every)
-    taken = {*found.pairs.values()}
+        return _pair_equal_keys(forms, best)
+    every = (best, *(_match_with_prefix(forms, *rival) for rival in rivals[: _MOST_QUESTIONS - 1]))
+    alignment.questions = tuple(
+        Proposal(_make_prefix_rule(rival, forms), rival.names) for rival in every
+    )
+    taken = {*alignment.pairs.values()}
     if any(
-        not found.pairs.keys().isdisjoint(one.names) or not taken.isdisjoint(one.names.values())
-        for one in every
+        not alignment.pairs.keys().isdisjoint(rival.names)
+        or not taken.isdisjoint(rival.names.values())
+        for rival in every
     ):
-        found.pairs, found.mismatched = {}, {}
-    return found
+        alignment.pairs, alignment.mismatched = {}, {}
+    return alignment
 
 
-def _is_elsewhere(prefix: Prefix, way: _KeyForms) -> bool:
-    """Return whether the side without the prefix has most of the names below a path as well."""
+def _is_below_other_path(prefix: Prefix, forms: _KeyForms) -> bool:
+    """Return True if the side without the prefix has most of these keys below some path as well."""
     text, is_removed = prefix.text, prefix.is_removed
-    longer, shorter = (way.own, way.wanted) if is_removed else (way.wanted, way.own)
-    rests = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
+    longer, shorter = (
+        (forms.file_keys, forms.model_keys) if is_removed else (forms.model_keys, forms.file_keys)
+    )
+    suffixes = {key[len(text) :]: full for key, full in longer.items() if key.startswith(text)}
     paths = Counter(
-        name[: len(name) - len(rest)]
-        for name, rest in _shortened(_grouped(shorter), _grouped(rests), rests)
+        key[: len(key) - len(suffix)]
+        for key, suffix in _find_known_suffixes(
+            _group_by_template(shorter), _group_by_template(suffixes), suffixes
+        )
     )
     return 2 * max(paths.values(), default=0) > len(prefix.names)
 
 
-def _paired(way: _KeyForms, prefix: Prefix | None = None) -> KeyAlignment:
-    """Pair the names that are equal without the wrappers and the prefix."""
-    have, want = way.have, way.want
-    sides, respelled = [form.names for form in way.forms], way.respelled
+def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlignment:
+    """Pair the keys that are equal without wrapper prefixes, old spellings and the given prefix."""
+    file_slots, model_slots = forms.file_slots, forms.model_slots
+    sides, respelled = [form.names for form in forms.forms], forms.respelled
     if prefix is not None:
         side, size = 0 if prefix.is_removed else 1, len(prefix.text)
         names = sides[side]
-        sides[side] = {n[size:]: full for n, full in names.items() if n.startswith(prefix.text)}
-        for name, full in names.items() if len(sides[side]) < len(names) else ():
-            if not name.startswith(prefix.text):
-                sides[side].setdefault(name, full)
-        respelled = _respelled(sides[0], sides[1], way.closed)
-    mine, theirs = map(_spelled, sides, respelled)
-    found = KeyAlignment(have, want, (sides[0], sides[1]), (mine, theirs))
-    for name, full in theirs.items():
-        own = mine.get(name)
-        if own is None:
+        sides[side] = {
+            n[size:]: model_key for n, model_key in names.items() if n.startswith(prefix.text)
+        }
+        for key, model_key in names.items() if len(sides[side]) < len(names) else ():
+            if not key.startswith(prefix.text):
+                sides[side].setdefault(key, model_key)
+        respelled = _find_respellings(sides[0], sides[1], forms.closed)
+    file_keys, model_keys = map(_respell_keys, sides, respelled)
+    alignment = KeyAlignment(file_slots, model_slots, (sides[0], sides[1]), (file_keys, model_keys))
+    for key, model_key in model_keys.items():
+        file_key = file_keys.get(key)
+        if file_key is None:
             continue
-        if fits(have[own], want[full]):
-            found.pairs[full] = own
-        elif have[own].shape is not None:
-            found.mismatched[full] = own
-    steps = [*way.forms[0].steps]
+        if fits(file_slots[file_key], model_slots[model_key]):
+            alignment.pairs[model_key] = file_key
+        elif file_slots[file_key].shape is not None:
+            alignment.mismatched[model_key] = file_key
+    steps = [*forms.forms[0].steps]
     for at, parts in enumerate(respelled):
-        steps += _known(found, at, parts)
+        steps += _make_respelling_steps(alignment, at, parts)
     if prefix is not None:
         steps.insert(
-            len(steps) if side else len(way.forms[0].steps), _prefix_step(prefix, names, found)
+            len(steps) if side else len(forms.forms[0].steps),
+            _make_prefix_step(prefix, names, alignment),
         )
-    found.steps = (*steps, *reversed(way.forms[1].steps))
-    return found
+    alignment.steps = (*steps, *reversed(forms.forms[1].steps))
+    return alignment
 
 
-def _prefix_step(prefix: Prefix, names: Names, found: KeyAlignment) -> AlignmentStep:
+def _make_prefix_step(prefix: Prefix, names: Names, alignment: KeyAlignment) -> AlignmentStep:
+    """Return the step that removes the prefix from the file's keys or adds it.
+
+    `names` are the keys of the side with the prefix.
+    """
     text = prefix.text
     changed = {full for name, full in names.items() if name.startswith(text)}
     if prefix.is_removed:
-        rule = "" if prefix.collides else f"^{escaped(text)}=>"
+        rule = "" if prefix.collides else f"^{escape_regex(text)}=>"
         return AlignmentStep("prefix", f"{text} removed", rule, 0, changed)
-    rule = f"^=>{literal(text)}" if changed.issuperset(found.pairs) else ""
+    rule = f"^=>{escape_replacement(text)}" if changed.issuperset(alignment.pairs) else ""
     return AlignmentStep("prefix", f"{text} added", rule, 1, changed)
 
 
-def _known(
-    found: KeyAlignment, side: int, parts: Mapping[str, Respelling]
+def _make_respelling_steps(
+    alignment: KeyAlignment, side: int, respellings: Mapping[str, Respelling]
 ) -> Iterator[AlignmentStep]:
-    """Yield a step for each ending that becomes today's, of a model for each that was today's."""
+    """Yield a step for each old ending of the keys of one side, with the rule that respells it."""
     groups: dict[tuple[str, str], set[str]] = {}
-    for name, part in parts.items():
-        before, after = (part.old, part.new) if side == 0 else (part.new, part.old)
-        kept = len(common_module([before, after]))
-        groups.setdefault((before[kept:], after[kept:]), set()).add(found.bare[side][name])
-    names = found.bare[0] if side == 0 else found.today[1]
+    for name, respelling in respellings.items():
+        before, after = (
+            (respelling.old, respelling.new) if side == 0 else (respelling.new, respelling.old)
+        )
+        kept = len(find_common_module([before, after]))
+        groups.setdefault((before[kept:], after[kept:]), set()).add(alignment.bare[side][name])
+    names = alignment.bare[0] if side == 0 else alignment.today[1]
     for (before, after), changed in groups.items():
-        rule = rf"(^|\.){escaped(before)}$=>\1{literal(after)}"
+        rule = rf"(^|\.){escape_regex(before)}$=>\1{escape_replacement(after)}"
         if len(groups) > _MOST_RULES or len(changed) < sum(
             f".{name}".endswith(f".{before}") for name in names
         ):
@@ -486,56 +548,59 @@ def _known(
         yield AlignmentStep("known", f"{before} -> {after}", rule, side, changed)
 
 
-def _asking(prefix: Prefix, way: _KeyForms) -> str:
-    """Return the rule for a prefix that names of the file have behind their wrappers."""
-    names = {full: name for name, full in way.forms[0].names.items()}
+def _make_prefix_rule(prefix: Prefix, forms: _KeyForms) -> str:
+    """Return the rule that removes or adds a prefix behind the wrapper prefixes, or ""."""
+    names = {full: name for name, full in forms.forms[0].names.items()}
     some = prefix.names.values() if prefix.is_removed else names
-    front = _front((own for own in some if not is_average_counter(own)), names)
+    front = _find_common_front((key for key in some if not is_average_counter(key)), names)
     if front is None or (prefix.is_removed and prefix.collides):
         return ""
     old, new = (prefix.text, "") if prefix.is_removed else ("", prefix.text)
-    return f"^{escaped(front + old)}=>{literal(front + new)}"
+    return f"^{escape_regex(front + old)}=>{escape_replacement(front + new)}"
 
 
-def _front(names: Iterable[str], bare: Mapping[str, str]) -> str | None:
-    """Return what all names have in front of their bare ones; None: they differ in more."""
+def _find_common_front(names: Iterable[str], bare: Mapping[str, str]) -> str | None:
+    """Return the text that all keys have before their bare keys, or None if it differs."""
     fronts = {n.removesuffix(bare[n]) if n.endswith(bare[n]) else None for n in names}
     return fronts.pop() if len(fronts) == 1 else None
 
 
-def proposals(found: KeyAlignment) -> list[Proposal]:
-    """Return rules that would pair more names, for the user to decide; the questions' if any.
+def propose_rules(alignment: KeyAlignment) -> list[Proposal]:
+    """Return rules that would match more keys, for the user to decide; the questions' first.
 
-    A subtree is proposed for another one where both have the same names, numbers and shapes below
-    them, counters aside, and no third one has. `layers.0` and `layers.1` are one subtree,
-    `layers.*`.
+    A subtree of the file is proposed for one of the model if both contain the same keys, numbers
+    and shapes, except for counters, and no third one does. `layers.0` and `layers.1` are one
+    subtree, `layers.*`.
     """
-    if found.questions:
-        return [one for one in found.questions if one.rule]
-    mine, theirs = _Side(found, 0), _Side(found, 1)
+    if alignment.questions:
+        return [question for question in alignment.questions if question.rule]
+    file_side, model_side = _SubtreeIndex(alignment, 0), _SubtreeIndex(alignment, 1)
     chosen: dict[str, str] = {}
-    for tree, path in sorted(mine.free.items(), key=lambda one: (-one[0].size, len(one[1]))):
-        other = theirs.free.get(tree, path)
-        is_new = other not in mine.paths and path.count("*") == other.count("*")
-        if is_new and not any(path[: at - 1] in chosen for at in ends(path)):
+    for tree, path in sorted(
+        file_side.free.items(), key=lambda item: (-item[0].size, len(item[1]))
+    ):
+        other = model_side.free.get(tree, path)
+        is_new = other not in file_side.paths and path.count("*") == other.count("*")
+        if is_new and not any(path[: start - 1] in chosen for start in find_component_starts(path)):
             chosen[path] = other
-    return list(_as_rules(chosen, found, mine, theirs))
+    return list(_make_rules(chosen, alignment, file_side, model_side))
 
 
-def common_module(names: Collection[str]) -> str:
-    """Return the path, with its dot, of the innermost module that all names are in."""
-    # What the first and the last in order begin with, all between them begin with.
-    first, last = min(names), max(names)
-    ends = (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return first[: first.rfind(".", 0, next(ends, len(first))) + 1]
+def find_common_module(keys: Collection[str]) -> str:
+    """Return the path of the innermost module that contains all keys, with its dot, or ""."""
+    # All keys between the first and the last in order share the prefix of these two.
+    first, last = min(keys), max(keys)
+    differences = (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: first.rfind(".", 0, next(differences, len(first))) + 1]
 
 
-def _template(name: str) -> str:
-    return _NUMBER.sub("*", name)
+def _fold_numbers(key: str) -> str:
+    """Return the key with `*` for each number."""
+    return _NUMBER.sub("*", key)
 
 
 class _Subtree(NamedTuple):
-    """What is below a path, all of its numbers together."""
+    """The content below a path, for all of its numbers together."""
 
     size: int
     content: int
@@ -544,93 +609,120 @@ class _Subtree(NamedTuple):
     """The same without the numbers."""
 
 
-class _Side:
-    """The names of one side, and the subtrees in which nothing is paired, each unlike any other."""
+class _SubtreeIndex:
+    """The keys of one side, and its unpaired subtrees that are unlike any other."""
 
-    def __init__(self, found: KeyAlignment, side: int) -> None:
-        pairs = {**found.pairs, **found.mismatched}
+    def __init__(self, alignment: KeyAlignment, side: int) -> None:
+        """Find the subtrees without a pair whose content is unique on this side."""
+        pairs = {**alignment.pairs, **alignment.mismatched}
         used = pairs.keys() if side else {*pairs.values()}
-        slots = found.want if side else found.have
-        self.names = {n: full for n, full in found.today[side].items() if "*" not in n}
-        self.groups = _grouped(self.names)
+        slots = alignment.model_slots if side else alignment.file_slots
+        self.names = {
+            n: full_keys for n, full_keys in alignment.today[side].items() if "*" not in n
+        }
+        self.groups = _group_by_template(self.names)
         self.paths: set[str] = set()
         sizes: Counter[str] = Counter()
         contents: Counter[str] = Counter()
         kinds: Counter[str] = Counter()
-        closed: set[str] = set()
-        telling: set[str] = set()
-        for text, some in self.groups.items():
-            full = [self.names[name] for name in some]
-            shapes = [slots[one].shape for one in full]
-            numbers = map(tuple, map(_NUMBER.findall, some))
+        used_paths: set[str] = set()
+        distinctive: set[str] = set()
+        for text, keys in self.groups.items():
+            full_keys = [self.names[name] for name in keys]
+            shapes = [slots[key].shape for key in full_keys]
+            numbers = map(tuple, map(_NUMBER.findall, keys))
             content = sum(map(hash, zip(numbers, shapes, strict=True)))
             kind = sum(map(hash, shapes))
-            is_used = not used.isdisjoint(full)
-            tells = any(shape not in _SAYS_NOTHING for shape in shapes)
-            for at in ends(text):
-                path, rest = text[: at - 1], text[at:]
+            is_used = not used.isdisjoint(full_keys)
+            is_distinctive = any(shape not in _SAYS_NOTHING for shape in shapes)
+            for start in find_component_starts(text):
+                path, rest = text[: start - 1], text[start:]
                 self.paths.add(path)
                 if text.endswith(BATCHES):
                     continue
-                sizes[path] += len(some)
+                sizes[path] += len(keys)
                 contents[path] += hash((rest, content))
                 kinds[path] += hash((rest, kind))
                 if is_used:
-                    closed.add(path)
-                if tells or any(map(str.isalpha, rest.rpartition(".")[0])):
-                    telling.add(path)
-        every = {path: _Subtree(n, contents[path], kinds[path]) for path, n in sizes.items()}
-        often = Counter((tree.size, tree.kind) for tree in every.values())
+                    used_paths.add(path)
+                if is_distinctive or any(map(str.isalpha, rest.rpartition(".")[0])):
+                    distinctive.add(path)
+        subtrees = {path: _Subtree(n, contents[path], kinds[path]) for path, n in sizes.items()}
+        occurrences = Counter((tree.size, tree.kind) for tree in subtrees.values())
         self.free = {
             tree: path
-            for path, tree in every.items()
-            if path in telling and path not in closed and often[tree.size, tree.kind] == 1
+            for path, tree in subtrees.items()
+            if path in distinctive
+            and path not in used_paths
+            and occurrences[tree.size, tree.kind] == 1
         }
 
 
-def _as_rules(
-    chosen: Mapping[str, str], found: KeyAlignment, mine: _Side, theirs: _Side
+def _make_rules(
+    chosen: Mapping[str, str],
+    alignment: KeyAlignment,
+    file_side: _SubtreeIndex,
+    model_side: _SubtreeIndex,
 ) -> Iterator[Proposal]:
-    """Yield a rule for each renamed path, the deepest first."""
-    bare = {full: name for name, full in found.bare[0].items()}
+    """Yield a rule for each renamed subtree, the deepest first.
+
+    `chosen` maps paths of the file to paths of the model, with `*` for numbers.
+    """
+    bare = {file_key: name for name, file_key in alignment.bare[0].items()}
     below: dict[str, list[str]] = {path: [] for path in chosen}
-    for text, some in mine.groups.items():
-        path = next((text[: at - 1] for at in ends(text) if text[: at - 1] in chosen), None)
+    for template, keys in file_side.groups.items():
+        path = next(
+            (
+                template[: start - 1]
+                for start in find_component_starts(template)
+                if template[: start - 1] in chosen
+            ),
+            None,
+        )
         if path is not None:
-            below[path] += some
+            below[path] += keys
     changed: set[str] = set()
-    for path, other in sorted(chosen.items(), key=lambda one: -one[0].count(".")):
+    for path, model_path in sorted(chosen.items(), key=lambda item: -item[0].count(".")):
         if path in changed:  # the rule would change what an earlier rule has made
             continue
-        before, after = _pattern(path), _filled(other)
+        before, after = _make_path_pattern(path), _make_path_replacement(model_path)
         apply = regex_rule(rf"^{before}\.=>{after}.").apply
-        news = {apply(name): mine.names[name] for name in below[path]}
+        renamed = {apply(name): file_side.names[name] for name in below[path]}
         names = {
-            theirs.names[new]: full
-            for new, full in news.items()
-            if new in theirs.names and fits(found.have[full], found.want[theirs.names[new]])
+            model_side.names[key]: file_key
+            for key, file_key in renamed.items()
+            if key in model_side.names
+            and fits(alignment.file_slots[file_key], alignment.model_slots[model_side.names[key]])
         }
-        front = _front(news.values(), bare)
+        front = _find_common_front(renamed.values(), bare)
         if front is not None:
-            changed.update((other, *(other[: at - 1] for at in ends(other))))
-            yield Proposal(rf"^{escaped(front)}{before}\.=>{literal(front)}{after}.", names)
+            changed.update(
+                (
+                    model_path,
+                    *(model_path[: start - 1] for start in find_component_starts(model_path)),
+                )
+            )
+            yield Proposal(
+                rf"^{escape_regex(front)}{before}\.=>{escape_replacement(front)}{after}.", names
+            )
 
 
-def _pattern(path: str) -> str:
-    return escaped(path).replace(r"\*", r"(\d+)")
+def _make_path_pattern(path: str) -> str:
+    """Return a regular expression for a path, with a group for each `*`."""
+    return escape_regex(path).replace(r"\*", r"(\d+)")
 
 
-def _filled(path: str) -> str:
-    """Return a replacement for a path, with the numbers that `_pattern` has found for `*`."""
-    first, *others = literal(path).split("*")
+def _make_path_replacement(path: str) -> str:
+    """Return the replacement that writes a path with the numbers found by `_make_path_pattern`."""
+    first, *others = escape_replacement(path).split("*")
     return first + "".join(rf"\{n}{text}" for n, text in enumerate(others, 1))
 
 
-def escaped(text: str) -> str:
-    """Return a regular expression for the text, in which no arrow ends it."""
+def escape_regex(text: str) -> str:
+    """Return a regular expression for the text, without the separator "=>" of a rule."""
     return re.escape(text).replace("=>", "=[>]")
 
 
-def literal(text: str) -> str:
-    """Return what a rule has to say for the text to be put in."""
+def escape_replacement(text: str) -> str:
+    """Return a regular expression's replacement that inserts the text."""
     return text.replace("\\", r"\\")

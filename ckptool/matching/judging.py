@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from ckptool.core.finding import Finding
 from ckptool.core.names import group_families
 from ckptool.errors import MatchError, UsageError
-from ckptool.matching.align import common_module
+from ckptool.matching.align import find_common_module
 from ckptool.matching.known_renames import MERGE, has_adapter
-from ckptool.matching.report import Ambiguity, MatchReport, Renaming, most_allowed
+from ckptool.matching.report import Ambiguity, MatchReport, Renaming, max_allowed_keys
 from ckptool.remedies import Remedy, merge_remedies
 from ckptool.words import are, counted, listed, printable, shell
 
@@ -124,63 +124,71 @@ class Allowance:
         ):
             raise UsageError(f"min_coverage={least!r} is not a number from 0 to 1")
 
-    def takes_cast(self, *names: str) -> bool:
+    def allows_cast(self, *keys: str) -> bool:
         """Return True if a lossy cast is allowed for one of these keys."""
-        takes = _taker(self.lossy_cast or False)
-        return any(map(takes, names))
+        is_allowed = _make_key_test(self.lossy_cast or False)
+        return any(map(is_allowed, keys))
 
-    def judged(self, report: MatchReport) -> Judgement:
+    def judge(self, report: MatchReport) -> Judgement:
         """Return all problems, the most important first, and the arguments that help."""
-        missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
-        unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
-        takes = _taker(self.mismatched or False)
+        missing = _list_refused(report.missing_keys, self.missing, otherwise=not self.strict)
+        unexpected = _list_refused(
+            report.unexpected_keys, self.unexpected, otherwise=not self.strict
+        )
+        is_mismatch_allowed = _make_key_test(self.mismatched or False)
         shapes = [
-            (one.name, f" (file {list(one.shape)}, model {list(one.wanted)})")
-            for one in report.mismatched
-            if not (takes(one.name) or takes(one.own))
+            (row.name, f" (file {list(row.shape)}, model {list(row.wanted)})")
+            for row in report.mismatched
+            if not (is_mismatch_allowed(row.name) or is_mismatch_allowed(row.own))
         ]
         lossy = [
-            (one.name, f" {one.before} -> {one.after}{f' ({one.loss})' if one.loss else ''}")
-            for one in report.cast
-            if one.lossy and not self.takes_cast(one.name, one.own)
+            (row.name, f" {row.before} -> {row.after}{f' ({row.loss})' if row.loss else ''}")
+            for row in report.cast
+            if row.lossy and not self.allows_cast(row.name, row.own)
         ]
-        least, is_empty = self.min_coverage, _fits_nowhere(report)
-        is_nothing = is_empty and least != 0
-        is_short = least is not None and report.coverage < least and not is_empty
+        min_coverage, is_empty = self.min_coverage, _is_nothing_loaded(report)
+        is_nothing = is_empty and min_coverage != 0
+        is_short = min_coverage is not None and report.coverage < min_coverage and not is_empty
         refused = {*missing, *unexpected}
         unclear = [
-            one for one in report.ambiguous if is_nothing or refused & {*one.names, *one.candidates}
+            row for row in report.ambiguous if is_nothing or refused & {*row.names, *row.candidates}
         ]
-        wrong = [name for name, _ in shapes]
-        short = (
-            f"{_percent(report.coverage)} of the model's parameters would be loaded, expected at "
-            f"least {100 * (least or 0):.6g}%"
+        mismatched = [key for key, _ in shapes]
+        coverage_text = (
+            f"{_format_percent(report.coverage)} of the model's parameters would be loaded, "
+            f"expected at least {100 * (min_coverage or 0):.6g}%"
         )
-        ways = [
-            _way(report, proposed, (missing, unexpected, wrong), unclear)
-            for proposed in (_chosen(report, unclear) if refused or is_nothing else [()])
+        remedies = [
+            _find_remedy(report, proposed, (missing, unexpected, mismatched), unclear)
+            for proposed in (
+                _group_proposed_rules(report, unclear) if refused or is_nothing else [()]
+            )
         ]
-        usable = [way for way in ways if way.arguments]
-        has_rules = any(name == "rename" for way in usable for name, _ in way.arguments)
-        is_allowed = bool(usable) and not (has_rules or is_nothing or is_short)
+        usable = [remedy for remedy in remedies if remedy.arguments]
+        has_rules = any(
+            argument == "rename" for remedy in usable for argument, _ in remedy.arguments
+        )
+        can_allow = bool(usable) and not (has_rules or is_nothing or is_short)
         question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NONE
         problems = tuple(
             chain(
-                _nothing(report) if is_nothing and not shapes else (),
-                _ambiguous(unclear, question),
-                _layout(report),
-                _left("mismatched", shapes, "of another shape", is_allowed=is_allowed),
+                _find_no_match(report) if is_nothing and not shapes else (),
+                _find_ambiguity(unclear, question),
+                _find_unknown_layout(report),
+                _find_unmatched("mismatched", shapes, "of another shape", is_allowed=can_allow),
                 *(
-                    _left(kind, [(name, "") for name in names], what, is_allowed=is_allowed, most=4)
-                    for kind, names, what in (
+                    _find_unmatched(
+                        kind, [(key, "") for key in keys], text, is_allowed=can_allow, max_keys=4
+                    )
+                    for kind, keys, text in (
                         ("missing", missing, "missing from the file"),
                         ("unexpected", unexpected, "not in the model"),
                     )
                 ),
-                _untied(report),
-                _left("lossy-cast", lossy, "changed by a cast"),
-                [MatchFinding("coverage", short)] if is_short else (),
-                _optimizer(report),
+                _find_untied(report),
+                _find_unmatched("lossy-cast", lossy, "changed by a cast"),
+                [MatchFinding("coverage", coverage_text)] if is_short else (),
+                _find_optimizer_problems(report),
             )
         )
         kinds = {problem.kind: problem.remedy for problem in reversed(problems)}
@@ -188,19 +196,21 @@ class Allowance:
             return Judgement(problems, _UNTIED)
         if not has_rules and (is_nothing or is_short):  # no allowance helps
             share = _NONE if report.proposed else kinds.get("coverage", _NONE)
-            return Judgement(problems, share or (_NONE if usable else ways[0]))
-        if not usable and ways[0]:
-            return Judgement(problems, ways[0])
-        beside = [kinds.get(kind, _NONE) for kind in ("layout", "lossy-cast", "optimizer")]
-        first, *others = [_all_of([way, *beside]) for way in usable or [_NONE]]
+            return Judgement(problems, share or (_NONE if usable else remedies[0]))
+        if not usable and remedies[0]:
+            return Judgement(problems, remedies[0])
+        other_remedies = [kinds.get(kind, _NONE) for kind in ("layout", "lossy-cast", "optimizer")]
+        first, *others = [
+            _combine_remedies([remedy, *other_remedies]) for remedy in usable or [_NONE]
+        ]
         return Judgement(problems, first._replace(instead=(*first.instead, *others)))
 
-    def refusal(self, report: MatchReport) -> MatchError | None:
+    def refusal_error(self, report: MatchReport) -> MatchError | None:
         """Return the error to raise, or None if the report is accepted.
 
         Its text has the three most useful lines, its remedy the arguments that help most.
         """
-        judgement = self.judged(report)
+        judgement = self.judge(report)
         if judgement.accepted:
             return None
         texts = [problem.text for problem in judgement.problems]
@@ -211,7 +221,7 @@ class Allowance:
         )
         if judgement.is_of_the_optimizer:
             verdict = f"{f'{file}: ' if file else ''}the optimizer state cannot be loaded"
-        lines = [f"{verdict}: {texts.pop(0) if is_whole else _share(report)}", *texts[:2]]
+        lines = [f"{verdict}: {texts.pop(0) if is_whole else _describe_share(report)}", *texts[:2]]
         if report.proposed and judgement.remedy.arguments:
             lines[-1] += "; the rules in the hint match more, but were not applied"
         return MatchError(
@@ -222,23 +232,26 @@ class Allowance:
         )
 
 
-def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool) -> list[str]:
-    takes = _taker(otherwise if allowed is None else allowed)
-    return [name for name in names if not takes(name)]
+def _list_refused(keys: Iterable[str], allowed: Allowed, *, otherwise: bool) -> list[str]:
+    """Return the keys that are not allowed; `otherwise` decides if `allowed` is None."""
+    is_allowed = _make_key_test(otherwise if allowed is None else allowed)
+    return [key for key in keys if not is_allowed(key)]
 
 
-def _taker(allowed: bool | str | Sequence[str]) -> Callable[[str], Any]:
+def _make_key_test(allowed: bool | str | Sequence[str]) -> Callable[[str], Any]:
+    """Return a function from a key to true if the key is allowed."""
     if isinstance(allowed, bool):
-        return lambda name: allowed
-    return _matching((allowed,) if isinstance(allowed, str) else tuple(allowed))
+        return lambda key: allowed
+    return _compile_globs((allowed,) if isinstance(allowed, str) else tuple(allowed))
 
 
 @lru_cache(maxsize=16)
-def _matching(globs: tuple[str, ...]) -> Callable[[str], Any]:
+def _compile_globs(globs: tuple[str, ...]) -> Callable[[str], Any]:
+    """Return the `match` method of a regular expression for all globs."""
     return re.compile("|".join(map(translate, globs)) or "(?!)").match
 
 
-def _fits_nowhere(report: MatchReport) -> bool:
+def _is_nothing_loaded(report: MatchReport) -> bool:
     """Return True if nothing matches, or no parameter."""
     if report.undecided:
         return False
@@ -247,61 +260,67 @@ def _fits_nowhere(report: MatchReport) -> bool:
     return report.parameters > 0 and not report.loaded
 
 
-def _chosen(report: MatchReport, unclear: Sequence[Ambiguity]) -> list[Sequence[Renaming]]:
+def _group_proposed_rules(
+    report: MatchReport, unclear: Sequence[Ambiguity]
+) -> list[Sequence[Renaming]]:
     """Return the proposed rules to apply together, one group for each possible answer."""
-    asked = {rule for one in unclear for rule in one.rules}
-    if any(one.rules for one in report.ambiguous):
-        return [[one] for one in report.proposed if one.rule in asked] or [()]
+    question_rules = {rule for ambiguity in unclear for rule in ambiguity.rules}
+    if any(ambiguity.rules for ambiguity in report.ambiguous):
+        return [[renaming] for renaming in report.proposed if renaming.rule in question_rules] or [
+            ()
+        ]
     return [report.proposed]
 
 
-def _way(
+def _find_remedy(
     report: MatchReport,
     proposed: Sequence[Renaming],
-    left: tuple[Sequence[str], Sequence[str], Sequence[str]],
+    unmatched: tuple[Sequence[str], Sequence[str], Sequence[str]],
     unclear: Sequence[Ambiguity],
 ) -> Remedy:
-    """Return the proposed rules and the allowances needed after them, or why they are too many.
+    """Return the proposed rules and the allowances needed after them, or a note if too many.
 
-    `left` are the missing, unexpected and mismatched keys.
+    `unmatched` are the missing, unexpected and mismatched keys.
     """
-    done = {name for one in proposed for pair in one.names for name in pair}
-    missing, unexpected = ([name for name in names if name not in done] for names in left[:2])
-    rest = {*missing, *unexpected}
-    if any(not one.rules and rest & {*one.names, *one.candidates} for one in unclear):
+    resolved = {key for renaming in proposed for pair in renaming.names for key in pair}
+    missing, unexpected = ([key for key in names if key not in resolved] for names in unmatched[:2])
+    remaining = {*missing, *unexpected}
+    if any(not row.rules and remaining & {*row.names, *row.candidates} for row in unclear):
         return _UNDECIDED
     after = ", even after the proposed rules" if proposed and not report.recipe else ""
-    lost = len(missing) + len(left[2])
-    if text := difference(report, lost, unexpected, is_renamed=bool(proposed)):
+    n_lost = len(missing) + len(unmatched[2])
+    if text := explain_misfit(report, n_lost, unexpected, is_renamed=bool(proposed)):
         return Remedy(note=f"{text}{after if text != MERGE else ''}")
-    remedies = [Remedy((("rename", tuple(one.rule for one in proposed)),))] if proposed else []
+    remedies = (
+        [Remedy((("rename", tuple(renaming.rule for renaming in proposed)),))] if proposed else []
+    )
     notes = []
     for argument, names, text in (
-        ("allow_mismatched", left[2], "the model keeps its own"),
+        ("allow_mismatched", unmatched[2], "the model keeps its own"),
         ("allow_missing", missing, "the model keeps its own"),
         ("allow_unexpected", unexpected, "left out:"),
     ):
         if names:
-            remedies.append(_allowing(argument, names))
-            notes.append(f"{text} {_folded(names, most=3)}")
-    found = _all_of(remedies)
-    is_told = proposed and notes and found.arguments
-    return found._replace(note=f" ({'; '.join(notes)})") if is_told else found
+            remedies.append(_make_allowance(argument, names))
+            notes.append(f"{text} {_fold_keys(names, max_keys=3)}")
+    remedy = _combine_remedies(remedies)
+    needs_note = proposed and notes and remedy.arguments
+    return remedy._replace(note=f" ({'; '.join(notes)})") if needs_note else remedy
 
 
-def difference(
-    report: MatchReport, lost: int, unexpected: Sequence[str], *, is_renamed: bool = False
+def explain_misfit(
+    report: MatchReport, n_lost: int, unexpected: Sequence[str], *, is_renamed: bool = False
 ) -> str:
-    """Return why a file cannot be for the model, or "" if it may be.
+    """Return the reason why a file cannot be for the model, or "" if it may be.
 
     Args:
         report: The result of the match.
-        lost: The number of model tensors that are not in the file, or have another shape.
+        n_lost: The number of model tensors that are not in the file, or have another shape.
         unexpected: The file keys that the model does not have.
-        is_renamed: True if these are counted after proposed rules.
+        is_renamed: True if these are counted after the proposed rules.
     """
-    most = most_allowed(report.names)
-    known = (own for one in report.renamed if one.kind == "known" for own, _ in one.names)
+    max_keys = max_allowed_keys(report.names)
+    known = (key for rule in report.renamed if rule.kind == "known" for key, _ in rule.names)
     if has_adapter(unexpected, known):
         return MERGE
     if report.recipe:
@@ -309,18 +328,19 @@ def difference(
         file = shell(report.file) if report.file else "FILE"
         return f"{text}: ckptool convert {file} OUT --recipe {report.recipe}"
     # Integers in place of fractions are useless without their scales.
-    if unexpected and any("float" in one.after and "int" in one.before for one in report.cast):
+    if unexpected and any("float" in cast.after and "int" in cast.before for cast in report.cast):
         return "the file has quantized weights: integers, with scales under other keys"
-    if lost > most:
-        text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
+    if n_lost > max_keys:
+        text = f"{n_lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
         return f"the architectures differ: {text}"
-    if len(unexpected) > most and (lost or not is_renamed):
+    if len(unexpected) > max_keys and (n_lost or not is_renamed):
         text = f"the file has {counted(len(unexpected), 'tensor')} that the model does not have"
         return f"the architectures differ: {text}"
     return ""
 
 
-def _nothing(report: MatchReport) -> Iterator[MatchFinding]:
+def _find_no_match(report: MatchReport) -> Iterator[MatchFinding]:
+    """Yield the problem of a report in which nothing is loaded."""
     if report.mismatched:
         text = "nothing is left to load: the common keys have other shapes"
         note = " to leave the model unchanged"
@@ -332,73 +352,88 @@ def _nothing(report: MatchReport) -> Iterator[MatchFinding]:
         )
         yield MatchFinding("coverage", text, remedy=_OTHER)
     else:
-        own, wanted = _folded(report.unexpected_keys, 2), _folded(report.missing_keys, 2)
-        own = own if report.unexpected_keys else "no tensors"
-        text = f"no key matches: the file has {own}; the model has {wanted}"
+        file_keys, model_keys = (
+            _fold_keys(report.unexpected_keys, 2),
+            _fold_keys(report.missing_keys, 2),
+        )
+        file_keys = file_keys if report.unexpected_keys else "no tensors"
+        text = f"no key matches: the file has {file_keys}; the model has {model_keys}"
         yield MatchFinding("coverage", text, remedy=_OTHER)
 
 
-def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[MatchFinding]:
+def _find_ambiguity(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[MatchFinding]:
+    """Yield one problem for all ambiguous keys, if there are any."""
     if unclear:
         first, others = unclear[0], len(unclear) - 1
         more = f", and {counted(others, 'more such key')}" if others else ""
-        text = f"ambiguous: {_folded(first.names)} could be {_folded(first.candidates)}{more}"
+        text = f"ambiguous: {_fold_keys(first.names)} could be {_fold_keys(first.candidates)}{more}"
         yield MatchFinding("ambiguous", text, remedy=remedy)
 
 
-def _layout(report: MatchReport) -> Iterator[MatchFinding]:
+def _find_unknown_layout(report: MatchReport) -> Iterator[MatchFinding]:
+    """Yield one problem for all tensors with an unknown order of axes."""
     if report.undecided:
         reasons: dict[str, list[str]] = {}
-        for one in report.undecided:
-            reasons.setdefault(one.reason, []).append(one.name)
-        texts = [f"{_folded(names, most=3)} ({reason})" for reason, names in reasons.items()]
-        globs = _globs_of([one.name for one in report.undecided]) or ("*",)
+        for row in report.undecided:
+            reasons.setdefault(row.reason, []).append(row.name)
+        texts = [f"{_fold_keys(keys, max_keys=3)} ({reason})" for reason, keys in reasons.items()]
+        globs = _find_globs([row.name for row in report.undecided]) or ("*",)
         remedy = Remedy(
             (("transpose", globs),),
             " if the axes are [..., in, out]",
             instead=(Remedy((("no_transpose", globs),), " if the axes are in torch's order"),),
         )
-        many = counted(len(report.undecided), "tensor")
-        text = f"the order of the axes is unknown for {many}: {listed(texts, most=3)}"
+        count = counted(len(report.undecided), "tensor")
+        text = f"the order of the axes is unknown for {count}: {listed(texts, most=3)}"
         yield MatchFinding("layout", text, remedy=remedy)
 
 
-def _left(
-    kind: str, rows: Sequence[tuple[str, str]], what: str, *, is_allowed: bool = True, most: int = 3
+def _find_unmatched(
+    kind: str,
+    rows: Sequence[tuple[str, str]],
+    fact: str,
+    *,
+    is_allowed: bool = True,
+    max_keys: int = 3,
 ) -> Iterator[MatchFinding]:
-    """Yield a problem for tensors, given as keys with a detail each."""
+    """Yield one problem for tensors of a kind, given as keys with a detail each."""
     if rows:
-        many = f"{counted(len(rows), 'tensor')} {are(len(rows))}"
+        count = f"{counted(len(rows), 'tensor')} {are(len(rows))}"
         argument = f"allow_{kind.replace('-', '_')}"
-        remedy = _allowing(argument, [name for name, _ in rows]) if is_allowed else _NONE
-        yield MatchFinding(kind, f"{many} {what}: {_listed(rows, most)}", remedy=remedy)
+        remedy = _make_allowance(argument, [name for name, _ in rows]) if is_allowed else _NONE
+        yield MatchFinding(kind, f"{count} {fact}: {_list_rows(rows, max_keys)}", remedy=remedy)
 
 
-def _optimizer(report: MatchReport) -> Iterator[MatchFinding]:
-    found = report.optimizer
-    if found is None:
+def _find_optimizer_problems(report: MatchReport) -> Iterator[MatchFinding]:
+    """Yield the problems of the optimizer state; the first has the remedy."""
+    optimizer = report.optimizer
+    if optimizer is None:
         return
-    remedy = Remedy(note=found.remedy) if isinstance(found.remedy, str) else found.remedy
-    for text in found.problems:
+    remedy = (
+        Remedy(note=optimizer.remedy) if isinstance(optimizer.remedy, str) else optimizer.remedy
+    )
+    for text in optimizer.problems:
         yield MatchFinding("optimizer", text, remedy=remedy)
         remedy = _NONE
 
 
-def _untied(report: MatchReport) -> Iterator[MatchFinding]:
-    for names in report.untied:
-        text = f"{_folded(names)} are tied in the model, but differ in the file"
+def _find_untied(report: MatchReport) -> Iterator[MatchFinding]:
+    """Yield a problem for each group of keys that is tied only in the model."""
+    for keys in report.untied:
+        text = f"{_fold_keys(keys)} are tied in the model, but differ in the file"
         yield MatchFinding("untied", text, remedy=_UNTIED)
 
 
-def _share(report: MatchReport) -> str:
+def _describe_share(report: MatchReport) -> str:
+    """Return a phrase for the matching share: `2 of 8 tensors match (25% of the parameters)`."""
     if not report.names:
         return "the model has no tensors"
     part = f"{report.fitting:,} of {counted(report.names, 'tensor')}"
     verb = "matches" if report.fitting == 1 else "match"
-    return f"{part} {verb} ({_percent(report.coverage)} of the parameters)"
+    return f"{part} {verb} ({_format_percent(report.coverage)} of the parameters)"
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     """Return the share with one digit; 0% and 100% only for exactly 0 and 1."""
     if share in (0, 1):
         return f"{share:.0%}"
@@ -407,49 +442,53 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share <= 1 - _SMALL else ">99.9%"
 
 
-def _all_of(remedies: Sequence[Remedy]) -> Remedy:
-    """Return all remedies together, or only the impossible one, if any."""
-    given = [one for one in remedies if one]
-    return next((one for one in given if one is _SCATTERED), merge_remedies(given))
+def _combine_remedies(remedies: Sequence[Remedy]) -> Remedy:
+    """Return all remedies in one, or only `_SCATTERED` if it is among them."""
+    given = [remedy for remedy in remedies if remedy]
+    return next((remedy for remedy in given if remedy is _SCATTERED), merge_remedies(given))
 
 
-def _allowing(argument: str, names: Sequence[str]) -> Remedy:
-    globs = _globs_of(names)
+def _make_allowance(argument: str, keys: Sequence[str]) -> Remedy:
+    """Return the argument that allows these keys, or `_SCATTERED` if they need too many globs."""
+    globs = _find_globs(keys)
     if not globs:
         return _SCATTERED
-    only = globs[0] if len(globs) == 1 < len(names) else globs
-    return Remedy(((argument, only),))
+    value = globs[0] if len(globs) == 1 < len(keys) else globs
+    return Remedy(((argument, value),))
 
 
-def _globs_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys if they are few, otherwise globs of their common modules."""
-    if len(names) <= _MOST_NAMED and all(len(name) <= _LONGEST for name in names):
-        return tuple(map(escaped_glob, dict.fromkeys(names)))
-    above = common_module(names)
+def _find_globs(keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys if they are few, otherwise globs of their modules, or () if too many."""
+    if len(keys) <= _MOST_NAMED and all(len(key) <= _LONGEST for key in keys):
+        return tuple(map(escaped_glob, dict.fromkeys(keys)))
+    common = find_common_module(keys)
     groups: dict[str, list[str]] = {}
-    for name in names:
-        word = name[len(above) :].partition(".")[0]
-        groups.setdefault("0" if word.isdigit() else word, []).append(name)
-    found = []
-    for some in groups.values():
-        module = common_module(some)
-        single = len(some) == 1 and len(some[0]) <= _LONGEST
-        if not single and not module:
+    for key in keys:
+        word = key[len(common) :].partition(".")[0]
+        groups.setdefault("0" if word.isdigit() else word, []).append(key)
+    globs = []
+    for group in groups.values():
+        module = find_common_module(group)
+        is_single = len(group) == 1 and len(group[0]) <= _LONGEST
+        if not is_single and not module:
             return ()
-        found.append(escaped_glob(some[0]) if single else f"{escaped_glob(module)}*")
-    if len(found) > _MOST_GLOBS and above:
-        found = [f"{escaped_glob(above)}*"]
-    readable = len(found) <= _MOST_GLOBS and all(len(glob) <= _LONGEST for glob in found)
-    return tuple(dict.fromkeys(found)) if readable else ()
+        globs.append(escaped_glob(group[0]) if is_single else f"{escaped_glob(module)}*")
+    if len(globs) > _MOST_GLOBS and common:
+        globs = [f"{escaped_glob(common)}*"]
+    is_readable = len(globs) <= _MOST_GLOBS and all(len(glob) <= _LONGEST for glob in globs)
+    return tuple(dict.fromkeys(globs)) if is_readable else ()
 
 
-def _folded(names: Sequence[str], most: int = 4) -> str:
+def _fold_keys(keys: Sequence[str], max_keys: int = 4) -> str:
     """Return `layers.{0..31}.weight, head.bias, and 4 more`."""
-    return _listed([(name, "") for name in names], most)
+    return _list_rows([(key, "") for key in keys], max_keys)
 
 
-def _listed(rows: Sequence[tuple[str, str]], most: int) -> str:
+def _list_rows(rows: Sequence[tuple[str, str]], max_rows: int) -> str:
     """List keys with their details; fold repeated layers with the same detail."""
-    few = rows[:_MOST_FOLDED]
-    shown = [f"{one.label}{few[one.numbers[0]][1]}" for one in group_families(few)]
-    return listed([*shown, *(name + text for name, text in rows[_MOST_FOLDED:])], most)
+    folded_rows = rows[:_MOST_FOLDED]
+    shown = [
+        f"{family.label}{folded_rows[family.numbers[0]][1]}"
+        for family in group_families(folded_rows)
+    ]
+    return listed([*shown, *(key + text for key, text in rows[_MOST_FOLDED:])], max_rows)

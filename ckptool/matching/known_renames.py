@@ -21,9 +21,9 @@ class Respelling(NamedTuple):
     old: str
     new: str
 
-    def of(self, name: str) -> str:
-        """Return a name that ends with `old`, with `new` instead."""
-        return name[: len(name) - len(self.old)] + self.new
+    def respell(self, key: str) -> str:
+        """Return a key that ends with `old` so that it ends with `new`."""
+        return key[: len(key) - len(self.old)] + self.new
 
 
 ENDINGS: tuple[dict[str, str], ...] = (
@@ -87,103 +87,106 @@ _MARKS = (".default", ".base_layer.", ".original_module.")
 
 
 def has_adapter(unexpected: Collection[str], known: Iterable[str]) -> bool:
-    """Return whether PEFT trained tensors that a model does not take.
+    """Return True if the file has tensors trained by PEFT that the model does not have.
 
     Args:
-        unexpected: The file's names that the model does not have.
-        known: The file's names in PEFT's spelling that are the model's in its own.
+        unexpected: The file's keys that the model does not have.
+        known: The file's keys in PEFT's spelling that match keys of the model.
     """
-    return any(ADAPTER.search(name) or ".modules_to_save." in name for name in unexpected) or (
-        bool(unexpected) and any(".base_layer." in name for name in known)
+    return any(ADAPTER.search(key) or ".modules_to_save." in key for key in unexpected) or (
+        bool(unexpected) and any(".base_layer." in key for key in known)
     )
 
 
-def respellings(names: Collection[str]) -> dict[str, Respelling]:
-    """Return the names in an old spelling, each with what changes.
+def find_respellings(keys: Collection[str]) -> dict[str, Respelling]:
+    """Return the keys in an old spelling, each with its respelling.
 
-    A spelling that would make two names one is left out, and so is one of which a part is missing.
+    A respelling that would give an existing key is left out, as is a key of an incomplete group.
     """
-    text = "\n".join((*names, ""))
-    found: dict[str, Respelling] = {}
+    text = "\n".join((*keys, ""))
+    respelled: dict[str, Respelling] = {}
     if any(f"{end}\n" in text for end in (*_FIRST, *_AFFINE)):
-        found.update(_normed(names))
-        found.update(_affine(names))
+        respelled.update(_respell_norms(keys))
+        respelled.update(_respell_affine(keys))
     if any(mark in text for mark in _MARKS):
-        found.update(_adapted(names))
-    return found
+        respelled.update(_respell_adapters(keys))
+    return respelled
 
 
-def _normed(names: Collection[str]) -> Iterator[tuple[str, Respelling]]:
-    for first, row in zip(_FIRST, ENDINGS, strict=True):
-        for name in names:
-            stem = name.removesuffix(first)
+def _respell_norms(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]:
+    """Yield the keys of complete `weight_norm` and `spectral_norm` groups, with respellings."""
+    for first_ending, endings in zip(_FIRST, ENDINGS, strict=True):
+        for first_key in keys:
+            stem = first_key.removesuffix(first_ending)
             weight = stem.rpartition(".")[2]
-            if stem == name or not weight:
+            if stem == first_key or not weight:
                 continue
-            parts = [Respelling(old.format(weight), new.format(weight)) for old, new in row.items()]
+            parts = [
+                Respelling(old.format(weight), new.format(weight)) for old, new in endings.items()
+            ]
             group = {stem[: len(stem) - len(weight)] + part.old: part for part in parts}
-            if all(one in names for one in group) and not any(
-                part.of(one) in names for one, part in group.items()
+            if all(key in keys for key in group) and not any(
+                part.respell(key) in keys for key, part in group.items()
             ):
                 yield from group.items()
 
 
-def _affine(names: Collection[str]) -> Iterator[tuple[str, Respelling]]:
-    """Yield those of modules that have neither `weight` nor `bias`."""
-    for name in names:
-        module, dot, last = name.rpartition(".")
-        if last in _AFFINE and not any(f"{module}{dot}{new}" in names for new in _AFFINE.values()):
-            yield name, Respelling(last, _AFFINE[last])
+def _respell_affine(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]:
+    """Yield `gamma` and `beta` of modules without `weight` and `bias`, with their respellings."""
+    for key in keys:
+        module, dot, last = key.rpartition(".")
+        if last in _AFFINE and not any(f"{module}{dot}{new}" in keys for new in _AFFINE.values()):
+            yield key, Respelling(last, _AFFINE[last])
 
 
-def _adapted(names: Collection[str]) -> Iterator[tuple[str, Respelling]]:
-    """Yield the names of layers with an adapter.
+def _respell_adapters(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]:
+    """Yield the keys of layers with an adapter, with their respellings.
 
-    PEFT's files leave the adapter's name out (`get_peft_model_state_dict`): `default` goes where
-    it is the only adapter. `modules_to_save` is what was trained; `original_module` only counts
-    where there is nothing else.
+    PEFT's files leave the adapter's name out (`get_peft_model_state_dict`), so `default` is removed
+    if it is the only adapter. `modules_to_save` has the trained values; `original_module` counts
+    only if there is no trained copy.
     """
-    marked = [name for name in names if any(mark in name for mark in _MARKS)]
-    adapters = {found[2] for name in names if (found := NAMED_ADAPTER.search(name))}
-    saved = {name.partition(".modules_to_save.")[0] for name in names if ".modules_to_" in name}
-    for name in marked:
-        if adapters == {"default"} and (found := _DEFAULT.search(name)):
-            part = Respelling(f"{found[1]}.default{found[2]}", found[1] + found[2])
-        elif found := _BASE.search(name):
-            part = Respelling(found[0], f"{found[1]}.{found[2]}")
-        elif found := _SAVED.search(name):
-            part = Respelling(f"modules_to_save.default.{found[1]}", found[1])
-        elif found := _ORIGINAL.search(name):
-            if name[: found.start(1) - len(".original_module.")] in saved:
+    marked = [key for key in keys if any(mark in key for mark in _MARKS)]
+    adapters = {match[2] for key in keys if (match := NAMED_ADAPTER.search(key))}
+    saved = {key.partition(".modules_to_save.")[0] for key in keys if ".modules_to_" in key}
+    for key in marked:
+        if adapters == {"default"} and (match := _DEFAULT.search(key)):
+            respelling = Respelling(f"{match[1]}.default{match[2]}", match[1] + match[2])
+        elif match := _BASE.search(key):
+            respelling = Respelling(match[0], f"{match[1]}.{match[2]}")
+        elif match := _SAVED.search(key):
+            respelling = Respelling(f"modules_to_save.default.{match[1]}", match[1])
+        elif match := _ORIGINAL.search(key):
+            if key[: match.start(1) - len(".original_module.")] in saved:
                 continue
-            part = Respelling(f"original_module.{found[1]}", found[1])
+            respelling = Respelling(f"original_module.{match[1]}", match[1])
         else:
             continue
-        if part.of(name) not in names:
-            yield name, part
+        if respelling.respell(key) not in keys:
+            yield key, respelling
 
 
-def beside(counter: str) -> str:
-    """Return the name of the running mean beside a counter of batches."""
+def running_mean_key(counter: str) -> str:
+    """Return the key of the running mean in the module of a batch counter."""
     return f"{counter.removesuffix(BATCHES)}running_mean"
 
 
-def uncounted(
-    missing: Collection[str], own: Mapping[str, str], versions: Mapping[str, Any] | None
+def find_optional_counters(
+    missing: Collection[str], file_keys: Mapping[str, str], versions: Mapping[str, Any] | None
 ) -> set[str]:
-    """Return the missing counters that BatchNorm does not ask for in a state of these versions.
+    """Return the missing counters that BatchNorm does not require from a state of these versions.
 
-    `own` are the names in the file of those that are there. torch/nn/modules/batchnorm.py,
+    `file_keys` maps model keys to file keys. torch/nn/modules/batchnorm.py,
     `_NormBase._load_from_state_dict`: files from before torch 0.4.1 have no such counter.
     """
-    counters = {name for name in missing if name.rpartition(".")[2] == BATCHES}
+    counters = {counter for counter in missing if counter.rpartition(".")[2] == BATCHES}
     if not counters or not versions:
         return counters
-    free = set()
-    for name in counters:
-        near = beside(name)
-        held = versions.get(own.get(near, near).rpartition(".")[0])
-        version = held.get("version") if isinstance(held, dict) else None
+    optional = set()
+    for counter in counters:
+        mean_key = running_mean_key(counter)
+        metadata = versions.get(file_keys.get(mean_key, mean_key).rpartition(".")[0])
+        version = metadata.get("version") if isinstance(metadata, dict) else None
         if not (isinstance(version, int) and version >= _COUNTED_SINCE):
-            free.add(name)
-    return free
+            optional.add(counter)
+    return optional

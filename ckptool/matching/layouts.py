@@ -60,7 +60,7 @@ class TransposeRules(NamedTuple):
     """Globs, which take precedence over `transpose`."""
 
     @classmethod
-    def of(cls, transpose: Iterable[str], no_transpose: Iterable[str]) -> TransposeRules:
+    def parse(cls, transpose: Iterable[str], no_transpose: Iterable[str]) -> TransposeRules:
         """Read `GLOB` and `GLOB=AXES`.
 
         Raises:
@@ -69,176 +69,198 @@ class TransposeRules(NamedTuple):
         read = []
         for text in transpose:
             glob, _, numbers = text.partition("=")
-            axes = tuple(int(one) if one.isdecimal() else -1 for one in numbers.split(",") if one)
+            axes = tuple(
+                int(axis) if axis.isdecimal() else -1 for axis in numbers.split(",") if axis
+            )
             if sorted(axes) != list(range(len(axes))):
                 raise UsageError(f"'{printable(text)}' is not a permutation of axes", hint=_HINT)
             read.append((glob, axes))
         return cls(tuple(read), tuple(no_transpose))
 
-    def axes(self, name: str, dimensions: int) -> Axes | None:
+    def axes_for(self, key: str, dimensions: int) -> Axes | None:
         """Return the user's axes for a model tensor, or None.
 
         Raises:
             UsageError: if the number of axes differs.
         """
-        if any(fnmatchcase(name, glob) for glob in self.no_transpose):
+        if any(fnmatchcase(key, glob) for glob in self.no_transpose):
             return tuple(range(dimensions))
         for glob, axes in self.transpose:
-            if fnmatchcase(name, glob):
+            if fnmatchcase(key, glob):
                 if len(axes) not in (0, dimensions):
-                    what = f"{printable(name)!r} has {dimensions} axes, but {len(axes)} are given"
+                    what = f"{printable(key)!r} has {dimensions} axes, but {len(axes)} are given"
                     raise UsageError(what, hint=_HINT)
-                return axes or _as_kernel(dimensions)
+                return axes or _kernel_axes(dimensions)
         return None
 
 
-def _as_kernel(dimensions: int) -> Axes:
+def _kernel_axes(dimensions: int) -> Axes:
     """Return the axes of [..., in, out] in the order [out, in, ...]."""
     return (dimensions - 1, dimensions - 2, *range(dimensions - 2))
 
 
-def kinds_of(modules: Iterable[tuple[str, Any]]) -> Kinds:
+def find_kinds(modules: Iterable[tuple[str, Any]]) -> Kinds:
     """Return the kind of each parameter, from the modules with their paths in order.
 
     A Linear may follow a Flatten, with inputs in another order than in torch, if the channels of a
     convolution divide its inputs, and neither the layer nor the convolution before has as many.
     """
-    every = list(modules)
-    channels = {_size(module, "out_channels") for _, module in every} - {0}
+    named_modules = list(modules)
+    channels = {_read_size(module, "out_channels") for _, module in named_modules} - {0}
     kinds: dict[str, str] = {}
     width = last = 0
-    for path, module in every:
-        word, inputs = _class_of(module), _size(module, "in_features")
-        kind = _TYPES.get(word, word)
-        if word.startswith("ConvTranspose"):
-            kind = f"{word}, which Flax mirrors unless transpose_kernel=True"
-        elif _size(module, "groups") > 1:
-            kind = f"{word} with {module.groups} groups"
-        elif inputs not in (0, width, last) and not all(inputs % one for one in channels):
-            kind = f"{word} that may follow a Flatten, which has another order in torch"
-        width = next(filter(None, (_size(module, one) for one in _WIDTHS)), width)
-        last = _size(module, "out_channels") or last
-        for own in module._parameters:
-            kinds[f"{path}.{own}".lstrip(".")] = kind if own == "weight" else word
+    for path, module in named_modules:
+        class_name, inputs = _name_class(module), _read_size(module, "in_features")
+        kind = _TYPES.get(class_name, class_name)
+        if class_name.startswith("ConvTranspose"):
+            kind = f"{class_name}, which Flax mirrors unless transpose_kernel=True"
+        elif _read_size(module, "groups") > 1:
+            kind = f"{class_name} with {module.groups} groups"
+        elif inputs not in (0, width, last) and not all(inputs % count for count in channels):
+            kind = f"{class_name} that may follow a Flatten, which has another order in torch"
+        width = next(
+            filter(None, (_read_size(module, width_name) for width_name in _WIDTHS)), width
+        )
+        last = _read_size(module, "out_channels") or last
+        for parameter in module._parameters:
+            kinds[f"{path}.{parameter}".lstrip(".")] = kind if parameter == "weight" else class_name
     return kinds
 
 
-def _size(module: Any, name: str) -> int:
+def _read_size(module: Any, attribute: str) -> int:
     """Return a size attribute of a module, or the last of several sizes; 0 if it is not a size."""
-    size = vars(module).get(name)
+    size = vars(module).get(attribute)
     if isinstance(size, (tuple, list)) and size:
         size = size[-1]
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def _class_of(module: Any) -> str:
+def _name_class(module: Any) -> str:
     """Return the name of the nearest class that decides axes, or of the class itself."""
-    names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
-    own = [name.rpartition(".")[2] if name.startswith("torch.") else name for name in names]
-    return next((name for name in own if name in _TYPES), own[0])
+    names = [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
+    short_names = [name.rpartition(".")[2] if name.startswith("torch.") else name for name in names]
+    return next((name for name in short_names if name in _TYPES), short_names[0])
 
 
-def wanted_by(want: Mapping[str, Slot], kinds: Kinds | None, choices: TransposeRules) -> Slots:
+def expect_file_shapes(
+    model_slots: Mapping[str, Slot], kinds: Kinds | None, choices: TransposeRules
+) -> Slots:
     """Return the slots of a model with the shapes expected in the file.
 
     A shape is None if only the file key, or nothing, decides it. Without `kinds`, the file has
     torch's layout, except for the user's choices.
     """
 
-    def shape_of(name: str, shape: Shape) -> Shape | None:
-        if choices.axes(name, len(shape)) is not None:
+    def expect_shape(key: str, shape: Shape) -> Shape | None:
+        """Return the shape that a model tensor has in the file, or None if it is unknown."""
+        if choices.axes_for(key, len(shape)) is not None:
             return None
-        kind = _SAME if kinds is None else kinds.get(name)
+        kind = _SAME if kinds is None else kinds.get(key)
         if kind not in (_KERNEL, _SAME):
             return None
         return (*shape[2:], shape[1], shape[0]) if kind == _KERNEL else shape
 
     return {
-        name: slot._replace(shape=shape_of(name, slot.shape))
+        name: slot._replace(shape=expect_shape(name, slot.shape))
         if slot.shape is not None and len(slot.shape) > 1
         else slot
-        for name, slot in want.items()
+        for name, slot in model_slots.items()
     }
 
 
-def laid_out(
-    found: Match,
-    have: Mapping[str, Slot],
-    want: Mapping[str, Slot],
+def resolve_layouts(
+    match: Match,
+    file_slots: Mapping[str, Slot],
+    model_slots: Mapping[str, Slot],
     kinds: Kinds | None,
     choices: TransposeRules,
 ) -> Match:
-    """Return a match of the slots of `wanted_by` with `layouts` in its report.
+    """Return the match with the transposed tensors, and those of unknown axes, as `layouts`.
 
-    Tensors with unknown axes or another shape are not paired; neither are numbered variables of a
-    layer if their number differs from the module's.
+    The match was made with the slots of `expect_file_shapes`. Tensors with unknown axes or another
+    shape lose their pair, as do numbered variables of a layer if their number differs from the
+    module's.
     """
-    report, layouts, gone = found.report, list[Layout](), set[str]()
-    wrong = {one.name: one for one in report.mismatched}
-    for own in dict.fromkeys((*found.pairs.values(), *(one.own for one in report.mismatched))):
-        name, shape = found.renamed[own], have[own].shape or ()
+    report, layouts, unpaired = match.report, list[Layout](), set[str]()
+    mismatched = {row.name: row for row in report.mismatched}
+    for file_key in dict.fromkeys((*match.pairs.values(), *(row.own for row in report.mismatched))):
+        key, shape = match.renamed[file_key], file_slots[file_key].shape or ()
         if len(shape) < 2:
             continue
-        row = _decided(name, own, kinds, len(shape), choices)
-        new, wanted = tuple(shape[axis] for axis in row.axes), want[name].shape
-        if row.reason:
-            wrong.pop(name, None)
-            gone.add(own)
-            layouts.append(row)
-        elif wanted not in (None, new):
-            wrong[name] = Mismatch(name, own, new, wanted or ())
-            gone.add(own)
-        elif list(row.axes) != sorted(row.axes):
-            layouts.append(row)
-    odd = _misnumbered(found, have, want)
-    missing = {*report.missing_keys, *(name for name, own in found.pairs.items() if own in odd)}
-    unexpected = {*report.unexpected_keys, *odd}
+        layout = _decide_axes(key, file_key, kinds, len(shape), choices)
+        transposed, wanted = tuple(shape[axis] for axis in layout.axes), model_slots[key].shape
+        if layout.reason:
+            mismatched.pop(key, None)
+            unpaired.add(file_key)
+            layouts.append(layout)
+        elif wanted not in (None, transposed):
+            mismatched[key] = Mismatch(key, file_key, transposed, wanted or ())
+            unpaired.add(file_key)
+        elif list(layout.axes) != sorted(layout.axes):
+            layouts.append(layout)
+    misnumbered = _find_misnumbered(match, file_slots, model_slots)
+    missing = {
+        *report.missing_keys,
+        *(key for key, file_key in match.pairs.items() if file_key in misnumbered),
+    }
+    unexpected = {*report.unexpected_keys, *misnumbered}
     report = replace(
         report,
-        missing_keys=[name for name in want if name in missing],
-        unexpected_keys=[own for own in have if own in unexpected],
-        mismatched=tuple(wrong.values()),
-        layouts=tuple(one for one in layouts if one.own not in odd),
-        notes=(*report.notes, *dict.fromkeys(odd.values())),
+        missing_keys=[key for key in model_slots if key in missing],
+        unexpected_keys=[file_key for file_key in file_slots if file_key in unexpected],
+        mismatched=tuple(mismatched.values()),
+        layouts=tuple(row for row in layouts if row.own not in misnumbered),
+        notes=(*report.notes, *dict.fromkeys(misnumbered.values())),
     )
-    gone |= odd.keys()
-    pairs = {name: own for name, own in found.pairs.items() if own not in gone}
-    return found._replace(pairs=pairs, report=report)
+    unpaired |= misnumbered.keys()
+    pairs = {key: file_key for key, file_key in match.pairs.items() if file_key not in unpaired}
+    return match._replace(pairs=pairs, report=report)
 
 
-def _decided(
-    name: str, own: str, kinds: Kinds | None, dimensions: int, choices: TransposeRules
+def _decide_axes(
+    key: str, file_key: str, kinds: Kinds | None, dimensions: int, choices: TransposeRules
 ) -> Layout:
-    """Return the axes of a tensor, or why they are unknown."""
-    kind = "" if kinds is None else kinds.get(name, "")
-    last = _LAST.split(own.removesuffix(":0"))[-1].removeprefix("_")
-    if kind in (_KERNEL, _SAME) and (last.isdecimal() or _ROLES.get(last) == kind):
+    """Return the axes of a tensor, or the reason why they are unknown."""
+    kind = "" if kinds is None else kinds.get(key, "")
+    last_part = _LAST.split(file_key.removesuffix(":0"))[-1].removeprefix("_")
+    if kind in (_KERNEL, _SAME) and (last_part.isdecimal() or _ROLES.get(last_part) == kind):
         is_kernel = kind == _KERNEL
-        return Layout(name, own, _as_kernel(dimensions) if is_kernel else (*range(dimensions),))
-    axes = choices.axes(name, dimensions)
+        return Layout(
+            key, file_key, _kernel_axes(dimensions) if is_kernel else (*range(dimensions),)
+        )
+    axes = choices.axes_for(key, dimensions)
     if axes is not None or kinds is None:
-        return Layout(name, own, axes or (*range(dimensions),))
+        return Layout(key, file_key, axes or (*range(dimensions),))
     if kind in (_KERNEL, _SAME):
-        return Layout(name, own, reason=f"{printable(last)!r} is not the usual name of a {kind}")
+        return Layout(
+            key, file_key, reason=f"{printable(last_part)!r} is not the usual name of a {kind}"
+        )
     text = f"in a {printable(kind)}" if kind else "in modules of unknown type"
-    return Layout(name, own, reason=text)
+    return Layout(key, file_key, reason=text)
 
 
-def _misnumbered(
-    found: Match, have: Mapping[str, Slot], want: Mapping[str, Slot]
+def _find_misnumbered(
+    match: Match, file_slots: Mapping[str, Slot], model_slots: Mapping[str, Slot]
 ) -> dict[str, str]:
-    """Return file keys with an ambiguous number, each with a note."""
-    known = [one for one in found.report.renamed if one.text.partition(" ")[0] in NUMBERED]
-    pairs = [(own, _layer(own), _layer(name)) for one in known for own, name in one.names]
-    own_sizes = Counter(map(_layer, have)) if pairs else {}
-    sizes = Counter(_layer(name) for name in want if not name.endswith(BATCHES)) if pairs else {}
+    """Return file keys of layers with more or fewer tensors than their module, each with a note."""
+    known = [rule for rule in match.report.renamed if rule.text.partition(" ")[0] in NUMBERED]
+    pairs = [
+        (file_key, _layer_of(file_key), _layer_of(key))
+        for rule in known
+        for file_key, key in rule.names
+    ]
+    own_sizes = Counter(map(_layer_of, file_slots)) if pairs else {}
+    sizes = (
+        Counter(_layer_of(key) for key in model_slots if not key.endswith(BATCHES)) if pairs else {}
+    )
     return {
-        own: f"{printable(layer)} has {own_sizes[layer]} tensors, but {printable(module)} "
+        file_key: f"{printable(layer)} has {own_sizes[layer]} tensors, but {printable(module)} "
         f"has {sizes[module]}: rename each with a rule"
-        for own, layer, module in pairs
+        for file_key, layer, module in pairs
         if own_sizes[layer] != sizes[module]
     }
 
 
-def _layer(name: str) -> str:
-    return name[: -len(_LAST.split(name)[-1]) - 1]
+def _layer_of(key: str) -> str:
+    """Return the path of the layer that contains a key."""
+    return key[: -len(_LAST.split(key)[-1]) - 1]

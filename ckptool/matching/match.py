@@ -8,19 +8,24 @@ from typing import Any, NamedTuple
 
 from ckptool.core.names import RULES_HINT, check_collisions
 from ckptool.errors import without_query
-from ckptool.matching.align import KeyAlignment, align, is_average_counter, proposals
-from ckptool.matching.known_renames import BATCHES, FOREIGN, beside, uncounted
+from ckptool.matching.align import KeyAlignment, align, is_average_counter, propose_rules
+from ckptool.matching.known_renames import (
+    BATCHES,
+    FOREIGN,
+    find_optional_counters,
+    running_mean_key,
+)
 from ckptool.matching.report import (
     Ambiguity,
     MatchReport,
     Mismatch,
     Renaming,
     Slot,
-    casts_of,
-    counted,
-    most_allowed,
+    count_loaded,
+    list_casts,
+    max_allowed_keys,
 )
-from ckptool.transforms.name_rules import AppliedRules, Rule, prefix_regex, regex_rule
+from ckptool.transforms.name_rules import AppliedRules, Rule, regex_rule, to_regex_text
 
 _NOT_COUNTED = "files of torch before 0.4.1 and of other libraries do not have this counter"
 _NO_LAYER = "torch does not need this counter if its layer is missing"
@@ -44,9 +49,9 @@ class Match(NamedTuple):
     report: MatchReport
 
 
-def matched(
-    have: Mapping[str, Slot],
-    want: Mapping[str, Slot],
+def match_keys(
+    file_slots: Mapping[str, Slot],
+    model_slots: Mapping[str, Slot],
     *,
     rules: Iterable[Rule] = (),
     metadata: Mapping[str, Any] | None = None,
@@ -55,265 +60,314 @@ def matched(
     file: str = "",
     model: str = "",
 ) -> Match:
-    """Match the names of a file with those that a model has.
+    """Match the keys of a file with those of a model.
 
     Args:
-        have: What stands under the names of the file.
-        want: What the model has.
-        rules: The user's, applied to the file's names before anything else.
-        metadata: `_metadata` of the file's state dict: its versions say which counters old files
-            lack.
-        closed: Paths of the model's modules that load in a way of their own: no name below them
+        file_slots: The slots of the file by key.
+        model_slots: The slots of the model by key.
+        rules: The user's rules, applied to the file's keys first.
+        metadata: `_metadata` of the file's state dict. Its versions show which counters old files
+            do not have.
+        closed: Paths of the model's modules with a loading method of their own. No key below them
             is respelled.
-        foreign: Whether the names are those of TensorFlow, Keras or Flax.
-        file: What the report calls the file.
-        model: What the report calls the model.
+        foreign: True if the keys are in the style of TensorFlow, Keras or Flax.
+        file: The name of the file in the report.
+        model: The name of the model in the report.
 
     Raises:
-        NameCollision: the user's rules make two names one.
-        UsageError: the user's rules leave nothing of a name.
+        NameCollision: if the user's rules give two keys one name.
+        UsageError: if the user's rules leave an empty key.
     """
     rules = list(rules)
-    made = AppliedRules(rules, file)
-    by_user = made.of(have)
+    applied_rules = AppliedRules(rules, file)
+    renamed_by_user = applied_rules.rename_all(file_slots)
     if rules:
-        check_collisions(by_user, by_user, file=file or None, hint=RULES_HINT)
+        check_collisions(renamed_by_user, renamed_by_user, file=file or None, hint=RULES_HINT)
     foreigns = FOREIGN.items() if foreign else ()
     spelling = [regex_rule(rule)._replace(text=text) for text, rule in foreigns]
-    ruled = _spelled(by_user, spelling, want) if foreign else by_user
+    ruled = (
+        _apply_spelling_rules(renamed_by_user, spelling, model_slots)
+        if foreign
+        else renamed_by_user
+    )
     origin = {new: own for own, new in ruled.items()}
-    named = {ruled[own]: slot for own, slot in have.items()}
-    found = align(named, want, closed=closed, is_ruled=named.keys() != have.keys())
-    direct = {name: origin[own] for name, own in {**found.mismatched, **found.pairs}.items()}
-    wrong = {name: direct[name] for name in found.mismatched}
-    met = {name: direct[name] for name in found.pairs}
-    tied = _tied(want, met, wrong)
-    pairs = {name: met[name] for name in want if name in met}
-    missing = [name for name in want if name not in pairs and name not in wrong]
-    taken = {*pairs.values(), *wrong.values()}
-    unused = [own for own in have if own not in taken]
-    kept = _kept(missing, want, pairs, wrong, metadata)
-    left_out = _left_out(unused, pairs)
+    named = {ruled[own]: slot for own, slot in file_slots.items()}
+    alignment = align(named, model_slots, closed=closed, is_ruled=named.keys() != file_slots.keys())
+    all_pairs = {
+        name: origin[own] for name, own in {**alignment.mismatched, **alignment.pairs}.items()
+    }
+    mismatched = {name: all_pairs[name] for name in alignment.mismatched}
+    matched = {name: all_pairs[name] for name in alignment.pairs}
+    tied_groups = _share_tied_pairs(model_slots, matched, mismatched)
+    pairs = {name: matched[name] for name in model_slots if name in matched}
+    missing = [name for name in model_slots if name not in pairs and name not in mismatched]
+    taken = {*pairs.values(), *mismatched.values()}
+    unused = [own for own in file_slots if own not in taken]
+    kept = _find_kept_counters(missing, model_slots, pairs, mismatched, metadata)
+    left_out = _find_unused_counters(unused, pairs)
     missing = [name for name in missing if name not in kept]
     unused = [own for own in unused if own not in left_out]
-    wanted = {own: name for name, own in direct.items()}
+    wanted = {own: name for name, own in all_pairs.items()}
     renamed = (
-        *_by_rules("rule", rules, {own: own for own in have}, wanted),
-        *_by_rules("known", spelling, by_user, wanted),
-        *_by_steps(found, ruled, direct),
+        *_report_rules("rule", rules, {own: own for own in file_slots}, wanted),
+        *_report_rules("known", spelling, renamed_by_user, wanted),
+        *_report_steps(alignment, ruled, all_pairs),
     )
-    ambiguous, proposed = _proposed(found, origin, missing, unused)
+    ambiguous, proposed = _propose(alignment, origin, missing, unused)
     report = MatchReport(
         file=without_query(file),
         model=model,
         missing_keys=missing,
         unexpected_keys=unused,
         mismatched=tuple(
-            Mismatch(name, own, have[own].shape or (), want[name].shape or ())
-            for name, own in ((name, wrong[name]) for name in want if name in wrong)
+            Mismatch(name, own, file_slots[own].shape or (), model_slots[name].shape or ())
+            for name, own in (
+                (name, mismatched[name]) for name in model_slots if name in mismatched
+            )
         ),
         renamed=renamed,
-        cast=casts_of(pairs, have, want),
-        tied=tied,
+        cast=list_casts(pairs, file_slots, model_slots),
+        tied=tied_groups,
         ambiguous=ambiguous,
         proposed=proposed,
-        recipe=_recipe(have, want) if missing and unused else "",
+        recipe=_find_recipe(file_slots, model_slots) if missing and unused else "",
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
-        notes=tuple(made.idle()),
-        **counted(want, pairs, kept),
+        notes=tuple(applied_rules.describe_unused()),
+        **count_loaded(model_slots, pairs, kept),
     )
-    return Match(pairs, _rewritten(ruled, wanted, renamed), report)
+    return Match(pairs, _rename_all_keys(ruled, wanted, renamed), report)
 
 
-def _recipe(have: Collection[str], want: Collection[str]) -> str:
-    from ckptool.recipes import leads_to  # most files fit
+def _find_recipe(file_keys: Collection[str], model_keys: Collection[str]) -> str:
+    """Return the recipe, with its options, that turns the file's keys into the model's, or ""."""
+    from ckptool.recipes import find_recipe  # Imported here: most files fit.
 
-    return leads_to(have, want) or ""
+    return find_recipe(file_keys, model_keys) or ""
 
 
-def _spelled(
-    names: Mapping[str, str], rules: Sequence[Rule], want: Collection[str]
+def _apply_spelling_rules(
+    names: Mapping[str, str], rules: Sequence[Rule], model_keys: Collection[str]
 ) -> dict[str, str]:
-    """Return names after all rules, until they are the model's.
+    """Return the keys after all rules; a key that the model has is not changed further.
 
-    Those that would become one stay as they are.
+    Keys that would collide stay unchanged.
     """
     spelled = dict(names)
     for rule in rules:
-        left = [(own, at) for own, at in spelled.items() if at not in want]
+        left = [(own, at) for own, at in spelled.items() if at not in model_keys]
         spelled.update((own, rule.apply(at) or at) for own, at in left)
-    often = Counter(spelled.values())
-    return {own: new if often[new] == 1 else names[own] for own, new in spelled.items()}
+    counts = Counter(spelled.values())
+    return {own: new if counts[new] == 1 else names[own] for own, new in spelled.items()}
 
 
-def _tied(
-    want: Mapping[str, Slot], met: dict[str, str], wrong: Collection[str]
+def _share_tied_pairs(
+    model_slots: Mapping[str, Slot], matched: dict[str, str], mismatched: Collection[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Give all names of one tensor what one of them has; return those tensors that are loaded."""
+    """Give all keys of a tied tensor the pair of one of them; return the groups that are loaded.
+
+    `matched` maps model keys to file keys and is extended.
+    """
     groups: dict[Any, list[str]] = {}
-    for name, slot in want.items():
+    for key, slot in model_slots.items():
         if slot.tie is not None:
-            groups.setdefault(slot.tie, []).append(name)
-    tied = []
-    for names in groups.values():
-        source = next((met[name] for name in names if name in met), None)
-        if source is not None and len(names) > 1:
-            for name in names:
-                if name not in wrong:
-                    met.setdefault(name, source)
-            tied.append(tuple(names))
-    return tuple(tied)
+            groups.setdefault(slot.tie, []).append(key)
+    loaded = []
+    for keys in groups.values():
+        source = next((matched[key] for key in keys if key in matched), None)
+        if source is not None and len(keys) > 1:
+            for key in keys:
+                if key not in mismatched:
+                    matched.setdefault(key, source)
+            loaded.append(tuple(keys))
+    return tuple(loaded)
 
 
-def _kept(
+def _find_kept_counters(
     missing: Sequence[str],
-    want: Mapping[str, Slot],
+    model_slots: Mapping[str, Slot],
     pairs: Mapping[str, str],
-    wrong: Collection[str],
+    mismatched: Collection[str],
     metadata: Mapping[str, Any] | None,
 ) -> dict[str, str]:
-    """Return the missing counters that torch does not ask for, each with the reason."""
-    free = uncounted(missing, pairs, metadata)
-    kept = {}
-    for name in missing:
-        if name in free and beside(name) in want:
-            near = beside(name)
-            kept[name] = _NOT_COUNTED if near in pairs or near in wrong else _NO_LAYER
-        elif is_average_counter(name):
-            kept[name] = _NO_AVERAGE
-    return kept
+    """Return the missing counters that torch does not require, each with the reason."""
+    optional = find_optional_counters(missing, pairs, metadata)
+    reasons = {}
+    for counter in missing:
+        if counter in optional and running_mean_key(counter) in model_slots:
+            mean_key = running_mean_key(counter)
+            reasons[counter] = (
+                _NOT_COUNTED if mean_key in pairs or mean_key in mismatched else _NO_LAYER
+            )
+        elif is_average_counter(counter):
+            reasons[counter] = _NO_AVERAGE
+    return reasons
 
 
-def _left_out(unused: Sequence[str], pairs: Mapping[str, str]) -> dict[str, str]:
-    """Return the file's counters that the model has no use for, each with the reason."""
-    near = {own for name, own in pairs.items() if unused and name.endswith("running_mean")}
-    left_out = {}
-    for own in unused:
-        if is_average_counter(own):
-            left_out[own] = _WAS_AVERAGE
-        elif own.rpartition(".")[2] == BATCHES and beside(own) in near:
-            left_out[own] = _UNCOUNTED
-    return left_out
+def _find_unused_counters(unused: Sequence[str], pairs: Mapping[str, str]) -> dict[str, str]:
+    """Return the file's counters that the model does not use, each with the reason."""
+    mean_keys = {
+        counter for name, counter in pairs.items() if unused and name.endswith("running_mean")
+    }
+    reasons = {}
+    for counter in unused:
+        if is_average_counter(counter):
+            reasons[counter] = _WAS_AVERAGE
+        elif counter.rpartition(".")[2] == BATCHES and running_mean_key(counter) in mean_keys:
+            reasons[counter] = _UNCOUNTED
+    return reasons
 
 
-def _proposed(
-    found: KeyAlignment, origin: Mapping[str, str], missing: Sequence[str], unused: Sequence[str]
+def _propose(
+    alignment: KeyAlignment,
+    origin: Mapping[str, str],
+    missing: Sequence[str],
+    unused: Sequence[str],
 ) -> tuple[tuple[Ambiguity, ...], tuple[Renaming, ...]]:
-    """Return the questions that a rule decides, and the rules that would match more."""
+    """Return the questions that a rule decides, and the rules that would match more keys.
+
+    `origin` maps keys after the user's rules to keys of the file.
+    """
     if not missing or not unused:
         return (), ()
     proposed = tuple(
         Renaming(
             "proposed",
-            one.rule.replace("=>", " -> ", 1),
-            tuple((origin[own], name) for name, own in one.names.items()),
-            one.rule,
+            rule.rule.replace("=>", " -> ", 1),
+            tuple((origin[file_key], key) for key, file_key in rule.names.items()),
+            rule.rule,
         )
-        for one in proposals(found)
+        for rule in propose_rules(alignment)
     )
     asked: list[Ambiguity] = []
-    if found.questions:
-        own = dict.fromkeys(origin[own] for one in found.questions for own in one.names.values())
-        wanted = dict.fromkeys(name for one in found.questions for name in one.names)
-        rules = tuple(one.rule for one in proposed)
-        asked.append(Ambiguity(tuple(own), tuple(wanted), rules))
-    for ways in [[one] for one in proposed] if found.questions else [proposed]:
-        done = {name for one in ways for pair in one.names for name in pair}
-        rest = [name for name in missing if name not in done]
-        asked += _undecided(found, origin, rest, [own for own in unused if own not in done])
+    if alignment.questions:
+        ambiguous = dict.fromkeys(
+            origin[file_key]
+            for question in alignment.questions
+            for file_key in question.names.values()
+        )
+        model_keys = dict.fromkeys(
+            key for question in alignment.questions for key in question.names
+        )
+        rules = tuple(renaming.rule for renaming in proposed)
+        asked.append(Ambiguity(tuple(ambiguous), tuple(model_keys), rules))
+    for group in [[renaming] for renaming in proposed] if alignment.questions else [proposed]:
+        resolved = {name for renaming in group for pair in renaming.names for name in pair}
+        still_missing = [name for name in missing if name not in resolved]
+        asked += _find_ambiguous_leftovers(
+            alignment,
+            origin,
+            still_missing,
+            [key for key in unused if key not in resolved],
+        )
     return tuple(asked), proposed
 
 
-def _undecided(
-    found: KeyAlignment, origin: Mapping[str, str], missing: Sequence[str], unused: Sequence[str]
+def _find_ambiguous_leftovers(
+    alignment: KeyAlignment,
+    origin: Mapping[str, str],
+    missing: Sequence[str],
+    unused: Sequence[str],
 ) -> tuple[Ambiguity, ...]:
-    """Return the few names left over of which some may be the same tensors.
+    """Return the few unmatched keys of both sides that may be the same tensors, as one ambiguity.
 
     Their last components and shapes are equal, one begins with the other (`fc.weight_orig`), or one
     ends with the other.
     """
-    most = min(most_allowed(len(found.want)), _MOST_LEFT)
-    if not (0 < len(missing) <= most and 0 < len(unused) <= most):
+    max_keys = min(max_allowed_keys(len(alignment.model_slots)), _MOST_LEFT)
+    if not (0 < len(missing) <= max_keys and 0 < len(unused) <= max_keys):
         return ()
-    left, lost = {*unused}, {*missing}
-    mine, theirs = (
-        sorted((name.replace("parametrizations.", ""), full) for name, full in names.items())
-        for names in found.bare
+    unused_keys, missing_keys = {*unused}, {*missing}
+    file_keys, model_keys = (
+        sorted(
+            (name.replace("parametrizations.", ""), model_key) for name, model_key in names.items()
+        )
+        for names in alignment.bare
     )
-    mine = [(name, full) for name, full in mine if origin[full] in left]
-    alike = [
-        (origin[own], full)
-        for name, full in theirs
-        if full in lost
-        for short, own in mine
-        if _may_be(short, name)
+    file_keys = [
+        (name, model_key) for name, model_key in file_keys if origin[model_key] in unused_keys
+    ]
+    candidates = [
+        (origin[file_key], model_key)
+        for name, model_key in model_keys
+        if model_key in missing_keys
+        for bare_key, file_key in file_keys
+        if _is_affix(bare_key, name)
         or (
-            short.rpartition(".")[2] == name.rpartition(".")[2]
-            and found.have[own].shape in (found.want[full].shape, None)
+            bare_key.rpartition(".")[2] == name.rpartition(".")[2]
+            and alignment.file_slots[file_key].shape
+            in (alignment.model_slots[model_key].shape, None)
         )
     ]
-    if not alike:
+    if not candidates:
         return ()
-    own, wanted = (tuple(dict.fromkeys(names)) for names in zip(*alike, strict=True))
-    return (Ambiguity(own, wanted),)
+    file_key, model_matches = (
+        tuple(dict.fromkeys(names)) for names in zip(*candidates, strict=True)
+    )
+    return (Ambiguity(file_key, model_matches),)
 
 
-def _may_be(own: str, name: str) -> bool:
-    """Return whether one of two names begins or ends with the other."""
+def _is_affix(file_key: str, model_key: str) -> bool:
+    """Return True if one of two keys begins or ends with the other."""
     return (
-        f".{own}".endswith(f".{name}")
-        or f".{name}".endswith(f".{own}")
-        or own.startswith(name)
-        or name.startswith((f"{own}.", f"{own}_"))
+        f".{file_key}".endswith(f".{model_key}")
+        or f".{model_key}".endswith(f".{file_key}")
+        or file_key.startswith(model_key)
+        or model_key.startswith((f"{file_key}.", f"{file_key}_"))
     )
 
 
-def _by_steps(
-    found: KeyAlignment, ruled: Mapping[str, str], direct: Mapping[str, str]
+def _report_steps(
+    alignment: KeyAlignment, ruled: Mapping[str, str], pairs: Mapping[str, str]
 ) -> Iterator[Renaming]:
-    for step in found.steps:
+    """Yield the alignment steps that changed a pair.
+
+    `ruled` maps file keys to those after the user's rules, `pairs` model keys to file keys.
+    """
+    for step in alignment.steps:
         names = tuple(
             (own, name)
-            for name, own in direct.items()
+            for name, own in pairs.items()
             if (name if step.side else ruled[own]) in step.changed
         )
         if names:
             yield Renaming(step.kind, step.text, names, step.rule)
 
 
-def _by_rules(
+def _report_rules(
     kind: str, rules: Sequence[Rule], names: Mapping[str, str], wanted: Mapping[str, str]
 ) -> Iterator[Renaming]:
-    now = dict(names)
+    """Yield the rules that changed a matched key. `wanted` maps file keys to matched model keys."""
+    current = dict(names)
     for rule in rules:
-        changed = {own: new for own, at in now.items() if (new := rule.apply(at) or at) != at}
+        changed = {
+            own: new for own, key in current.items() if (new := rule.apply(key) or key) != key
+        }
         pairs = tuple((own, wanted[own]) for own in changed if own in wanted)
         if pairs:
             is_prefix = not rule.regex and not rule.exact and "=" in rule.text
-            regex = prefix_regex(rule.text) if is_prefix else rule.regex or ""
+            regex = to_regex_text(rule.text) if is_prefix else rule.regex or ""
             yield Renaming(kind, rule.text, pairs, regex)
-        now.update(changed)
+        current.update(changed)
 
 
-def _rewritten(
+def _rename_all_keys(
     ruled: Mapping[str, str], matched: Mapping[str, str], renamed: Iterable[Renaming]
 ) -> dict[str, str]:
-    """Return every name of the file as it is afterwards.
+    """Return every key of the file with its new key.
 
-    Matched names are the model's. The rest is what the rules make of it, or stays as the user's
-    rules left it where another name is called so.
+    Matched keys become the model's. The rules rename the others too, unless the new key is in use.
     """
     taken = set(matched.values())
     rules = [regex_rule(one.rule) for one in renamed if one.kind != "rule" and one.rule]
     names = dict(ruled)
-    for own, at in ruled.items():
+    for own, key in ruled.items():
         if own in matched:
             names[own] = matched[own]
             continue
-        new = at
+        new = key
         for rule in rules:
             new = rule.apply(new) or new
-        names[own] = new = at if new in taken else new
+        names[own] = new = key if new in taken else new
         taken.add(new)
     return names

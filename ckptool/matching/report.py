@@ -41,17 +41,17 @@ Slots = dict[str, Slot]
 """Slots by key, in the order of the state dict."""
 
 
-def fits(found: Slot, wanted: Slot) -> bool:
-    """Return True if torch loads the entry `found` into the entry `wanted`.
+def fits(file_slot: Slot, model_slot: Slot) -> bool:
+    """Return True if torch loads the file's entry into the model's entry.
 
     Torch copies a tensor of the same shape, and [1] into a scalar, as torch 0.3 saved scalars
     (`Module._load_from_state_dict`). Other values fit an entry that is not a tensor, or unknown.
     """
-    if wanted.shape is None or found.shape == wanted.shape:
+    if model_slot.shape is None or file_slot.shape == model_slot.shape:
         return True
-    if found.shape is None:
-        return found.kind != "extra"
-    return not wanted.shape and found.shape == (1,)
+    if file_slot.shape is None:
+        return file_slot.kind != "extra"
+    return not model_slot.shape and file_slot.shape == (1,)
 
 
 def slots_of(section: Section) -> Slots:
@@ -64,16 +64,16 @@ def slots_of(section: Section) -> Slots:
     node, is_module = section.node, section.kind == "module"
     slots = dict.fromkeys(list_wrappable_keys(node), EXTRA)
     tensors = {
-        name: node[name]
-        for name in slots
-        if isinstance(node[name], TensorRef) and not is_extra_state(name)
+        key: node[key]
+        for key in slots
+        if isinstance(node[key], TensorRef) and not is_extra_state(key)
     }
-    places = {name: tensor.place or id(tensor) for name, tensor in tensors.items()}
-    counts = Counter(places.values())
-    for name, tensor in tensors.items():
+    locations = {key: tensor.place or id(tensor) for key, tensor in tensors.items()}
+    counts = Counter(locations.values())
+    for key, tensor in tensors.items():
         kind = "parameter" if tensor.is_parameter else "buffer" if is_module else "tensor"
-        tie = places[name] if counts[places[name]] > 1 else None
-        slots[name] = Slot(tensor.shape, tensor.dtype, kind, tie)
+        tie = locations[key] if counts[locations[key]] > 1 else None
+        slots[key] = Slot(tensor.shape, tensor.dtype, kind, tie)
     return slots
 
 
@@ -86,7 +86,7 @@ _INTEGERS = {
 
 
 @lru_cache(maxsize=256)
-def holds(wide: str, narrow: str) -> bool:
+def is_exact_cast(wide: str, narrow: str) -> bool:
     """Return True if a cast from `narrow` to `wide` changes no value; False for unknown dtypes."""
     if wide == narrow:
         return True
@@ -94,7 +94,7 @@ def holds(wide: str, narrow: str) -> bool:
     from ckptool.tensors.casting import FLOATS, is_exact
 
     if wide in REAL_PARTS:
-        return holds(REAL_PARTS[wide], REAL_PARTS.get(narrow, narrow))
+        return is_exact_cast(REAL_PARTS[wide], REAL_PARTS.get(narrow, narrow))
     if narrow in FLOATS:
         return wide in FLOATS and is_exact(narrow, wide)
     if narrow not in _INTEGERS:
@@ -108,14 +108,14 @@ def holds(wide: str, narrow: str) -> bool:
     return most.bit_length() <= kind.digits and -least <= kind.largest
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Return a value for JSON: a list for a tuple, a dict for a row."""
     if isinstance(value, Remedy):
         return str(value)
     if isinstance(value, (tuple, list)):
-        return [one.to_dict() if isinstance(one, _Row) else _plain(one) for one in value]
+        return [item.to_dict() if isinstance(item, _Row) else _to_json(item) for item in value]
     if isinstance(value, (_Row, MatchReport)):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+        return {item.name: _to_json(getattr(value, item.name)) for item in fields(value)}
     return value
 
 
@@ -125,7 +125,7 @@ class _Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as in the document `ckptool.match/1`."""
-        made: dict[str, Any] = _plain(self)
+        made: dict[str, Any] = _to_json(self)
         return made
 
 
@@ -147,7 +147,7 @@ class Renaming(_Row):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as in the document `ckptool.match/1`; `rule` is null if it is empty."""
-        return {**_plain(self), "rule": self.rule or None}
+        return {**_to_json(self), "rule": self.rule or None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ class MatchReport(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.match/1`."""
-        entries = _plain(self)
+        entries = _to_json(self)
         del entries["accepted"]
         return {
             "schema": "ckptool.match/1",
@@ -326,9 +326,9 @@ class MatchReport(Result):
         }
 
 
-def most_allowed(names: int) -> int:
+def max_allowed_keys(n_keys: int) -> int:
     """Return the number of keys that a hint may allow: a tenth, or two for a layer."""
-    return max(names // 10, 2)
+    return max(n_keys // 10, 2)
 
 
 class Counts(TypedDict):
@@ -340,43 +340,49 @@ class Counts(TypedDict):
     names: int
 
 
-def counted(want: Mapping[str, Slot], loaded: Collection[str], kept: Collection[str]) -> Counts:
+def count_loaded(
+    model_slots: Mapping[str, Slot], loaded: Collection[str], kept: Collection[str]
+) -> Counts:
     """Count how much of a model is loaded: of its parameters, if they are known.
 
     `loaded` are the loaded keys, `kept` the keys that are not required.
     """
-    every = {name: slot for name, slot in want.items() if name not in kept} if kept else want
-    known = every
-    kinds = {slot.kind for slot in every.values()}
+    required = (
+        {key: slot for key, slot in model_slots.items() if key not in kept} if kept else model_slots
+    )
+    known = required
+    kinds = {slot.kind for slot in required.values()}
     if "parameter" in kinds and "tensor" not in kinds:
-        known = {name: slot for name, slot in every.items() if slot.kind == "parameter"}
+        known = {key: slot for key, slot in required.items() if slot.kind == "parameter"}
     elif "extra" in kinds:
-        known = {n: slot for n, slot in every.items() if slot.kind != "extra"} or every
-    once = [name for name, slot in known.items() if slot.tie is None]
-    if len(once) < len(known):
+        known = {key: slot for key, slot in required.items() if slot.kind != "extra"} or required
+    untied_keys = [key for key, slot in known.items() if slot.tie is None]
+    if len(untied_keys) < len(known):
         tied: dict[Hashable, str] = {}
-        for name, slot in known.items():
-            if slot.tie is not None and (slot.tie not in tied or name in loaded):
-                tied[slot.tie] = name
-        once += tied.values()
-    sizes = {name: known[name].elements for name in once}
+        for key, slot in known.items():
+            if slot.tie is not None and (slot.tie not in tied or key in loaded):
+                tied[slot.tie] = key
+        untied_keys += tied.values()
+    sizes = {key: known[key].elements for key in untied_keys}
     if not any(sizes.values()):  # count keys, because there are no elements
         sizes = dict.fromkeys(known, 1)
     return {
-        "loaded": sum([size for name, size in sizes.items() if name in loaded]),
+        "loaded": sum([size for key, size in sizes.items() if key in loaded]),
         "parameters": sum(sizes.values()),
-        "fitting": sum([name in loaded for name in every]),
-        "names": len(every),
+        "fitting": sum([key in loaded for key in required]),
+        "names": len(required),
     }
 
 
-def casts_of(
-    pairs: Mapping[str, str], have: Mapping[str, Slot], want: Mapping[str, Slot]
+def list_casts(
+    pairs: Mapping[str, str], file_slots: Mapping[str, Slot], model_slots: Mapping[str, Slot]
 ) -> tuple[DtypeChange, ...]:
-    """Return the casts in the order of the pairs, judged by dtype."""
+    """Return the casts of the paired tensors in the order of the pairs, judged by dtype."""
     casts = []
-    for name, own in pairs.items():
-        before, after = have[own].dtype, want[name].dtype
+    for key, file_key in pairs.items():
+        before, after = file_slots[file_key].dtype, model_slots[key].dtype
         if before != after and before is not None and after is not None:
-            casts.append(DtypeChange(name, own, before, after, not holds(after, before)))
+            casts.append(
+                DtypeChange(key, file_key, before, after, not is_exact_cast(after, before))
+            )
     return tuple(casts)

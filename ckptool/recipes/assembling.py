@@ -65,48 +65,48 @@ class Piece(NamedTuple):
         return prod(axis.size for axis in self.axes)
 
 
-def ordered(axes: Sequence[BoxAxis]) -> tuple[BoxAxis, ...]:
-    """Return axes by their steps in the target, those that run on in both joined."""
-    made: list[BoxAxis] = []
-    for axis in sorted(axes, key=lambda one: -one.place):
+def merge_axes(axes: Sequence[BoxAxis]) -> tuple[BoxAxis, ...]:
+    """Return the axes sorted by their steps in the target, with contiguous ones joined."""
+    merged: list[BoxAxis] = []
+    for axis in sorted(axes, key=lambda box_axis: -box_axis.place):
         if axis.size == 1:
             continue
-        last = made[-1] if made else None
-        if last and (last.step, last.place) == (axis.size * axis.step, axis.size * axis.place):
-            made[-1] = BoxAxis(last.size * axis.size, axis.step, axis.place)
+        outer = merged[-1] if merged else None
+        if outer and (outer.step, outer.place) == (axis.size * axis.step, axis.size * axis.place):
+            merged[-1] = BoxAxis(outer.size * axis.size, axis.step, axis.place)
         else:
-            made.append(axis)
-    return tuple(made)
+            merged.append(axis)
+    return tuple(merged)
 
 
 def check_movable(key: str, tensor: TensorRef, file: str) -> None:
     """Refuse a tensor without plain elements.
 
     Raises:
-        NotRepresentable: naming it.
+        NotRepresentable: if the tensor is packed, or of a kind without plain elements.
     """
     if not tensor.has_content or tensor.dtype in PACKED:
         text = f"{printable(key)!r} is a {tensor.dtype} {tensor.kind} tensor, without plain"
         raise NotRepresentable(f"{text} elements to rearrange", file=file or None)
 
 
-def row_major(key: str, tensor: TensorRef, file: str) -> TensorRef:
-    """Return a tensor over its elements in row-major order."""
+def to_row_major(key: str, tensor: TensorRef, file: str) -> TensorRef:
+    """Return the tensor over its elements in row-major order."""
     data = row_major_data(tensor, printable(key), file)
-    return _over(tensor, key, tensor.sizes, data)
+    return _with_data(tensor, key, tensor.sizes, data)
 
 
 class LastBlock:
-    """What has been put together last: one block for all tensors of a checkpoint."""
+    """The block that was assembled last: one for all tensors of a checkpoint."""
 
     def __init__(self) -> None:
-        """Keep nothing yet."""
+        """Start without a block."""
         self.of: object = None
         self.begin = 0
         self.data = bytearray()
 
 
-def assembled(
+def assemble_tensor(
     key: str,
     shape: tuple[int, ...],
     pieces: Sequence[Piece],
@@ -114,50 +114,59 @@ def assembled(
     last: LastBlock,
     file: str,
 ) -> TensorRef:
-    """Return the tensor that pieces of members, one for each, make; what is in no piece is zero."""
+    """Return the tensor that the pieces make, one piece from each member; gaps are zeros."""
     first = members[0]
-    pairs = [(one, of) for one, of in zip(pieces, members, strict=True) if one.numel]
-    is_whole = sum(one.numel for one, _ in pairs) == prod(shape)
+    pairs = [(piece, member) for piece, member in zip(pieces, members, strict=True) if piece.numel]
+    is_whole = sum(piece.numel for piece, _ in pairs) == prod(shape)
     if len(pairs) == 1 and is_whole and pairs[0][0].is_run and pairs[0][0].numel == first.numel:
-        return _reshaped(first, shape)
-    if is_whole and all(one.is_run for one, _ in pairs):
+        return _with_shape(first, shape)
+    if is_whole and all(piece.is_run for piece, _ in pairs):
         pairs.sort(key=lambda pair: pair[0].place)
-        data = join_ranges([_run(*pair) for pair in pairs] or [_stored(first).slice(0, 0)])
+        data = join_ranges(
+            [_run_bytes(*pair) for pair in pairs] or [_stored_bytes(first).slice(0, 0)]
+        )
     else:
-        work = _Assembly(pairs, first.itemsize, prod(shape), last)
-        source = FilledSource(file, prod(shape) * first.itemsize, work.fill)
-        source.made_of = [_stored(of) for _, of in pairs]
+        assembly = _Assembly(pairs, first.itemsize, prod(shape), last)
+        source = FilledSource(file, prod(shape) * first.itemsize, assembly.fill)
+        source.made_of = [_stored_bytes(member) for _, member in pairs]
         source.rearranges = True
         data = ByteRange(source, 0, source.size)
-    return _over(first, key, shape, data)
+    return _with_data(first, key, shape, data)
 
 
-def _stored(tensor: TensorRef) -> ByteRange:
+def _stored_bytes(tensor: TensorRef) -> ByteRange:
+    """Return the bytes of the tensor's storage.
+
+    Raises:
+        NotRepresentable: if it has none.
+    """
     if tensor.storage is None or tensor.storage.data is None:
         raise NotRepresentable(f"a {tensor.kind} tensor has no plain elements")
     return tensor.storage.data
 
 
-def _over(tensor: TensorRef, key: str, shape: tuple[int, ...], data: ByteRange) -> TensorRef:
-    """Return the tensor with another shape and elements, in row-major order."""
+def _with_data(tensor: TensorRef, key: str, shape: tuple[int, ...], data: ByteRange) -> TensorRef:
+    """Return the tensor with another shape and other elements, in row-major order."""
     storage = Storage(key, data, data.length, tensor.device)
-    return _reshaped(tensor, shape, offset=0, flags=(), storage=storage)
+    return _with_shape(tensor, shape, offset=0, flags=(), storage=storage)
 
 
-def _reshaped(tensor: TensorRef, shape: tuple[int, ...], **place: Any) -> TensorRef:
-    return replace_elements(tensor, shape=shape, stride=row_major_strides(shape), **place)
+def _with_shape(tensor: TensorRef, shape: tuple[int, ...], **changes: Any) -> TensorRef:
+    """Return the tensor with another shape in row-major order; `changes` are other fields."""
+    return replace_elements(tensor, shape=shape, stride=row_major_strides(shape), **changes)
 
 
-def _run(piece: Piece, tensor: TensorRef) -> ByteRange:
+def _run_bytes(piece: Piece, tensor: TensorRef) -> ByteRange:
+    """Return the bytes of a piece that is contiguous in its tensor."""
     size = tensor.itemsize
-    return _stored(tensor).slice((tensor.offset + piece.start) * size, piece.numel * size)
+    return _stored_bytes(tensor).slice((tensor.offset + piece.start) * size, piece.numel * size)
 
 
 class TensorMaker:
-    """A maker of tensors over byte ranges of a checkpoint's."""
+    """A maker of tensors over byte ranges of a checkpoint."""
 
     def __init__(self, file: str) -> None:
-        """Start with no tensor; `file` is named in errors."""
+        """Start with no tensor; errors name `file`."""
         self._file, self._last = file, LastBlock()
         self.moved: set[int] = set()
         """The identities of tensors whose elements an equation takes."""
@@ -165,7 +174,7 @@ class TensorMaker:
         self._rows: dict[int, tuple[TensorRef, TensorRef]] = {}
 
     def prepare(self, key: str, tensor: TensorRef, *, in_rows: bool = False) -> TensorRef:
-        """Return a tensor that pieces can be taken of; `in_rows`: over its elements in a row."""
+        """Return a tensor from which pieces can be taken; with `in_rows`, in row-major order."""
         self.moved.add(id(tensor))
         check_movable(key, tensor, self._file)
         if tensor.kind == "numpy":
@@ -174,7 +183,7 @@ class TensorMaker:
         if not (in_rows or tensor.flags or swapped):
             return tensor
         if id(tensor) not in self._rows:
-            self._rows[id(tensor)] = tensor, row_major(key, tensor, self._file)
+            self._rows[id(tensor)] = tensor, to_row_major(key, tensor, self._file)
         return self._rows[id(tensor)][1]
 
     def make(
@@ -186,16 +195,16 @@ class TensorMaker:
         place: Any,
     ) -> TensorRef:
         """Return the tensor that pieces of some members make, one piece of each."""
-        return assembled(key, shape, pieces, members, self._last, self._file)
+        return assemble_tensor(key, shape, pieces, members, self._last, self._file)
 
     def is_same(self, one: TensorRef, other: TensorRef) -> bool:
-        """Return whether two tensors of one dtype and shape have the same elements."""
-        from ckptool.tensors.bytewise import has_same_elements  # which brings threads
+        """Return True if two tensors of one dtype and shape have the same elements."""
+        from ckptool.tensors.bytewise import has_same_elements  # Imported here: it imports threads.
 
         return (one.place is not None and one.place == other.place) or has_same_elements(one, other)
 
-    def changes(self) -> Iterator[Change]:
-        """Yield a change about arrays that became tensors."""
+    def report_changes(self) -> Iterator[Change]:
+        """Yield a change for the numpy arrays that became tensors."""
         if self._arrays:
             text = f"converted {counted(len(self._arrays), 'numpy array')} to tensors"
             yield Change("array", text, len(self._arrays))
@@ -209,17 +218,20 @@ class _Box(NamedTuple):
 
     @property
     def end(self) -> int:
-        return self.place + _extent(self.axes)
+        return self.place + _span(self.axes)
 
 
 _Pair: TypeAlias = "tuple[Piece, TensorRef]"
 
 
 class _Assembly:
-    """The pieces of one tensor, of which any bytes can be read."""
+    """The pieces of one tensor, from which any bytes can be read."""
 
     def __init__(self, pairs: Sequence[_Pair], itemsize: int, size: int, last: LastBlock) -> None:
-        boxes = (_Box(_stored(of), of.offset + one.start, one.place, one.axes) for one, of in pairs)
+        boxes = (
+            _Box(_stored_bytes(member), member.offset + piece.start, piece.place, piece.axes)
+            for piece, member in pairs
+        )
         self._boxes = sorted(boxes, key=lambda box: box.place)
         self._itemsize, self._size, self._last = itemsize, size, last
         inner = [box.axes[-1] for box in self._boxes if box.axes]
@@ -227,64 +239,71 @@ class _Assembly:
         self._is_short = min(runs, default=1) * itemsize < _LONG
 
     def fill(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `offset`; what is read next is put together with it."""
+        """Fill `buffer` from byte `offset`, from blocks of which the last one is kept."""
         size, last, done = self._itemsize, self._last, 0
         while done < len(buffer):
             start = offset + done - last.begin * size
             if last.of is not self or not 0 <= start < len(last.data):
                 last.begin, start = divmod(offset + done, size)
-                last.of, last.data = self, self._block(last.begin, len(buffer) - done + start)
+                last.of, last.data = (
+                    self,
+                    self._assemble_block(last.begin, len(buffer) - done + start),
+                )
             part = memoryview(last.data)[start : start + len(buffer) - done]
             buffer[done : done + len(part)] = part
             done += len(part)
             if start + len(part) == len(last.data):
                 last.of, last.data = None, bytearray()
 
-    def _block(self, begin: int, wanted: int) -> bytearray:
-        """Return the bytes of elements from `begin` on, as many as are put together at once."""
-        exact = min(-(-wanted // self._itemsize) * self._itemsize, BLOCK)
-        most = _WIDE if self._is_short and wanted >= _WORTH else exact
-        end = min(begin + max(most // self._itemsize, 1), self._size)
-        made = bytearray((end - begin) * self._itemsize)
+    def _assemble_block(self, begin: int, n_bytes: int) -> bytearray:
+        """Return the bytes of one block that begins with element `begin`."""
+        exact = min(-(-n_bytes // self._itemsize) * self._itemsize, BLOCK)
+        max_bytes = _WIDE if self._is_short and n_bytes >= _WORTH else exact
+        end = min(begin + max(max_bytes // self._itemsize, 1), self._size)
+        block = bytearray((end - begin) * self._itemsize)
         for box in self._boxes:
             if box.place >= end:
                 break
             if box.end > begin:
-                for start, place, axes in _within(box.axes, begin - box.place, end - box.place):
-                    at = box.place + place - begin
-                    _move(made, at, box.data, box.start + start, axes, self._itemsize)
-        return made
+                for start, place, axes in _clip_box(box.axes, begin - box.place, end - box.place):
+                    target_start = box.place + place - begin
+                    _copy_box(
+                        block, target_start, box.data, box.start + start, axes, self._itemsize
+                    )
+        return block
 
 
-def _extent(axes: Sequence[BoxAxis]) -> int:
-    """Count the elements of the target from the first to the last of a box."""
+def _span(axes: Sequence[BoxAxis]) -> int:
+    """Return the number of target elements from the first to the last of a box."""
     return 1 + sum((axis.size - 1) * axis.place for axis in axes)
 
 
-def _within(
+def _clip_box(
     axes: tuple[BoxAxis, ...], low: int, high: int
 ) -> Iterator[tuple[int, int, tuple[BoxAxis, ...]]]:
-    """Yield boxes of the elements whose places are from `low` to before `high`.
+    """Yield boxes of the elements with target positions from `low` to before `high`.
 
-    Each with its start in the source and in the target. Places of a box rise with its indices.
+    Each with its start in the source and in the target. Positions in a box rise with its indices.
     """
     if not axes:
         if low <= 0 < high:
             yield 0, 0, ()
         return
     (size, step, place), inner = axes[0], axes[1:]
-    extent = _extent(inner)
+    extent = _span(inner)
     first = min(max(-(-low // place), 0), size)
     stop = max(min((high - extent) // place + 1, size), first)
     for index in dict.fromkeys((first - 1, stop)):
         if 0 <= index < size and not first <= index < stop:
-            for start, at, part in _within(inner, low - index * place, high - index * place):
-                yield index * step + start, index * place + at, part
+            for start, inner_place, clipped in _clip_box(
+                inner, low - index * place, high - index * place
+            ):
+                yield index * step + start, index * place + inner_place, clipped
     if stop > first:
         yield first * step, first * place, (BoxAxis(stop - first, step, place), *inner)
 
 
-def _move(
+def _copy_box(
     target: bytearray,
     at: int,
     data: ByteRange,
@@ -292,43 +311,46 @@ def _move(
     axes: tuple[BoxAxis, ...],
     itemsize: int,
 ) -> None:
-    """Put a box, which begins at element `start` of `data`, to its places from `at` on."""
+    """Copy a box that begins at element `start` of `data` into the target from element `at` on."""
     last = axes[-1] if axes else BoxAxis(1, 1, 1)
     is_run = last[1:] == (1, 1)
     outer = axes[:-1] if is_run else axes
     run = last.size * itemsize if is_run else itemsize
     if run >= (_LONG if data.source.fd() is not None else _FAR) or not outer:
-        into, view = data.source.read_into, memoryview(target)
+        read_into, view = data.source.read_into, memoryview(target)
         for index in product(*(range(axis.size) for axis in outer)):
-            moved = list(zip(index, outer, strict=True))
-            goal = (at + sum(i * axis.place for i, axis in moved)) * itemsize
-            origin = (start + sum(i * axis.step for i, axis in moved)) * itemsize
-            into(data.offset + origin, view[goal : goal + run])
+            steps = list(zip(index, outer, strict=True))
+            target_byte = (at + sum(i * axis.place for i, axis in steps)) * itemsize
+            source_byte = (start + sum(i * axis.step for i, axis in steps)) * itemsize
+            read_into(data.offset + source_byte, view[target_byte : target_byte + run])
         return
-    for first, tile in _tiles(axes, itemsize):
-        here = start + sum(i * axis.step for i, axis in zip(first, axes, strict=True))
-        there = at + sum(i * axis.place for i, axis in zip(first, axes, strict=True))
-        _move_tile(target, there, data, here, tile, itemsize)
+    for first, tile in _cut_tiles(axes, itemsize):
+        source_start = start + sum(i * axis.step for i, axis in zip(first, axes, strict=True))
+        target_start = at + sum(i * axis.place for i, axis in zip(first, axes, strict=True))
+        _copy_tile(target, target_start, data, source_start, tile, itemsize)
 
 
-def _cost(axis: BoxAxis) -> float:
-    """Return what an element costs in slices along an axis; close places stay in the cache."""
+def _slice_cost(axis: BoxAxis) -> float:
+    """Return the relative cost of an element copied in slices along an axis.
+
+    Close target positions are cheap because they stay in the cache.
+    """
     return 64 / axis.size + min(axis.place, 64) / 32
 
 
-def _tiles(
+def _cut_tiles(
     axes: tuple[BoxAxis, ...], itemsize: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[BoxAxis, ...]]]:
-    """Cut a box into tiles that stay in the processor's cache; each with its first indices.
+    """Yield the first indices and the axes of tiles that fit into the processor's cache.
 
-    A tile is long along the axis that is best to move along, and along those that are closest in
-    the source, which are read at once.
+    A tile is long along the axis with the cheapest slices, and along those that are closest in the
+    source, which are read at once.
     """
-    best, room = min(axes, key=_cost), max(_TILE // itemsize, 1)
+    best, room = min(axes, key=_slice_cost), max(_TILE // itemsize, 1)
     is_inner = best.step == min(axis.step for axis in axes)
     sizes = {best: min(best.size, room if is_inner else _ROWS)}
     room = max(room // sizes[best], 1)
-    for axis in sorted(axes, key=lambda one: one.step):
+    for axis in sorted(axes, key=lambda box_axis: box_axis.step):
         if axis is not best:
             sizes[axis] = min(axis.size, room)
             room = max(room // sizes[axis], 1)
@@ -337,47 +359,51 @@ def _tiles(
         yield (
             first,
             tuple(
-                BoxAxis(min(sizes[axis], axis.size - at), axis.step, axis.place)
-                for at, axis in zip(first, axes, strict=True)
+                BoxAxis(min(sizes[axis], axis.size - index), axis.step, axis.place)
+                for index, axis in zip(first, axes, strict=True)
             ),
         )
 
 
-def _move_tile(
+def _copy_tile(
     target: bytearray, at: int, data: ByteRange, start: int, tile: Sequence[BoxAxis], itemsize: int
 ) -> None:
-    """Read a tile in the order of the source, and put its elements to their places.
+    """Read a tile in the order of the source, and copy its elements to their target positions.
 
-    Numbers of 2 bytes go byte by byte: a bytearray is sliced faster than a view.
+    Elements of 2 bytes are copied as bytes: a bytearray is sliced faster than a view.
     """
     tile = sorted(tile, key=lambda axis: -axis.step)
     shape, stride = tuple(axis.size for axis in tile), tuple(axis.step for axis in tile)
     blocks = blocks_of(data, itemsize=itemsize, shape=shape, stride=stride, offset=start)
-    found = bytearray().join(blocks)
+    tile_bytes = bytearray().join(blocks)
     unit = next(size for size in UNITS if itemsize % size == 0)
     parts = itemsize // unit
-    source: bytearray | memoryview = found
-    cells: bytearray | memoryview = target
+    source_units: bytearray | memoryview = tile_bytes
+    target_units: bytearray | memoryview = target
     if unit > 1:
-        source, cells = (memoryview(one).cast(FORMATS[unit]) for one in (found, target))
+        source_units, target_units = (
+            memoryview(data).cast(FORMATS[unit]) for data in (tile_bytes, target)
+        )
     steps = (step * parts for step in row_major_strides(shape))
     axes = [BoxAxis(a.size, step, a.place * parts) for a, step in zip(tile, steps, strict=True)]
-    axes = list(ordered([*axes, BoxAxis(parts, 1, 1)])) or [BoxAxis(1, 1, 1)]
-    best = min(axes, key=_cost)
+    axes = list(merge_axes([*axes, BoxAxis(parts, 1, 1)])) or [BoxAxis(1, 1, 1)]
+    best = min(axes, key=_slice_cost)
     axes.remove(best)
     size, step, place = best
-    read, put = (size - 1) * step + 1, (size - 1) * place + 1
-    for origin, goal in _corners(axes, at * parts):
-        cells[goal : goal + put : place] = source[origin : origin + read : step]
+    source_span, target_span = (size - 1) * step + 1, (size - 1) * place + 1
+    for source_start, target_start in _list_positions(axes, at * parts):
+        target_units[target_start : target_start + target_span : place] = source_units[
+            source_start : source_start + source_span : step
+        ]
 
 
-def _corners(axes: Sequence[BoxAxis], at: int) -> list[tuple[int, int]]:
-    """Return where each index of some axes leads, in the source and in the target."""
-    corners = [(0, at)]
+def _list_positions(axes: Sequence[BoxAxis], at: int) -> list[tuple[int, int]]:
+    """Return the position in the source and in the target for each combination of indices."""
+    positions = [(0, at)]
     for size, step, place in axes:
-        corners = [
-            (origin + index * step, goal + index * place)
-            for origin, goal in corners
+        positions = [
+            (source_start + index * step, target_start + index * place)
+            for source_start, target_start in positions
             for index in range(size)
         ]
-    return corners
+    return positions

@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"\s*(?:(\.\.\.|[A-Za-z_]\w*'*|[0-9]{1,18}|[()+,]|->)|(\S))"
 
 
 class Product(NamedTuple):
-    """Axes of which the last one runs fastest."""
+    """Axes of which the last one changes fastest."""
 
     factors: tuple[Expression, ...]
 
@@ -46,10 +46,10 @@ Shape: TypeAlias = "tuple[int, ...]"
 
 
 class Misfit(Exception):
-    """A shape does not fit an equation, whose sentence the one who knows the tensor completes."""
+    """A shape does not fit an equation; the caller completes the sentence with the tensor."""
 
     def __init__(self, text: str, tensor: int | None = None, axes: Iterable[str] = ()) -> None:
-        """Take what is wrong, with which tensor of the left side, and the axes to be given."""
+        """Take the reason, the index of the tensor on the left side, and axes that need a size."""
         super().__init__(text)
         self.text, self.tensor, self.axes = text, tensor, tuple(axes)
 
@@ -63,12 +63,12 @@ class Part(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return prod(size for size, _, _ in self.axes.values())
 
     @property
     def is_padding(self) -> bool:
-        """Whether an axis says that it counts for nothing."""
+        """Whether an axis marks the part as padding, by a leading underscore."""
         return any(name.startswith("_") for name in self.axes)
 
 
@@ -82,143 +82,157 @@ class Equation:
 
     @classmethod
     def parse(cls, text: str) -> Equation:
-        """Return the equation of a text.
+        """Parse an equation.
 
         Raises:
             UsageError: the text is not an equation, or a part has no partner.
         """
         parser = _Parser(text)
-        left = parser.side("->")
-        right = parser.side("")
-        made = cls(left, right, " ".join(text.split()))
-        for one in (*left, *right):
-            if one.count("...") > 1:
+        left = parser.parse_side("->")
+        right = parser.parse_side("")
+        equation = cls(left, right, " ".join(text.split()))
+        for tensor in (*left, *right):
+            if tensor.count("...") > 1:
                 raise parser.error("a tensor has several '...'")
-            if prod(map(_count_parts, one)) > _MAX_PARTS:
+            if prod(map(_count_parts, tensor)) > _MAX_PARTS:
                 raise parser.error(f"a tensor has more than {_MAX_PARTS} parts")
-        return made
+        return equation
 
-    def reversed(self) -> Equation:
-        """Return the equation that undoes this one."""
+    def invert(self) -> Equation:
+        """Return the inverse equation."""
         left, right = self.text.split("->")
         return Equation(self.right, self.left, f"{right.strip()} -> {left.strip()}")
 
     @property
     def axes(self) -> frozenset[str]:
         """The names of all axes."""
-        return frozenset().union(*map(axes_of, (*self.left, *self.right)))
+        return frozenset().union(*map(list_axes, (*self.left, *self.right)))
 
     @cached_property
     def left_axes(self) -> frozenset[str]:
         """The names of the axes on the left."""
-        return frozenset().union(*map(axes_of, self.left))
+        return frozenset().union(*map(list_axes, self.left))
 
     @cached_property
     def right_axes(self) -> frozenset[str]:
         """The names of the axes on the right."""
-        return frozenset().union(*map(axes_of, self.right))
+        return frozenset().union(*map(list_axes, self.right))
 
-    def spread(self, dimensions: Sequence[int]) -> Equation:
+    def expand_ellipsis(self, dimensions: Sequence[int]) -> Equation:
         """Return the equation with axes `~0`, `~1`, ... for `...`, by the dimensions of the left.
 
         Raises:
-            Misfit: a tensor has another number of dimensions.
+            Misfit: if a tensor has another number of dimensions.
         """
-        rest: int | None = None
-        for at, (one, count) in enumerate(zip(self.left, dimensions, strict=True)):
-            more = count - len(one) + 1
-            if more < 0 or ("..." not in one and more != 1):
-                text = f"it has {count} dimensions, but the equation has {_words(one)!r}"
-                raise Misfit(text, at)
-            if "..." in one:
-                if rest not in (None, more):
-                    raise Misfit("'...' has a different number of dimensions here", at)
-                rest = more
-        axes = tuple(f"~{number}" for number in range(rest or 0))
+        n_ellipsis: int | None = None
+        for index, (tensor, count) in enumerate(zip(self.left, dimensions, strict=True)):
+            n_expanded = count - len(tensor) + 1
+            if n_expanded < 0 or ("..." not in tensor and n_expanded != 1):
+                expected = _format_dimensions(tensor)
+                text = f"it has {count} dimensions, but the equation has {expected!r}"
+                raise Misfit(text, index)
+            if "..." in tensor:
+                if n_ellipsis not in (None, n_expanded):
+                    raise Misfit("'...' has a different number of dimensions here", index)
+                n_ellipsis = n_expanded
+        axes = tuple(f"~{number}" for number in range(n_ellipsis or 0))
         return Equation(
-            tuple(_spread(one, axes) for one in self.left),
-            tuple(_spread(one, axes) for one in self.right),
+            tuple(_replace_ellipsis(tensor, axes) for tensor in self.left),
+            tuple(_replace_ellipsis(tensor, axes) for tensor in self.right),
             self.text,
         )
 
     def solve(self, shapes: Sequence[Shape], sizes: dict[str, int]) -> None:
-        """Add the sizes of all axes to those that are known, by the shapes of the left side.
+        """Add the sizes of all axes to the known `sizes`, by the shapes of the left side.
 
         Raises:
-            Misfit: a shape does not divide, or nothing decides the size of an axis.
+            Misfit: if a shape does not divide, or nothing defines the size of an axis.
         """
-        todo = [
-            (expression, size, at)
-            for at, (one, shape) in enumerate(zip(self.left, shapes, strict=True))
-            for expression, size in zip(one, shape, strict=True)
+        unsolved = [
+            (expression, size, index)
+            for index, (tensor, shape) in enumerate(zip(self.left, shapes, strict=True))
+            for expression, size in zip(tensor, shape, strict=True)
         ]
-        while todo:
-            later = [one for one in todo if not _settle(*one, sizes)]
-            if len(later) == len(todo):
+        while unsolved:
+            still_unsolved = [row for row in unsolved if not _settle(*row, sizes)]
+            if len(still_unsolved) == len(unsolved):
                 break
-            todo = later
-        open_axes = [*(one for one, _, _ in todo), *(one for side in self.right for one in side)]
-        if free := dict.fromkeys(name for one in open_axes for name in _unknown(one, sizes)):
-            text = f"the size of {listed(free)} is unknown"
-            raise Misfit(text, todo[0][2] if todo else None, free)
+            unsolved = still_unsolved
+        expressions = [
+            *(expression for expression, _, _ in unsolved),
+            *(expression for tensor in self.right for expression in tensor),
+        ]
+        if unknown := dict.fromkeys(
+            name for expression in expressions for name in _list_unknown(expression, sizes)
+        ):
+            text = f"the size of {listed(unknown)} is unknown"
+            raise Misfit(text, unsolved[0][2] if unsolved else None, unknown)
 
-    def left_parts(self, sizes: Mapping[str, int]) -> list[list[Part]]:
+    def list_left_parts(self, sizes: Mapping[str, int]) -> list[list[Part]]:
         """Return the parts of each tensor on the left."""
-        return [_parts(one, sizes) for one in self.left]
+        return [_list_parts(dimensions, sizes) for dimensions in self.left]
 
-    def right_parts(self, sizes: Mapping[str, int]) -> list[list[Part]]:
+    def list_right_parts(self, sizes: Mapping[str, int]) -> list[list[Part]]:
         """Return the parts of each tensor on the right."""
-        return [_parts(one, sizes) for one in self.right]
+        return [_list_parts(dimensions, sizes) for dimensions in self.right]
 
-    def right_shapes(self, sizes: Mapping[str, int]) -> list[Shape]:
+    def compute_right_shapes(self, sizes: Mapping[str, int]) -> list[Shape]:
         """Return the shape of each tensor on the right."""
-        return [tuple(size_of(expression, sizes) for expression in one) for one in self.right]
+        return [
+            tuple(compute_size(expression, sizes) for expression in dimensions)
+            for dimensions in self.right
+        ]
 
 
 class _Parser:
+    """A recursive descent parser of equations."""
+
     def __init__(self, text: str) -> None:
+        """Split the text into tokens."""
         self._text = text
-        found = list(_TOKEN.finditer(text)) if len(text) <= 20 * _MAX_TOKENS else []
-        if not found or len(found) > _MAX_TOKENS:
+        matches = list(_TOKEN.finditer(text)) if len(text) <= 20 * _MAX_TOKENS else []
+        if not matches or len(matches) > _MAX_TOKENS:
             raise self.error(f"it has no axes, or more than {_MAX_TOKENS} words")
-        if odd := next((one[2] for one in found if one[2]), None):
-            raise self.error(f"{printable(odd)!r} is not allowed in an equation")
-        self._tokens = [one[1] for one in reversed(found)]
+        if unknown := next((match[2] for match in matches if match[2]), None):
+            raise self.error(f"{printable(unknown)!r} is not allowed in an equation")
+        self._tokens = [match[1] for match in reversed(matches)]
 
-    def error(self, what: str) -> UsageError:
-        """Return the error about this equation."""
+    def error(self, reason: str) -> UsageError:
+        """Return the error for a reason, with the text of the equation."""
         hint = "write axes as in (h half 2) i -> (h 2 half) i"
-        return UsageError(f"the equation {printable(self._text)!r} is wrong: {what}", hint=hint)
+        return UsageError(f"the equation {printable(self._text)!r} is wrong: {reason}", hint=hint)
 
-    def side(self, end: str) -> tuple[Dimensions, ...]:
-        """Read the tensors of one side, and the `end` after them."""
+    def parse_side(self, end: str) -> tuple[Dimensions, ...]:
+        """Parse the tensors of one side, and the token `end` after them."""
         tensors: list[Dimensions] = []
         while True:
-            tensors.append(self._items(("+", ")", ",", "->"), 0))
+            tensors.append(self._parse_items(("+", ")", ",", "->"), 0))
             stop = self._tokens.pop() if self._tokens else ""
             if stop == end:
                 return tuple(tensors)
             if stop != ",":
                 raise self.error(f"unexpected {stop or 'end'!r}")
 
-    def _items(self, stops: tuple[str, ...], depth: int) -> tuple[Expression, ...]:
+    def _parse_items(self, stops: tuple[str, ...], depth: int) -> tuple[Expression, ...]:
+        """Parse expressions up to one of the tokens `stops`, which stays."""
         items: list[Expression] = []
         while self._tokens and self._tokens[-1] not in stops:
             token = self._tokens.pop()
             if token == "(":
-                items.append(self._group(depth + 1))
+                items.append(self._parse_group(depth + 1))
             elif token == "..." and depth:
                 raise self.error("'...' is inside parentheses")
             else:
                 items.append(token)
         return tuple(items)
 
-    def _group(self, depth: int) -> Expression:
+    def _parse_group(self, depth: int) -> Expression:
+        """Parse the rest of a parenthesis: one expression, or a sum."""
         if depth > _MAX_DEPTH:
             raise self.error(f"parentheses are nested more than {_MAX_DEPTH} deep")
         terms: list[Expression] = []
         while True:
-            items = self._items(("+", ")", ",", "->"), depth)
+            items = self._parse_items(("+", ")", ",", "->"), depth)
             if not items:
                 raise self.error("parentheses or a summand are empty")
             terms.append(items[0] if len(items) == 1 else Product(items))
@@ -229,157 +243,181 @@ class _Parser:
                 raise self.error(f"a parenthesis is not closed before {stop or 'end'!r}")
 
 
-def _inside(expression: Expression) -> tuple[Expression, ...]:
+def _children(expression: Expression) -> tuple[Expression, ...]:
+    """Return the factors or terms of an expression."""
     return () if isinstance(expression, str) else expression[0]
 
 
 def _count_parts(expression: Expression) -> int:
+    """Count the parts of an expression: each term of a sum is a part."""
     if isinstance(expression, Sum):
         return sum(map(_count_parts, expression.terms))
-    return prod(map(_count_parts, _inside(expression)))
+    return prod(map(_count_parts, _children(expression)))
 
 
-def axes_of(dimensions: Iterable[Expression]) -> dict[str, None]:
-    """Return the names of all axes in some dimensions, in the order in which they are written."""
-    found: dict[str, None] = {}
-    for one in dimensions:
-        if not isinstance(one, str):
-            found |= axes_of(_inside(one))
-        elif one != "..." and not one.isdigit():
-            found[one.rstrip("'")] = None
-    return found
+def list_axes(expressions: Iterable[Expression]) -> dict[str, None]:
+    """Return the names of the axes in the expressions, in their order."""
+    names: dict[str, None] = {}
+    for expression in expressions:
+        if not isinstance(expression, str):
+            names |= list_axes(_children(expression))
+        elif expression != "..." and not expression.isdigit():
+            names[expression.rstrip("'")] = None
+    return names
 
 
-def _spread(dimensions: Dimensions, rest: tuple[str, ...]) -> Dimensions:
+def _replace_ellipsis(dimensions: Dimensions, axes: tuple[str, ...]) -> Dimensions:
+    """Return the dimensions with these axes in place of `...`."""
     if "..." not in dimensions:
         return dimensions
-    at = dimensions.index("...")
-    return (*dimensions[:at], *rest, *dimensions[at + 1 :])
+    index = dimensions.index("...")
+    return (*dimensions[:index], *axes, *dimensions[index + 1 :])
 
 
-def size_of(expression: Expression, sizes: Mapping[str, int]) -> int:
-    """Return the size of an expression all of whose axes are known."""
+def compute_size(expression: Expression, sizes: Mapping[str, int]) -> int:
+    """Return the size of an expression whose axes are all known."""
     if isinstance(expression, str):
         return int(expression) if expression.isdigit() else sizes[expression.rstrip("'")]
-    every = [size_of(one, sizes) for one in _inside(expression)]
-    return sum(every) if isinstance(expression, Sum) else prod(every)
+    children = [compute_size(child, sizes) for child in _children(expression)]
+    return sum(children) if isinstance(expression, Sum) else prod(children)
 
 
-def _unknown(expression: Expression, sizes: Mapping[str, int]) -> list[str]:
-    return [name for name in axes_of((expression,)) if name not in sizes]
+def _list_unknown(expression: Expression, sizes: Mapping[str, int]) -> list[str]:
+    """Return the names of the axes in an expression without a known size."""
+    return [name for name in list_axes((expression,)) if name not in sizes]
 
 
 def _settle(expression: Expression, size: int, tensor: int, sizes: dict[str, int]) -> bool:
-    """Compare a dimension with its axes, or find the only unknown one; False: there are several."""
-    free = _unknown(expression, sizes)
-    if len(free) > 1:
+    """Compare a dimension with its axes, or compute the only unknown one, which `sizes` gets.
+
+    False: several are unknown.
+    """
+    unknown = _list_unknown(expression, sizes)
+    if len(unknown) > 1:
         return False
-    words = _words((expression,))
-    if free:
-        [name] = free
-        low = size_of(expression, {**sizes, name: 0})
-        step = size_of(expression, {**sizes, name: 1}) - low
+    words = _format_dimensions((expression,))
+    if unknown:
+        [name] = unknown
+        low = compute_size(expression, {**sizes, name: 0})
+        step = compute_size(expression, {**sizes, name: 1}) - low
         if step <= 0 or size < low or (size - low) % step:
             raise Misfit(f"{size:,} is not divisible into {words}", tensor)
         sizes[name] = (size - low) // step
-    if (found := size_of(expression, sizes)) != size:
-        raise Misfit(f"a dimension is {size:,}, but {words} is {found:,}", tensor)
+    if (computed := compute_size(expression, sizes)) != size:
+        raise Misfit(f"a dimension is {size:,}, but {words} is {computed:,}", tensor)
     return True
 
 
-def _parts(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[Part]:
+def _list_parts(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[Part]:
     """Return the parts of a tensor in the order of its elements."""
-    every = [_parts_of(one, sizes, at)[0] for at, one in enumerate(dimensions)]
-    made = []
-    for combined in product(*every):
+    alternatives = [
+        _split_dimension(expression, sizes, index)[0] for index, expression in enumerate(dimensions)
+    ]
+    parts = []
+    for combined in product(*alternatives):
         axes: dict[str, tuple[int, int, int]] = {}
-        for _, own in combined:
-            _add(axes, own)
-        made.append(Part(tuple(start for start, _ in combined), axes))
-    return made
+        for _, more_axes in combined:
+            _add_axes(axes, more_axes)
+        parts.append(Part(tuple(start for start, _ in combined), axes))
+    return parts
 
 
 _Alternative: TypeAlias = "tuple[int, dict[str, tuple[int, int, int]]]"
 
 
-def _parts_of(
+def _split_dimension(
     expression: Expression, sizes: Mapping[str, int], dimension: int
 ) -> tuple[list[_Alternative], int]:
-    """Return the parts along one dimension, each with its start and axes, and the size of all."""
+    """Return the parts along one dimension, each with its start and axes, and their total size."""
     if isinstance(expression, str):
-        size = size_of(expression, sizes)
+        size = compute_size(expression, sizes)
         return [(0, {} if expression == "1" else {expression: (size, dimension, 1)})], size
-    every = [_parts_of(one, sizes, dimension) for one in _inside(expression)]
+    children = [_split_dimension(one, sizes, dimension) for one in _children(expression)]
     if isinstance(expression, Sum):
-        made: list[_Alternative] = []
-        before = 0
-        for parts, size in every:
-            made += [(before + start, axes) for start, axes in parts]
-            before += size
-        return made, before
-    made, total = [(0, {})], 1
-    for parts, size in reversed(every):
+        combined_parts: list[_Alternative] = []
+        offset = 0
+        for parts, size in children:
+            combined_parts += [(offset + start, axes) for start, axes in parts]
+            offset += size
+        return combined_parts, offset
+    combined_parts, total = [(0, {})], 1
+    for parts, size in reversed(children):
         outer = []
-        for (start, axes), (inner_start, inner) in product(parts, made):
+        for (start, axes), (inner_start, inner) in product(parts, combined_parts):
             combined = {name: (n, at, step * total) for name, (n, at, step) in axes.items()}
-            _add(combined, inner)
+            _add_axes(combined, inner)
             outer.append((start * total + inner_start, combined))
-        made, total = outer, total * size
-    return made, total
+        combined_parts, total = outer, total * size
+    return combined_parts, total
 
 
-def _add(axes: dict[str, tuple[int, int, int]], more: Mapping[str, tuple[int, int, int]]) -> None:
+def _add_axes(
+    axes: dict[str, tuple[int, int, int]], more: Mapping[str, tuple[int, int, int]]
+) -> None:
+    """Add axes to a part.
+
+    Raises:
+        Misfit: if it has one of them.
+    """
     if twice := axes.keys() & more.keys():
         raise Misfit(f"axis {listed(sorted(twice))} occurs twice in one part")
     axes.update(more)
 
 
-def pairs(
+def pair_parts(
     left: Sequence[Sequence[Part]],
     right: Sequence[Sequence[Part]],
     left_names: Sequence[frozenset[str]],
     right_names: Sequence[frozenset[str]],
 ) -> Iterator[tuple[int, Part, int, Part]]:
-    """Yield each part on the right with its partner on the left, and their tensors' positions.
+    """Yield each part on the right with its source on the left: source tensor, part, tensor, part.
 
     `left_names` and `right_names` are the variables of each tensor's key that are axes on the other
     side: they count as axes of its parts.
 
     Raises:
-        Misfit: a part has no partner.
+        Misfit: if a part has no partner.
     """
     sources: dict[frozenset[str], list[tuple[int, Part]]] = {}
-    for at, parts in enumerate(left):
+    for index, parts in enumerate(left):
         for part in parts:
-            sources.setdefault(left_names[at].union(part.axes), []).append((at, part))
-    for at, parts in enumerate(right):
+            sources.setdefault(left_names[index].union(part.axes), []).append((index, part))
+    for index, parts in enumerate(right):
         for part in parts:
             if part.is_padding:
                 continue
-            axes = right_names[at].union(part.axes)
+            axes = right_names[index].union(part.axes)
             if not sources.get(axes):
-                raise Misfit(f"a part on the right has {_axes(axes)}, but no part on the left")
+                raise Misfit(
+                    f"a part on the right has {_describe_axes(axes)}, but no part on the left"
+                )
             source, partner = sources[axes].pop(0)
-            yield source, partner, at, part
+            yield source, partner, index, part
     for axes, others in sources.items():
         if any(not part.is_padding for _, part in others):
-            raise Misfit(f"a part on the left has {_axes(axes)}, but no part on the right")
+            raise Misfit(f"a part on the left has {_describe_axes(axes)}, but no part on the right")
 
 
-def _axes(names: Iterable[str]) -> str:
-    found = sorted(name for name in names if not name.startswith("~"))
-    return f"the axes {listed(found)}" if found else "no axes"
+def _describe_axes(names: Iterable[str]) -> str:
+    """Return a phrase that lists the axes."""
+    shown = sorted(name for name in names if not name.startswith("~"))
+    return f"the axes {listed(shown)}" if shown else "no axes"
 
 
-def _words(dimensions: Iterable[Expression]) -> str:
-    """Return dimensions as they are written."""
-    made = []
-    for one in dimensions:
-        if isinstance(one, Sum):
-            terms = (_words(_inside(t)) if isinstance(t, Product) else _words((t,)) for t in one[0])
-            made.append(f"({' + '.join(terms)})")
-        elif isinstance(one, str):
-            made.append("..." if one.startswith("~") else one)
+def _format_dimensions(dimensions: Iterable[Expression]) -> str:
+    """Return dimensions in the notation of equations."""
+    words = []
+    for expression in dimensions:
+        if isinstance(expression, Sum):
+            terms = (
+                _format_dimensions(_children(term))
+                if isinstance(term, Product)
+                else _format_dimensions((term,))
+                for term in expression[0]
+            )
+            words.append(f"({' + '.join(terms)})")
+        elif isinstance(expression, str):
+            words.append("..." if expression.startswith("~") else expression)
         else:
-            made.append(f"({_words(_inside(one))})")
-    return " ".join(made)
+            words.append(f"({_format_dimensions(_children(expression))})")
+    return " ".join(words)

@@ -51,7 +51,7 @@ class Variable(NamedTuple):
 
     @property
     def regex(self) -> str:
-        """Return what it matches, greedy and without its group."""
+        """The regular expression that matches the variable, greedy, without its group."""
         if self.kind == "choice":
             return "|".join(map(re.escape, self.choices))
         if self.width:
@@ -60,23 +60,24 @@ class Variable(NamedTuple):
         return {"part": r"[^./]+", "text": ".*", "number": r"0|[1-9][0-9]{0,8}"}[self.kind]
 
 
-def _variable(text: str, pattern: str) -> Variable:
-    if found := _MIRRORED.fullmatch(text):
-        return Variable(found["name"], "number", shift=found["by"], sign=-1)
-    found = _VARIABLE.fullmatch(text)
-    if found is None:
+def _parse_variable(text: str, pattern: str) -> Variable:
+    """Parse the text between two braces of a pattern."""
+    if match := _MIRRORED.fullmatch(text):
+        return Variable(match["name"], "number", shift=match["by"], sign=-1)
+    match = _VARIABLE.fullmatch(text)
+    if match is None:
         raise UsageError(
             f"{printable(f'{{{text}}}')} in {printable(pattern)!r} is not a variable",
             hint="write {n}, {x*}, {w:a|b}, {rank:02}, {n+1} or {3-n}",
         )
-    if found["by"]:
-        shift = found["by"].removeprefix("+")
-        return Variable(found["name"], "number", shift=shift, sign=1)
-    if found["choices"] is not None:
-        return Variable(found["name"], "choice", tuple(found["choices"].split("|")))
-    if found["width"]:
-        return Variable(found["name"], "number", width=int(found["width"]))
-    return Variable(found["name"], "text" if found["text"] else "part")
+    if match["by"]:
+        shift = match["by"].removeprefix("+")
+        return Variable(match["name"], "number", shift=shift, sign=1)
+    if match["choices"] is not None:
+        return Variable(match["name"], "choice", tuple(match["choices"].split("|")))
+    if match["width"]:
+        return Variable(match["name"], "number", width=int(match["width"]))
+    return Variable(match["name"], "text" if match["text"] else "part")
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """Return the pattern of a text.
+        """Parse a pattern.
 
         Raises:
-            UsageError: the text is not a pattern.
+            UsageError: if the text is not a pattern.
         """
         if not text or len(text) > MAX_PATTERN:
             size = f"has {len(text):,} characters, expected 1 to {MAX_PATTERN:,}"
@@ -103,33 +104,35 @@ class Pattern:
         bare = text.removesuffix("?")
         parts = _FIELD.split(bare)
         literals, fields = tuple(parts[::2]), parts[1::2]
-        if any("{" in one or "}" in one for one in literals) or not bare:
+        if any("{" in literal or "}" in literal for literal in literals) or not bare:
             raise UsageError(f"{printable(text)!r} has an unbalanced brace, or is empty")
         if len(fields) > _MAX_VARIABLES:
             raise UsageError(f"{printable(text)!r} has more than {_MAX_VARIABLES} variables")
-        variables = tuple(_variable(one, text) for one in fields)
-        made = cls(bare, literals, variables, is_optional=bare != text)
-        if sum(map(made._is_loose, range(len(variables)))) > _MAX_LOOSE:
+        variables = tuple(_parse_variable(variable, text) for variable in fields)
+        parsed = cls(bare, literals, variables, is_optional=bare != text)
+        if sum(map(parsed._needs_search, range(len(variables)))) > _MAX_LOOSE:
             what = f"more than {_MAX_LOOSE} variables without a dot or slash after them"
             raise UsageError(f"{printable(text)!r} has {what}")
-        return made
+        return parsed
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The names of its variables."""
-        return frozenset(one.name for one in self.variables)
+        return frozenset(variable.name for variable in self.variables)
 
-    def choices_of(self, name: str) -> int:
-        """Return how many choices a variable has; 0: it is any number or text."""
-        return next((len(one.choices) for one in self.variables if one.name == name), 0)
+    def count_choices(self, name: str) -> int:
+        """Return the number of choices of a variable, or 0 if it is any number or text."""
+        return next(
+            (len(variable.choices) for variable in self.variables if variable.name == name), 0
+        )
 
-    def _is_loose(self, at: int) -> bool:
-        """Return whether only a search tells where a variable ends."""
+    def _needs_search(self, at: int) -> bool:
+        """Return True if only a search of the key finds the end of a variable."""
         kind, after = self.variables[at].kind, self.literals[at + 1]
         is_last = at + 1 == len(self.variables) and not after
         return kind == "text" or (kind == "part" and not is_last and after[:1] not in (".", "/"))
 
-    def completed(self, choices: Mapping[str, tuple[str, ...]]) -> Pattern:
+    def add_choices(self, choices: Mapping[str, tuple[str, ...]]) -> Pattern:
         """Return the pattern with the choices that another side of its rule has for a variable."""
         variables = tuple(
             one._replace(kind="choice", choices=choices[one.name])
@@ -139,122 +142,136 @@ class Pattern:
         )
         return self if variables == self.variables else replace(self, variables=variables)
 
-    def bound(self, params: Mapping[str, int]) -> Pattern:
-        """Return the pattern with numbers in the place of the parameters that shift variables.
+    def bind(self, params: Mapping[str, int]) -> Pattern:
+        """Return the pattern with the values of the parameters that shift variables.
 
         Raises:
-            UsageError: a parameter is unknown.
+            UsageError: if a parameter is unknown.
         """
-        made = []
-        for one in self.variables:
-            word = one.shift.lstrip("-")
-            if one.sign and not word.isdigit():
-                if word not in params:
-                    text = f"{printable(self.text)!r} needs the parameter {printable(word)!r}"
-                    raise UsageError(text, hint=f"add --param {word}=NUMBER")
-                shift = -params[word] if one.shift.startswith("-") else params[word]
-                made.append(one._replace(shift=str(shift)))
+        bound_variables = []
+        for variable in self.variables:
+            parameter = variable.shift.lstrip("-")
+            if variable.sign and not parameter.isdigit():
+                if parameter not in params:
+                    text = f"{printable(self.text)!r} needs the parameter {printable(parameter)!r}"
+                    raise UsageError(text, hint=f"add --param {parameter}=NUMBER")
+                shift = -params[parameter] if variable.shift.startswith("-") else params[parameter]
+                bound_variables.append(variable._replace(shift=str(shift)))
             else:
-                made.append(one)
-        return replace(self, variables=tuple(made))
+                bound_variables.append(variable)
+        return replace(self, variables=tuple(bound_variables))
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        known: dict[str, int] = {}
-        made = re.escape(self.literals[0])
-        for at, one in enumerate(self.variables):
-            if one.name in known and one.kind != "number":
-                made += f"(\\{known[one.name]})"
+        """The regular expression of the whole key, with a group for each variable."""
+        groups: dict[str, int] = {}
+        regex = re.escape(self.literals[0])
+        for index, variable in enumerate(self.variables):
+            if variable.name in groups and variable.kind != "number":
+                regex += f"(\\{groups[variable.name]})"
             else:
-                known.setdefault(one.name, at + 1)
-                is_part = one.kind == "part" and not self._is_loose(at)
-                made += f"({one.regex}{'+' if is_part else ''})"  # possessive: no way back to try
-            made += re.escape(self.literals[at + 1])
-        return re.compile(made, re.DOTALL)
+                groups.setdefault(variable.name, index + 1)
+                is_part = variable.kind == "part" and not self._needs_search(index)
+                regex += (
+                    f"({variable.regex}{'+' if is_part else ''})"  # possessive: no backtracking
+                )
+            regex += re.escape(self.literals[index + 1])
+        return re.compile(regex, re.DOTALL)
 
     def match(self, key: str) -> Values | None:
-        """Return the variables of a key; None if the pattern is of other keys."""
-        found = self._regex.fullmatch(key)
-        if found is None:
+        """Return the values of the variables in a key, or None if the pattern does not match it."""
+        match = self._regex.fullmatch(key)
+        if match is None:
             return None
         values: Values = {}
-        for one, text in zip(self.variables, found.groups(), strict=True):
+        for variable, text in zip(self.variables, match.groups(), strict=True):
             value: str | int = text
-            if one.kind == "choice":
-                value = one.choices.index(text)
-            elif one.sign:
-                number = one.sign * (int(text) - int(one.shift))
+            if variable.kind == "choice":
+                value = variable.choices.index(text)
+            elif variable.sign:
+                number = variable.sign * (int(text) - int(variable.shift))
                 if number < 0:
                     return None
                 value = str(number)
-            elif one.width:
+            elif variable.width:
                 value = str(int(text))
-            if values.setdefault(one.name, value) != value:
+            if values.setdefault(variable.name, value) != value:
                 return None
         return values
 
     def covers(self, key: str, *, is_path: bool = False) -> bool:
-        """Return whether it matches a key; of a path the last key, if it has no `/` itself."""
+        """Return True if it matches a key; for a path the last key, unless the pattern has `/`."""
         match = self.match_last if is_path and "/" not in self.text else self.match
         return match(key) is not None
 
     def match_last(self, key: str) -> Values | None:
-        """Return what `match` does of a path's last key."""
+        """Match the last key of a path."""
         return self.match(key.rpartition("/")[2])
 
     def fill(self, values: Mapping[str, str | int]) -> str:
         """Return the key with these values; a variable without one stays as `{name}`.
 
         Raises:
-            UsageError: a shifted number would be negative, or is no number.
+            UsageError: if a shifted number would be negative, or is not a number.
         """
-        made = self.literals[0]
-        for one, literal in zip(self.variables, self.literals[1:], strict=True):
-            is_known = one.name in values
-            made += self._filled(one, values[one.name]) if is_known else f"{{{one.name}}}"
-            made += literal
-        return made
+        key = self.literals[0]
+        for variable, literal in zip(self.variables, self.literals[1:], strict=True):
+            is_known = variable.name in values
+            key += (
+                self._format_value(variable, values[variable.name])
+                if is_known
+                else f"{{{variable.name}}}"
+            )
+            key += literal
+        return key
 
-    def _filled(self, one: Variable, value: str | int) -> str:
-        if one.kind == "choice" and isinstance(value, int):
-            return one.choices[value]
+    def _format_value(self, variable: Variable, value: str | int) -> str:
+        """Return the text of a variable in a key."""
+        if variable.kind == "choice" and isinstance(value, int):
+            return variable.choices[value]
         text = str(value)
-        if one.kind != "number":
+        if variable.kind != "number":
             return text
         if is_number(text):
-            number = one.sign * int(text) + int(one.shift) if one.sign else int(text)
+            number = variable.sign * int(text) + int(variable.shift) if variable.sign else int(text)
             if number >= 0:
-                return str(number).zfill(one.width)
-        raise UsageError(f"{printable(self.text)!r} cannot have {one.name} = {printable(text)}")
+                return str(number).zfill(variable.width)
+        raise UsageError(
+            f"{printable(self.text)!r} cannot have {variable.name} = {printable(text)}"
+        )
 
 
 def is_number(text: str | int) -> bool:
-    """Return whether a value of a variable is a whole number without zeros before it."""
+    """Return True if the value of a variable is a whole number without leading zeros."""
     return re.fullmatch(r"0|[1-9][0-9]{0,8}", str(text), re.ASCII) is not None
 
 
-def first_missing(
+def find_first_missing(
     numbers: Collection[tuple[int, ...]], counts: Iterable[int]
 ) -> tuple[int, ...] | None:
-    """Return the first of all combinations of numbers below the counts that is not there."""
-    most = len(numbers) + 1  # among so many one is missing, however large a count is
-    every = product(*(range(min(count, most)) for count in counts))
-    return next((one for one in every if one not in numbers), None)
+    """Return the first combination of numbers below the counts that is missing, or None."""
+    max_count = len(numbers) + 1  # More cannot be present, so large counts cost nothing.
+    combinations = product(*(range(min(count, max_count)) for count in counts))
+    return next((combination for combination in combinations if combination not in numbers), None)
 
 
-def patterns(texts: Iterable[str]) -> list[Pattern]:
-    """Return the patterns of one rule, each with the choices that another one has.
+def parse_patterns(texts: Iterable[str]) -> list[Pattern]:
+    """Parse the patterns of one rule; each gets the choices that another one has.
 
     Raises:
-        UsageError: one is none, or two have lists of another length for one variable.
+        UsageError: if a text is not a pattern, or two have lists of another length for a variable.
     """
-    made = [Pattern.parse(text) for text in texts]
+    parsed = [Pattern.parse(text) for text in texts]
     choices: dict[str, tuple[str, ...]] = {}
-    for pattern in made:
-        for one in pattern.variables:
-            known = choices.setdefault(one.name, one.choices) if one.choices else one.choices
-            if len(known) != len(one.choices):
-                counts = f"{len(known)} and {len(one.choices)}"
-                text = f"the variable {one.name!r} has lists of {counts} words"
+    for pattern in parsed:
+        for variable in pattern.variables:
+            known = (
+                choices.setdefault(variable.name, variable.choices)
+                if variable.choices
+                else variable.choices
+            )
+            if len(known) != len(variable.choices):
+                counts = f"{len(known)} and {len(variable.choices)}"
+                text = f"the variable {variable.name!r} has lists of {counts} words"
                 raise UsageError(f"{text} in {printable(pattern.text)!r}")
-    return [one.completed(choices) for one in made]
+    return [pattern.add_choices(choices) for pattern in parsed]

@@ -49,7 +49,7 @@ class Arithmetic:
 
     @property
     def names(self) -> set[str]:
-        """The parameters in it."""
+        """The parameters in the expression."""
         return {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
 
 
@@ -57,20 +57,20 @@ Term: TypeAlias = "int | ConfigKey | Arithmetic"
 
 
 def parse_term(value: object) -> Term:
-    """Return one way to a parameter.
+    """Parse one definition of a parameter.
 
     Raises:
-        UsageError: the value is none.
+        UsageError: if the value is not a definition.
     """
     if type(value) is int and 0 <= value < MAX_SIZE:
         return value
     if not isinstance(value, str) or len(value) > _MOST_TEXT:
         raise UsageError(f"{printable(str(value))!r} is not a parameter", hint=_HINT)
     if ":" in value:
-        found = _KEY.fullmatch(value.strip())
-        if found is None:
+        match = _KEY.fullmatch(value.strip())
+        if match is None:
             raise UsageError(f"{printable(value)!r} is not a key in a file", hint=_HINT)
-        return ConfigKey(found[1], tuple(found[2].split(".")))
+        return ConfigKey(match[1], tuple(match[2].split(".")))
     try:
         tree = ast.parse(value.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -84,6 +84,7 @@ _HINT = "write a number, config.json:KEY, checkpoint:KEY, or + - * // of paramet
 
 
 def _is_arithmetic(node: ast.expr) -> bool:
+    """Return True if the tree has only parameters, whole numbers and `+ - * //`."""
     if isinstance(node, ast.BinOp):
         return (
             type(node.op) in _OPERATORS and _is_arithmetic(node.left) and _is_arithmetic(node.right)
@@ -93,27 +94,27 @@ def _is_arithmetic(node: ast.expr) -> bool:
 
 
 def refuse_cycles(params: Mapping[str, Sequence[Term]]) -> None:
-    """Refuse parameters that are computed from themselves.
+    """Refuse parameters that depend on themselves.
 
     Raises:
-        UsageError: naming one.
+        UsageError: if there are some; the message lists them.
     """
     needs = {
-        name: {one for term in terms if isinstance(term, Arithmetic) for one in term.names}
+        name: {needed for term in terms if isinstance(term, Arithmetic) for needed in term.names}
         for name, terms in params.items()
     }
-    more = True
-    while more:
-        done = [name for name, others in needs.items() if not others & needs.keys()]
-        more = bool(done)
-        for name in done:
+    has_progress = True
+    while has_progress:
+        resolved = [name for name, others in needs.items() if not others & needs.keys()]
+        has_progress = bool(resolved)
+        for name in resolved:
             del needs[name]
     if needs:
         raise UsageError(f"parameters {listed(needs)} depend on each other")
 
 
 class Params:
-    """The parameters of one run, found when they are asked for."""
+    """The parameters of one run, computed at its start."""
 
     def __init__(
         self,
@@ -122,19 +123,19 @@ class Params:
         checkpoint: Checkpoint,
         configs: Iterable[Path],
     ) -> None:
-        """Take the recipe's parameters, those that the user gave, and where configurations are."""
+        """Compute the parameters of a recipe; `given` ones come first, then `configs`."""
         path = checkpoint.path
         near = [path, os.path.dirname(path)] if path else []
         self._places = [*near, *map(os.fspath, configs)]
         self._checkpoint = checkpoint
         self._files: dict[str, Mapping[str, Any]] = {}
-        self.values = {name: _given(name, value) for name, value in given.items()}
+        self.values = {name: _parse_given(name, value) for name, value in given.items()}
         self.given = tuple(self.values)
         """Those that the user gave."""
         self.origins = dict.fromkeys(self.values, "")
-        for name in _ordered(terms):
+        for name in _order_by_dependency(terms):
             for term in terms[name] if name not in self.values else ():
-                value = self._value(name, term)
+                value = self._evaluate_term(name, term)
                 if value is not None:
                     if not 0 <= value < MAX_SIZE:
                         raise UsageError(f"parameter {name} would be {value:,}")
@@ -142,21 +143,24 @@ class Params:
                     self.origins[name] = term.file if isinstance(term, ConfigKey) else ""
                     break
 
-    def _value(self, name: str, term: Term) -> int | None:
+    def _evaluate_term(self, name: str, term: Term) -> int | None:
+        """Return the value of a definition, or None if it is missing."""
         if isinstance(term, int):
             return term
         if isinstance(term, Arithmetic):
-            return self._computed(term) if term.names <= self.values.keys() else None
-        node: Any = self._file(term.file)
+            return self._compute(term) if term.names <= self.values.keys() else None
+        node: Any = self._read_config(term.file)
         for key in term.keys:
-            node = _attributes(node).get(key)
+            node = _entries_of(node).get(key)
         if node is None or (type(node) is int and 0 <= node < MAX_SIZE):
             return node
         where = f"{term.file}: {'.'.join(term.keys)}"
         text = f"{where} is {printable(repr(node))}, expected a whole number"
         raise UsageError(text, hint=f"add --param {name}=NUMBER")
 
-    def _computed(self, term: Arithmetic) -> int:
+    def _compute(self, term: Arithmetic) -> int:
+        """Return the value of an expression."""
+
         def value(node: ast.expr) -> int:
             if isinstance(node, ast.BinOp):
                 made = _OPERATORS[type(node.op)][1](value(node.left), value(node.right))
@@ -172,17 +176,19 @@ class Params:
         except ZeroDivisionError:
             raise UsageError(f"{term.text!r} divides by zero") from None
 
-    def _file(self, name: str) -> Mapping[str, Any]:
+    def _read_config(self, name: str) -> Mapping[str, Any]:
+        """Return the content of a configuration, or of the checkpoint's values, by file name."""
         if name == _CHECKPOINT:
             root = self._checkpoint.root
-            ranks = list(_attributes(root).values())
-            first = _attributes(ranks[0]) if ranks and all(map(_attributes, ranks)) else {}
-            return {**first, **_attributes(root)}
+            ranks = list(_entries_of(root).values())
+            first_rank = _entries_of(ranks[0]) if ranks and all(map(_entries_of, ranks)) else {}
+            return {**first_rank, **_entries_of(root)}
         if name not in self._files:
-            self._files[name] = self._read(name)
+            self._files[name] = self._read_json(name)
         return self._files[name]
 
-    def _read(self, name: str) -> Mapping[str, Any]:
+    def _read_json(self, name: str) -> Mapping[str, Any]:
+        """Return the content of a JSON file next to the checkpoint or in a given folder, or {}."""
         for base in self._places:
             path = base if os.path.basename(base) == name else os.path.join(base, name)
             place = place_of(path)
@@ -190,22 +196,24 @@ class Params:
                 continue
             source = place.open(path)
             try:
-                found = json.loads(source.read(0, min(source.size, _MOST_BYTES + 1)))
+                content = json.loads(source.read(0, min(source.size, _MOST_BYTES + 1)))
             except (ValueError, RecursionError):
-                found = None
+                content = None
             finally:
                 source.close()
-            if not isinstance(found, dict):
+            if not isinstance(content, dict):
                 raise UsageError("is not a JSON object", file=path)
-            return found
+            return content
         return {}
 
 
-def _attributes(node: Any) -> Mapping[Any, Any]:
+def _entries_of(node: Any) -> Mapping[Any, Any]:
+    """Return the attributes of an object, or a dict itself; else {}."""
     return node.attributes if isinstance(node, Opaque) else node if isinstance(node, dict) else {}
 
 
-def _given(name: str, value: int | str) -> int:
+def _parse_given(name: str, value: int | str) -> int:
+    """Return the whole number that the user gave for a parameter."""
     text = str(value).strip()
     if type(value) is bool or not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
         text = f"parameter {printable(name)} is {printable(str(value))!r}, expected a number"
@@ -213,17 +221,17 @@ def _given(name: str, value: int | str) -> int:
     return int(text)
 
 
-def _ordered(terms: Mapping[str, Sequence[Term]]) -> list[str]:
-    """Return the names of parameters, each after those that it is computed from."""
-    done: dict[str, None] = {}
+def _order_by_dependency(terms: Mapping[str, Sequence[Term]]) -> list[str]:
+    """Return the names of the parameters, each after the ones that it depends on."""
+    visited: dict[str, None] = {}
 
     def visit(name: str) -> None:
-        for term in terms[name] if name not in done else ():
-            for one in sorted(term.names) if isinstance(term, Arithmetic) else ():
-                if one in terms:
-                    visit(one)
-        done[name] = None
+        for term in terms[name] if name not in visited else ():
+            for needed in sorted(term.names) if isinstance(term, Arithmetic) else ():
+                if needed in terms:
+                    visit(needed)
+        visited[name] = None
 
     for name in terms:
         visit(name)
-    return list(done)
+    return list(visited)

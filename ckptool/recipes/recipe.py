@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 from ckptool.errors import UnreadableFile, UsageError
 from ckptool.files.source import FileSource
-from ckptool.recipes.axes import Equation, Misfit, axes_of, pairs
-from ckptool.recipes.names import Pattern, patterns
+from ckptool.recipes.axes import Equation, Misfit, list_axes, pair_parts
+from ckptool.recipes.names import Pattern, parse_patterns
 from ckptool.recipes.params import Term, parse_term, refuse_cycles
 from ckptool.words import listed, printable
 
@@ -51,7 +51,7 @@ class RecipeRule:
         Raises:
             UsageError: they are none, or do not fit together.
         """
-        every = patterns([*left, *right])
+        every = parse_patterns([*left, *right])
         made = cls(
             tuple(every[: len(left)]),
             tuple(every[len(left) :]),
@@ -60,7 +60,7 @@ class RecipeRule:
             number,
         )
         made._check_names()
-        made.reversed()._check_names()
+        made.invert()._check_names()
         for equation in made.equations:
             made._check_pairs(equation)
         return made
@@ -68,13 +68,17 @@ class RecipeRule:
     @property
     def text(self) -> str:
         """The rule as text: the keys of both sides."""
-        left, right = (", ".join(one.text for one in side) for side in (self.left, self.right))
+        left, right = (
+            ", ".join(pattern.text for pattern in side) for side in (self.left, self.right)
+        )
         return printable(f"{left} -> {right}")
 
     @cached_property
     def common(self) -> tuple[str, ...]:
         """The variables of both sides; tensors with equal values form a group."""
-        left, right = (frozenset().union(*(one.names for one in side)) for side in self._sides)
+        left, right = (
+            frozenset().union(*(pattern.names for pattern in side)) for side in self._sides
+        )
         return tuple(sorted(left & right))
 
     @property
@@ -84,16 +88,19 @@ class RecipeRule:
     @cached_property
     def stacked(self) -> tuple[tuple[str, ...], ...]:
         """For each key on the left, the variables that the right side does not have."""
-        return tuple(self._own(one) for one in self.left)
+        return tuple(self._list_own_variables(pattern) for pattern in self.left)
 
     @cached_property
     def unstacked(self) -> tuple[tuple[str, ...], ...]:
         """For each key on the right, the variables that the left side does not have."""
-        return tuple(self._own(one) for one in self.right)
+        return tuple(self._list_own_variables(pattern) for pattern in self.right)
 
-    def _own(self, pattern: Pattern) -> tuple[str, ...]:
-        found = (one.name for one in pattern.variables if one.name not in self.common)
-        return tuple(dict.fromkeys(found))
+    def _list_own_variables(self, pattern: Pattern) -> tuple[str, ...]:
+        """Return the variables of a key that the other side does not have."""
+        names = (
+            variable.name for variable in pattern.variables if variable.name not in self.common
+        )
+        return tuple(dict.fromkeys(names))
 
     @cached_property
     def takes_single(self) -> bool:
@@ -106,49 +113,56 @@ class RecipeRule:
         names = self.left[0].names ^ self.right[0].names
         return len(self.left) == len(self.right) == 1 and not (self.equations or names)
 
-    def reversed(self) -> RecipeRule:
+    def invert(self) -> RecipeRule:
         """Return the inverse rule."""
-        equations = tuple(one.reversed() for one in self.equations)
+        equations = tuple(equation.invert() for equation in self.equations)
         return replace(self, left=self.right, right=self.left, equations=equations)
 
-    def bound(self, params: Mapping[str, int]) -> RecipeRule:
-        """Return the rule with parameter values in place of the parameters that shift variables."""
-        left, right = (tuple(one.bound(params) for one in side) for side in (self.left, self.right))
+    def bind(self, params: Mapping[str, int]) -> RecipeRule:
+        """Return the rule with the values of the parameters that shift variables."""
+        left, right = (
+            tuple(pattern.bind(params) for pattern in side) for side in (self.left, self.right)
+        )
         return replace(self, left=left, right=right)
 
     def _check_names(self) -> None:
-        for one in self.left:
-            if lost := [name for name in self.common if name not in one.names]:
-                text = f"{printable(one.text)!r} does not have the variable {listed(lost)}"
+        """Refuse a rule of several keys that do not have all common variables, or no axes."""
+        for pattern in self.left:
+            if missing := [name for name in self.common if name not in pattern.names]:
+                text = f"{printable(pattern.text)!r} does not have the variable {listed(missing)}"
                 raise UsageError(f"{text} of the other keys in {self.text}")
         if not self.equations and (len(self.left) > 1 or len(self.right) > 1):
             raise UsageError(f"the rule {self.text} has several keys on one side, but no axes")
 
     def _check_pairs(self, equation: Equation) -> None:
-        """Check that an equation has as many tensors as the rule, and that its parts match."""
+        """Refuse an equation with another number of tensors than the rule, or unpaired parts."""
         for side, keys in ((equation.left, self.left), (equation.right, self.right)):
             if len(side) != len(keys):
                 text = f"the equation {equation.text!r} has {len(side)} tensors on one side"
                 raise UsageError(f"{text} where the rule has {len(keys)}: {self.text}")
         try:
             for names, side in ((self.stacked, equation.left), (self.unstacked, equation.right)):
-                for own, dimensions in zip(names, side, strict=True):
-                    if twice := [name for name in axes_of(dimensions) if name in own]:
-                        raise Misfit(f"{listed(twice)} is both a variable of the key and an axis")
-            spread = equation.spread([len(one) for one in equation.left])
-            made = {pair[2] for pair in self.paired(spread, dict.fromkeys(spread.axes, 2))}
-            if len(made) < len(self.right):
+                for variables, dimensions in zip(names, side, strict=True):
+                    if duplicates := [name for name in list_axes(dimensions) if name in variables]:
+                        raise Misfit(
+                            f"{listed(duplicates)} is both a variable of the key and an axis"
+                        )
+            expanded = equation.expand_ellipsis([len(tensor) for tensor in equation.left])
+            made_tensors = {
+                pair[2] for pair in self.pair_parts(expanded, dict.fromkeys(expanded.axes, 2))
+            }
+            if len(made_tensors) < len(self.right):
                 raise Misfit("a tensor on the right has only padding")
         except Misfit as misfit:
             text = f"the equation {equation.text!r} is wrong: {misfit.text}"
             raise UsageError(f"{text}, in {self.text}") from None
 
-    def paired(self, equation: Equation, sizes: Mapping[str, int]) -> Iterator[Any]:
-        """Yield the matching parts of an equation (`axes.pairs`)."""
+    def pair_parts(self, equation: Equation, sizes: Mapping[str, int]) -> Iterator[Any]:
+        """Yield the matching parts of an equation (`axes.pair_parts`)."""
         left = [frozenset(names) & equation.right_axes for names in self.stacked]
         right = [frozenset(names) & equation.left_axes for names in self.unstacked]
-        parts = equation.left_parts(sizes), equation.right_parts(sizes)
-        return pairs(*parts, left, right)
+        parts = equation.list_left_parts(sizes), equation.list_right_parts(sizes)
+        return pair_parts(*parts, left, right)
 
 
 @dataclass(frozen=True)
@@ -173,7 +187,7 @@ class Recipe:
 
     @classmethod
     def load(cls, source: str | Path) -> Recipe:
-        """Return a shipped recipe by name, or read a `.toml` or `.json` file.
+        """Load a shipped recipe by its name, or a `.toml` or `.json` file.
 
         Raises:
             UsageError: there is none, or it is wrong; the message has the line or the rule.
@@ -183,7 +197,7 @@ class Recipe:
         if is_name:
             path = _SHIPPED / f"{source}.toml"
             if not path.is_file():
-                known = [name for name, _ in shipped_recipes()]
+                known = [name for name, _ in list_shipped()]
                 text = f"no recipe is named {printable(str(source))!r}"
                 raise UsageError(text, hint=f"give a .toml file, or one of {listed(known, 30)}")
         try:
@@ -220,10 +234,10 @@ class Recipe:
             why = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
             kind = "JSON" if is_json else "TOML"
             raise UsageError(f"the recipe {printable(name)} is not {kind}: {why}") from None
-        return replace(_Reader(text, name).recipe(data), text=text)
+        return replace(_Reader(text, name).parse_recipe(data), text=text)
 
     @classmethod
-    def of_rule(
+    def from_rule(
         cls, from_: str | Sequence[str], to: str | Sequence[str], axes: str | Sequence[str] = ()
     ) -> Recipe:
         """Return a recipe with one rule, which keeps all other tensors.
@@ -231,13 +245,13 @@ class Recipe:
         Raises:
             UsageError: the rule is wrong.
         """
-        left, right, ways = ([x] if isinstance(x, str) else x for x in (from_, to, axes))
-        rule = RecipeRule.parse(left, right, ways)
+        left, right, equations = ([x] if isinstance(x, str) else x for x in (from_, to, axes))
+        rule = RecipeRule.parse(left, right, equations)
         return cls("rule", "", ((rule,),), {}, keeps_rest=True)
 
-    def reversed(self) -> Recipe:
+    def invert(self) -> Recipe:
         """Return the inverse recipe."""
-        passes = tuple(tuple(rule.reversed() for rule in one) for one in reversed(self.passes))
+        passes = tuple(tuple(rule.invert() for rule in rules) for rules in reversed(self.passes))
         return replace(
             self,
             passes=passes,
@@ -249,27 +263,27 @@ class Recipe:
     @property
     def uses_paths(self) -> bool:
         """Whether the recipe matches whole paths: a key of its source contains a `/`."""
-        if any("/" in one.text for one in self.drop[0]):
+        if any("/" in pattern.text for pattern in self.drop[0]):
             return True
         for rules in self.passes:
-            if any("/" in one.text for rule in rules for one in rule.left):
+            if any("/" in pattern.text for rule in rules for pattern in rule.left):
                 return True
-            if any("/" in one.text for rule in rules for one in rule.right):
-                return False  # what has a path in a later pass was made in this one
+            if any("/" in pattern.text for rule in rules for pattern in rule.right):
+                return False  # Later passes match keys that this one made.
         return False
 
-    def passes_on(self, rule: RecipeRule) -> bool:
-        """Return True if a rule keeps a key for another pass.
+    def keeps_for_next_pass(self, rule: RecipeRule) -> bool:
+        """Return True if a rule keeps a key unchanged for the next pass.
 
-        So a recipe takes the keys of several versions. It does not take what no other rule takes.
+        This allows for keys of several versions. Such a rule does not count as a match.
         """
         variables = rule.left[0].variables
         is_any = rule.left == rule.right and any(one.kind == "text" for one in variables)
         return is_any and rule.renames and len(self.passes) > 1
 
-    def unfinished(self, keys: Iterable[str]) -> list[str]:
+    def find_unfinished(self, keys: Iterable[str]) -> list[str]:
         """Return the keys that still contain a path, if the target has none."""
-        if not self.uses_paths or self.reversed().uses_paths:
+        if not self.uses_paths or self.invert().uses_paths:
             return []
         return [key for key in keys if "/" in key]
 
@@ -290,51 +304,57 @@ class _Reader:
     def __init__(self, text: str, name: str) -> None:
         self._text, self._name = text, name
 
-    def recipe(self, data: Any) -> Recipe:
-        with self._naming(""):
+    def parse_recipe(self, data: Any) -> Recipe:
+        """Return the recipe of the parsed TOML or JSON.
+
+        Raises:
+            UsageError: if the data is not a recipe.
+        """
+        with self._locate_errors(""):
             _check_keys(data, _FIELDS)
-            about, files, rest = (_text(data, key) for key in ("about", "files", "rest"))
+            about, files, rest = (_read_text(data, key) for key in ("about", "files", "rest"))
             if rest not in (None, "refuse", "keep"):
                 raise UsageError(f'rest is {printable(rest)!r}, expected "refuse" or "keep"')
         passes = data.get("pass", [data])
-        with self._naming("pass"):
+        with self._locate_errors("pass"):
             if not isinstance(passes, list) or not 1 <= len(passes) <= _MOST_PASSES:
                 raise UsageError(f"pass is not a list of 1 to {_MOST_PASSES} tables")
             if "pass" in data and not data.keys().isdisjoint(("names", "tensors")):
                 raise UsageError("names and tensors are outside the passes")
-        made = Recipe(
+        recipe = Recipe(
             self._name,
             printable(about or ""),
-            tuple(self._rules(one, "pass" in data) for one in passes),
-            self._params(data.get("params", {})),
-            self._files(files),
+            tuple(self._parse_rules(table, "pass" in data) for table in passes),
+            self._parse_params(data.get("params", {})),
+            self._check_files(files),
             rest == "keep",
-            self._sides(data, "drop", self._drop, ()),
-            self._sides(data, "tied", self._tied, {}),
+            self._parse_sides(data, "drop", self._parse_drop, ()),
+            self._parse_sides(data, "tied", self._parse_tied, {}),
         )
-        if not any(made.passes):
+        if not any(recipe.passes):
             raise UsageError(f"the recipe {printable(self._name)} has no rules")
-        return made
+        return recipe
 
     @contextmanager
-    def _naming(self, subject: str, *texts: str) -> Iterator[None]:
-        """Add the recipe, and the line of one of the texts, to errors of a block."""
+    def _locate_errors(self, subject: str, *texts: str) -> Iterator[None]:
+        """Add the recipe, and the line of one of the texts, to the errors of a block."""
         try:
             yield
         except UsageError as error:
-            line = next(filter(None, map(self._line, texts)), None)
+            line = next(filter(None, map(self._find_line, texts)), None)
             place = f", line {line}" if line else f", {subject}" if subject else ""
             error.message = f"recipe {printable(self._name)}{place}: {error.message}"
             raise
 
-    def _line(self, text: str) -> int | None:
+    def _find_line(self, text: str) -> int | None:
         """Return the line of the first occurrence of a text in the recipe."""
-        words = re.escape(json.dumps(text, ensure_ascii=False)[1:-1])
-        found = re.search(rf"(?<![\w.}}*/-]){words}(?![\w.{{*/-])", self._text)
-        return None if found is None else self._text.count("\n", 0, found.start()) + 1
+        escaped = re.escape(json.dumps(text, ensure_ascii=False)[1:-1])
+        match = re.search(rf"(?<![\w.}}*/-]){escaped}(?![\w.{{*/-])", self._text)
+        return None if match is None else self._text.count("\n", 0, match.start()) + 1
 
-    def _rules(self, data: Any, is_pass: bool) -> tuple[RecipeRule, ...]:
-        with self._naming("pass"):
+    def _parse_rules(self, data: Any, is_pass: bool) -> tuple[RecipeRule, ...]:
+        """Return the rules of one pass."""
+        with self._locate_errors("pass"):
             if is_pass:
                 _check_keys(data, {"names", "tensors"})
             tensors, names = data.get("tensors", []), data.get("names", {})
@@ -342,107 +362,120 @@ class _Reader:
                 raise UsageError("tensors is not a list of tables, or names is not a table")
             if len(tensors) + len(names) > _MOST_RULES:
                 raise UsageError(f"a pass has more than {_MOST_RULES:,} rules")
-        made: list[RecipeRule] = []
-        for one in tensors:
-            with self._naming("tensors", *self._needles(one)):
-                _check_keys(one, {"from", "to", "axes"})
-                left, right = (_texts(one, key) for key in ("from", "to"))
+        rules: list[RecipeRule] = []
+        for table in tensors:
+            with self._locate_errors("tensors", *self._first_key(table)):
+                _check_keys(table, {"from", "to", "axes"})
+                left, right = (_read_texts(table, key) for key in ("from", "to"))
                 if not left or not right:
                     raise UsageError("a rule needs from and to")
-                ways = _texts(one, "axes", _MOST_WAYS)
-                made.append(RecipeRule.parse(left, right, ways, len(made)))
+                equations = _read_texts(table, "axes", _MOST_WAYS)
+                rules.append(RecipeRule.parse(left, right, equations, len(rules)))
         for old, new in names.items():
-            with self._naming("names", old):
+            with self._locate_errors("names", old):
                 if not isinstance(new, str):
                     raise UsageError(f"{printable(old)!r} has no new key")
-                made.append(RecipeRule.parse([old], [new], [], len(made)))
-        return tuple(made)
+                rules.append(RecipeRule.parse([old], [new], [], len(rules)))
+        return tuple(rules)
 
     @staticmethod
-    def _needles(data: Any) -> list[str]:
-        held = data.get("from") if isinstance(data, dict) else None
-        first = held[0] if isinstance(held, list) and held else held
+    def _first_key(data: Any) -> list[str]:
+        """Return the first key of a rule, with which its line is found, as a list."""
+        keys = data.get("from") if isinstance(data, dict) else None
+        first = keys[0] if isinstance(keys, list) and keys else keys
         return [first] if isinstance(first, str) else []
 
-    def _params(self, data: Any) -> dict[str, tuple[Term, ...]]:
-        made: dict[str, tuple[Term, ...]] = {}
-        with self._naming("params"):
+    def _parse_params(self, data: Any) -> dict[str, tuple[Term, ...]]:
+        """Return the definitions of each parameter."""
+        params: dict[str, tuple[Term, ...]] = {}
+        with self._locate_errors("params"):
             if not isinstance(data, dict) or len(data) > _MOST_PARAMS:
                 raise UsageError(f"params is not a table of at most {_MOST_PARAMS} parameters")
             for name, value in data.items():
-                ways = value if isinstance(value, list) else [value]
-                if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or len(ways) > _MOST_WAYS:
+                definitions = value if isinstance(value, list) else [value]
+                if (
+                    not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
+                    or len(definitions) > _MOST_WAYS
+                ):
                     text = f"{printable(name)!r} is not the name of a parameter"
                     raise UsageError(f"{text}, or has more than {_MOST_WAYS} definitions")
-                made[name] = tuple(map(parse_term, ways))
-            refuse_cycles(made)
-        return made
+                params[name] = tuple(map(parse_term, definitions))
+            refuse_cycles(params)
+        return params
 
-    def _files(self, files: str | None) -> str | None:
-        with self._naming("files", files or ""):
+    def _check_files(self, files: str | None) -> str | None:
+        """Return the pattern of file names, or refuse it."""
+        with self._locate_errors("files", files or ""):
             if files is not None:
                 pattern = Pattern.parse(files)
-                numbers = all(one.kind == "number" and not one.sign for one in pattern.variables)
-                is_path = any(re.search(r"[/\\:\0]", one) for one in pattern.literals)
+                numbers = all(v.kind == "number" and not v.sign for v in pattern.variables)
+                is_path = any(re.search(r"[/\\:\0]", literal) for literal in pattern.literals)
                 if not pattern.variables or not numbers or is_path or files.startswith("."):
                     text = f"{printable(files)!r} is not a file name with a number"
                     raise UsageError(text, hint='write files = "consolidated.{rank:02}.pth"')
         return files
 
-    def _sides(self, data: Any, key: str, read: Any, default: Any) -> tuple[Any, Any]:
-        with self._naming(key):
-            held = data.get(key, {})
-            _check_keys(held, {"from", "to"})
+    def _parse_sides(self, data: Any, key: str, read: Any, default: Any) -> tuple[Any, Any]:
+        """Return the values of `from` and `to` in the table `key`, each read by `read`."""
+        with self._locate_errors(key):
+            table = data.get(key, {})
+            _check_keys(table, {"from", "to"})
             first, second = (
-                read(held[side]) if side in held else default for side in ("from", "to")
+                read(table[side]) if side in table else default for side in ("from", "to")
             )
         return first, second
 
     @staticmethod
-    def _drop(held: Any) -> tuple[Pattern, ...]:
-        return tuple(map(Pattern.parse, _texts({"drop": held}, "drop", _MOST_RULES)))
+    def _parse_drop(value: Any) -> tuple[Pattern, ...]:
+        """Return the patterns of the keys to leave out."""
+        return tuple(map(Pattern.parse, _read_texts({"drop": value}, "drop", _MOST_RULES)))
 
     @staticmethod
-    def _tied(held: Any) -> dict[str, str]:
-        is_table = isinstance(held, dict) and all(isinstance(one, str) for one in held.values())
-        if not is_table or len(held) > _MOST_RULES:
+    def _parse_tied(table: Any) -> dict[str, str]:
+        """Return the tied keys, each with the key of its tensor."""
+        is_table = isinstance(table, dict) and all(
+            isinstance(target, str) for target in table.values()
+        )
+        if not is_table or len(table) > _MOST_RULES:
             raise UsageError("tied is not a table of keys")
-        if chained := [key for key, one in held.items() if one in held]:
+        if chained := [key for key, target in table.items() if target in table]:
             raise UsageError(f"{listed(chained)} is tied to a key that is itself tied")
-        return dict(held)
+        return dict(table)
 
 
 def _check_keys(data: Any, known: set[str]) -> None:
+    """Refuse data that is not a table, or has unknown keys."""
     if not isinstance(data, dict):
         raise UsageError(f"found a {type(data).__name__}, expected a table")
     if unknown := sorted(data.keys() - known):
         raise UsageError(f"unknown key {listed(unknown)}", hint=f"use {listed(sorted(known), 20)}")
 
 
-def _text(data: Any, key: str) -> str | None:
+def _read_text(data: Any, key: str) -> str | None:
+    """Return a string of a table, or None."""
     value = data.get(key)
     if value is not None and not isinstance(value, str):
         raise UsageError(f"{key} is not a string")
     return value
 
 
-def _texts(data: Any, key: str, most: int = _MOST_KEYS) -> list[str]:
+def _read_texts(data: Any, key: str, max_count: int = _MOST_KEYS) -> list[str]:
     """Return a string, or a list of strings, as a list."""
     value = data.get(key, [])
-    made = [value] if isinstance(value, str) else value
-    if not isinstance(made, list) or not all(isinstance(one, str) for one in made):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"{key} is not a string or a list of strings")
-    if len(made) > most:
-        raise UsageError(f"{key} has more than {most:,} strings")
-    return made
+    if len(texts) > max_count:
+        raise UsageError(f"{key} has more than {max_count:,} strings")
+    return texts
 
 
-def shipped_recipes() -> tuple[tuple[str, str], ...]:
+def list_shipped() -> tuple[tuple[str, str], ...]:
     """Return the name and the description of each shipped recipe."""
-    return tuple((one.name, one.about) for one in all_shipped())
+    return tuple((recipe.name, recipe.about) for recipe in load_shipped())
 
 
 @cache
-def all_shipped() -> list[Recipe]:
+def load_shipped() -> list[Recipe]:
     """Return the shipped recipes, sorted by name."""
     return [Recipe.load(path.stem) for path in sorted(_SHIPPED.glob("*.toml"))]

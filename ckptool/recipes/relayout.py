@@ -18,11 +18,18 @@ from ckptool.core.tree import is_within, name_of
 from ckptool.errors import CheckpointError, NameCollision, UsageError
 from ckptool.recipes.assembling import TensorMaker
 from ckptool.recipes.params import Params
-from ckptool.recipes.planning import Plan, Sketch, Sketches, differences, left_over, plan
-from ckptool.recipes.recipe import Recipe, all_shipped
-from ckptool.recipes.several import nested, prefix_of
-from ckptool.transforms.casting import optimizer_tensors, refuse_apart
-from ckptool.transforms.names import NamePlan, moved_metadata
+from ckptool.recipes.planning import (
+    Plan,
+    Sketch,
+    Sketches,
+    find_differences,
+    find_left_over,
+    plan_recipe,
+)
+from ckptool.recipes.recipe import Recipe, load_shipped
+from ckptool.recipes.several import first_prefix, nest_entries
+from ckptool.transforms.casting import find_optimizer_paths, refuse_apart
+from ckptool.transforms.names import NamePlan, move_metadata
 from ckptool.words import counted, listed, printable, shell
 
 _MOST_ALIKE = 16
@@ -60,273 +67,309 @@ def relayout(
     if unknown := sorted(params.keys() - recipe.words):
         text = f"recipe {printable(recipe.name)} has no parameter {listed(unknown)}"
         raise UsageError(text, hint=f"use {listed(sorted(filter(None, recipe.words)), 20)}")
-    found = Params(recipe.params, params, checkpoint, configs)
+    parameters = Params(recipe.params, params, checkpoint, configs)
     section = None if recipe.uses_paths else find_model_state_dict(checkpoint)
-    tensors = _by_path(checkpoint, recipe) if section is None else get_named_tensors(section.node)
+    tensors = (
+        _select_tensors(checkpoint, recipe) if section is None else get_named_tensors(section.node)
+    )
     maker = TensorMaker(file)
-    made = plan(recipe, tensors, found.values, maker, file)
+    result = plan_recipe(recipe, tensors, parameters.values, maker, file)
     if maker.moved:
         refuse_apart(checkpoint, maker.moved)
-    changes = [*_changes(checkpoint, recipe, made, found), *maker.changes()]
-    changes.append(_way_back(recipe, made, found))
-    if section is None or recipe.reversed().uses_paths:
-        others = _others(checkpoint, section)
-        return checkpoint.with_root(nested(made.tensors), *changes, *others)
-    moments = _rearranged_moments(checkpoint, recipe, found.values, made)
-    return _in_place(checkpoint, recipe, section, made, moments, changes)
+    changes = [*_report_changes(checkpoint, recipe, result, parameters), *maker.report_changes()]
+    changes.append(_report_reversibility(recipe, result, parameters))
+    if section is None or recipe.invert().uses_paths:
+        others = _report_left_out(checkpoint, section)
+        return checkpoint.with_root(nest_entries(result.tensors), *changes, *others)
+    moments = _rearrange_moments(checkpoint, recipe, parameters.values, result)
+    return _replace_section(checkpoint, recipe, section, result, moments, changes)
 
 
-def _by_path(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorRef]:
-    """Return the tensors by their paths; outside of state dicts only those that a rule takes."""
-    models = [one.path for one in checkpoint.sections if one.kind in MODEL_KINDS]
-    apart = optimizer_tensors(checkpoint)
+def _select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorRef]:
+    """Return the tensors by path: those of models, and others that a rule with a path matches."""
+    models = [section.path for section in checkpoint.sections if section.kind in MODEL_KINDS]
+    optimizer_paths = find_optimizer_paths(checkpoint)
     rules = (rule for rules in recipe.passes for rule in rules)
-    every = [*recipe.drop[0], *(one for rule in rules for one in rule.left)]
-    wanted = [one for one in every if "/" in one.text]
-    found: dict[str, TensorRef] = {}
+    patterns = [*recipe.drop[0], *(pattern for rule in rules for pattern in rule.left)]
+    wanted = [pattern for pattern in patterns if "/" in pattern.text]
+    tensors: dict[str, TensorRef] = {}
     for path, tensor in checkpoint.tensors():
         name = name_of(path)
-        is_own = any(is_within(path, one) for one in models)
-        if path not in apart and (is_own or any(one.covers(name) for one in wanted)):
-            if name in found:
-                list(checkpoint.tensors)  # which refuses two tensors of one path
-            found[name] = tensor
-    return found
+        is_in_model = any(is_within(path, model) for model in models)
+        if path not in optimizer_paths and (
+            is_in_model or any(pattern.covers(name) for pattern in wanted)
+        ):
+            if name in tensors:
+                list(checkpoint.tensors)  # Raises: two tensors have one path.
+            tensors[name] = tensor
+    return tensors
 
 
-def _in_place(
+def _replace_section(
     checkpoint: Checkpoint,
     recipe: Recipe,
     section: Section,
-    made: Plan[TensorRef],
+    result: Plan[TensorRef],
     moments: Mapping[int, TensorRef] | None,
     changes: Sequence[Change],
 ) -> Checkpoint:
-    """Return the checkpoint with other entries in one state dict; the optimizer follows.
+    """Return the checkpoint with the new entries in one state dict; the optimizer follows.
 
-    `moments` take the place of its tensors, by their identities; None: it cannot follow.
+    `moments` maps identities of optimizer tensors to new ones; None: the optimizer cannot follow.
     """
     root, file = checkpoint.root, checkpoint.path
     holder = section.holder if section.path else root
     hint = f"take only the weights with ckptool convert {shell(file)} OUT --model-only"
     if not isinstance(holder, dict):
         raise UsageError("the weights are in a pickled module or object", file=file, hint=hint)
-    own, dropped = get_named_tensors(section.node), set(made.dropped)
-    new = copy_with_items(holder, entries_of(recipe, made, holder, own, file))
-    renamed = made.renamed()
+    tensors, dropped = get_named_tensors(section.node), set(result.dropped)
+    new_holder = copy_with_items(holder, merge_entries(recipe, result, holder, tensors, file))
+    renamed = result.map_first_keys()
     names = NamePlan(file, RULES_HINT)
-    names.instead[id(holder)] = new
-    if isinstance(new, OrderedMap) and isinstance(new.metadata, dict):
-        kept = {old: key for old, key in renamed.items() if old not in dropped}
-        new.attributes = {**new.attributes, "_metadata": moved_metadata(new.metadata, kept)}
+    names.instead[id(holder)] = new_holder
+    if isinstance(new_holder, OrderedMap) and isinstance(new_holder.metadata, dict):
+        new_keys = {old: key for old, key in renamed.items() if old not in dropped}
+        new_holder.attributes = {
+            **new_holder.attributes,
+            "_metadata": move_metadata(new_holder.metadata, new_keys),
+        }
     if moments is None:
         text = "has an optimizer, and its state would not fit parameters of another layout"
         raise UsageError(text, file=file or None, hint=hint)
     names.instead.update(moments)
-    names.note(own, {old: key for old, key in renamed.items() if old != key})
+    names.note(tensors, {old: key for old, key in renamed.items() if old != key})
     names.follow(root, checkpoint.sections, lambda _: {})
     if moments:
         text = f"rearranged {counted(len(moments), 'tensor')} of the optimizer like the parameters"
         names.changes.append(Change("follow", text, len(moments)))
     names.changes[:0] = changes
-    return names.applied(checkpoint)
+    return names.apply_to(checkpoint)
 
 
-def entries_of(
-    recipe: Recipe, made: Plan[TensorRef], node: Mapping[Any, Any], own: Collection[str], file: str
+def merge_entries(
+    recipe: Recipe,
+    result: Plan[TensorRef],
+    node: Mapping[Any, Any],
+    own: Collection[str],
+    file: str,
 ) -> dict[Any, Any]:
-    """Return the entries of a state dict: the tensors of the result, and values that stay.
+    """Return the entries of the new state dict: the tensors of the result, and the old values.
 
     Args:
-        recipe: What made the result.
-        made: The result.
-        node: The state dict before.
+        recipe: The recipe.
+        result: The result of the recipe.
+        node: The old state dict.
         own: The keys of its tensors.
-        file: For messages.
+        file: The file, for messages.
 
     Raises:
-        NameCollision: a tensor gets the key of a value.
+        NameCollision: if a tensor gets the key of a value.
     """
     drop = recipe.drop[0]
-    rest = {
-        key: one
-        for key, one in node.items()
-        if key not in own and not (isinstance(key, str) and any(p.covers(key) for p in drop))
+    values = {
+        key: entry
+        for key, entry in node.items()
+        if key not in own
+        and not (isinstance(key, str) and any(pattern.covers(key) for pattern in drop))
     }
-    if both := made.tensors.keys() & rest.keys():
+    if both := result.tensors.keys() & values.keys():
         text = f"a tensor would get the key {listed(sorted(both))}, which a value already has"
         raise NameCollision(text, file=file or None)
-    return {**made.tensors, **rest}
+    return {**result.tensors, **values}
 
 
-def _rearranged_moments(
-    checkpoint: Checkpoint, recipe: Recipe, params: Mapping[str, int], made: Plan[TensorRef]
+def _rearrange_moments(
+    checkpoint: Checkpoint, recipe: Recipe, params: Mapping[str, int], result: Plan[TensorRef]
 ) -> dict[int, TensorRef] | None:
-    """Return what takes the place of optimizers' tensors, by their identities.
+    """Return the new tensors of the optimizer by the identities of the old ones.
 
-    A tensor in the state of a parameter that changes, of the parameter's shape, goes through the
-    same rules. None: the state is of no known parameter, has tensors of other shapes, or tensors
-    became others not one to one.
+    A tensor in the state of a changed parameter, with the parameter's shape, goes through the same
+    rules. None: the parameter is unknown, the shapes differ, or a tensor was split or joined.
     """
     changed = {
-        old: key for old, key in made.renamed().items() if made.tensors[key] is not made.source[old]
+        old: key
+        for old, key in result.map_first_keys().items()
+        if result.tensors[key] is not result.source[old]
     }
-    if made.is_one_to_one and not changed:
+    if result.is_one_to_one and not changed:
         return {}
-    left = {id(checkpoint.tensors[path]) for path in optimizer_tensors(checkpoint)}
-    if not (left or any(one.kind == "optimizer" for one in checkpoint.sections)):
+    remaining = {id(checkpoint.tensors[path]) for path in find_optimizer_paths(checkpoint)}
+    if not (remaining or any(section.kind == "optimizer" for section in checkpoint.sections)):
         return {}
     by_moment: dict[str, dict[str, TensorRef]] = {}
     for name, moment, tensor in find_moments(checkpoint.root, checkpoint.sections):
         is_known = isinstance(name, str)
         if is_known and (name not in changed or tensor.numel == 1):
-            left.discard(id(tensor))
-        elif is_known and tensor.sizes == made.source[name].sizes:
-            left.discard(id(tensor))
+            remaining.discard(id(tensor))
+        elif is_known and tensor.sizes == result.source[name].sizes:
+            remaining.discard(id(tensor))
             by_moment.setdefault(moment, {})[name] = tensor
-    if left or not made.is_one_to_one:
+    if remaining or not result.is_one_to_one:
         return None
-    rules = tuple(tuple(replace(one, is_optional=True) for one in each) for each in recipe.passes)
-    recipe = replace(recipe, passes=rules, drop=((), ()), tied=({}, {}), keeps_rest=True)
-    found: dict[int, TensorRef] = {}
+    passes = tuple(
+        tuple(replace(rule, is_optional=True) for rule in passes) for passes in recipe.passes
+    )
+    recipe = replace(recipe, passes=passes, drop=((), ()), tied=({}, {}), keeps_rest=True)
+    replacements: dict[int, TensorRef] = {}
     for tensors in by_moment.values():
-        new = plan(recipe, tensors, params, TensorMaker(checkpoint.path), checkpoint.path).tensors
-        found |= {id(one): new[changed[name]] for name, one in tensors.items()}
-    return found
+        rearranged = plan_recipe(
+            recipe, tensors, params, TensorMaker(checkpoint.path), checkpoint.path
+        ).tensors
+        replacements |= {id(tensor): rearranged[changed[name]] for name, tensor in tensors.items()}
+    return replacements
 
 
-def _others(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]:
-    """Yield changes for what is not in the layout: optimizers, values, other state dicts."""
+def _report_left_out(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]:
+    """Yield changes for the entries outside the layout: optimizers, values, other state dicts."""
     for kind, noun in (("optimizer", "optimizer"), ("scheduler", "scheduler"), ("values", "value")):
-        parts = [one for one in checkpoint.sections if one.kind == kind]
+        parts = [part for part in checkpoint.sections if part.kind == kind]
         if kind == "values":
-            names = [name_of(path[:2]) for one in parts for path in one.node]
-            names += [name for one in checkpoint.sections for name in _values_in(one)]
+            names = [name_of(path[:2]) for part in parts for path in part.node]
+            names += [name for part in checkpoint.sections for name in _list_values(part)]
         else:
-            names = [one.name for one in parts]
+            names = [part.name for part in parts]
         if names:
             labels = [
-                one.label for one in group_families((name, None) for name in dict.fromkeys(names))
+                family.label
+                for family in group_families((name, None) for name in dict.fromkeys(names))
             ]
             yield Change("left-out", f"{listed(labels, most=20)} ({noun})", len(names))
     if section is not None:
-        parts = [one for one in checkpoint.sections if one.kind in MODEL_KINDS]
-        for one in parts:
-            if one.holder is not section.holder and one.path != section.path:
-                text = f"the {one.kind} {printable(one.name)}"
-                yield Change("left-out", f"{text} ({counted(len(one.tensors()), 'tensor')})", 1)
+        parts = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
+        for part in parts:
+            if part.holder is not section.holder and part.path != section.path:
+                text = f"the {part.kind} {printable(part.name)}"
+                yield Change("left-out", f"{text} ({counted(len(part.tensors()), 'tensor')})", 1)
 
 
-def _values_in(section: Section) -> list[str]:
-    """Return the paths of what is no tensor in a state dict."""
+def _list_values(section: Section) -> list[str]:
+    """Return the paths of the entries of a state dict that are not tensors."""
     if section.kind not in MODEL_KINDS:
         return []
     items = section.node.items()
-    return [name_of((*section.path, k)) for k, one in items if not isinstance(one, TensorRef)]
+    return [
+        name_of((*section.path, key)) for key, value in items if not isinstance(value, TensorRef)
+    ]
 
 
-def _changes(
-    checkpoint: Checkpoint, recipe: Recipe, made: Plan[TensorRef], found: Params
+def _report_changes(
+    checkpoint: Checkpoint, recipe: Recipe, result: Plan[TensorRef], parameters: Params
 ) -> Iterator[Change]:
-    """Yield what the recipe did, for the receipt."""
+    """Yield the changes for the receipt: the result, the work of each rule, dropped tensors."""
     direction = " (reversed)" if recipe.is_reversed else ""
     known = [
-        f"{name} {value}" + (f" from {found.origins[name]}" if found.origins.get(name) else "")
-        for name, value in found.values.items()
+        f"{name} {value}"
+        + (f" from {parameters.origins[name]}" if parameters.origins.get(name) else "")
+        for name, value in parameters.values.items()
     ]
-    count, new = len(made.source), len(made.tensors)
-    text = (
-        f"{printable(recipe.name)}{direction}: rearranged {counted(count, 'tensor')} into {new:,}"
-    )
+    count, n_results = len(result.source), len(result.tensors)
+    tensors = counted(count, "tensor")
+    text = f"{printable(recipe.name)}{direction}: rearranged {tensors} into {n_results:,}"
     yield Change("recipe", text + (f" ({', '.join(known)})" if known else ""), count)
-    for outcome, rules in zip(made.outcomes, recipe.passes, strict=True):
+    for outcome, rules in zip(result.outcomes, recipe.passes, strict=True):
         for rule in rules:
             taken, _ = outcome.counts.get(rule.number, (0, 0))
             if taken and rule.renames and rule.left != rule.right:
                 text = f"{rule.text}: renamed {counted(taken, 'tensor')}"
                 yield Change("recipe", text, taken)
-            for text, use, count in outcome.lines(rule):
+            for text, use, count in outcome.describe(rule):
                 has_axes = use.equation >= 0
-                how = rule.equations[use.equation].text if has_axes else "the same in all"
-                yield Change("recipe", f"{text}, {how}", count)
-    for key, of in made.untied.items() if not made.aliases else ():
-        yield Change("recipe", f"left out {printable(key)}: it is tied to {printable(of)}", 1)
-    if made.dropped:
-        labels = [one.label for one in group_families((key, None) for key in made.dropped)]
+                equation = rule.equations[use.equation].text if has_axes else "the same in all"
+                yield Change("recipe", f"{text}, {equation}", count)
+    for key, tied_key in result.untied.items() if not result.aliases else ():
+        yield Change("recipe", f"left out {printable(key)}: it is tied to {printable(tied_key)}", 1)
+    if result.dropped:
+        labels = [family.label for family in group_families((key, None) for key in result.dropped)]
         text = f"{listed(labels, most=20)} (dropped by the recipe)"
-        yield Change("left-out", text, len(made.dropped), wanted=True)
+        yield Change("left-out", text, len(result.dropped), wanted=True)
 
 
-def _way_back(recipe: Recipe, made: Plan[TensorRef], found: Params) -> Change:
-    """Return the change that states whether the recipe leads back, planned over keys and shapes."""
+def _report_reversibility(recipe: Recipe, result: Plan[TensorRef], parameters: Params) -> Change:
+    """Return the change that states if the inverse recipe restores the source.
+
+    The inverse is planned over keys and shapes only.
+    """
     sketches = {
-        key: Sketch(one.dtype, one.sizes, one.stride, one.place or id(one))
-        for key, one in made.tensors.items()
+        key: Sketch(tensor.dtype, tensor.sizes, tensor.stride, tensor.place or id(tensor))
+        for key, tensor in result.tensors.items()
     }
-    params = {**found.values, **made.needed}
-    why = None
-    if made.disputed:
-        why = f"no single number works for {listed(sorted(made.disputed))}"
+    params = {**parameters.values, **result.needed}
+    reason = None
+    if result.disputed:
+        reason = f"no single number works for {listed(sorted(result.disputed))}"
     else:
         try:
-            back = plan(recipe.reversed(), sketches, params, Sketches())
-            why = next(differences(made, back), None)
+            back = plan_recipe(recipe.invert(), sketches, params, Sketches())
+            reason = next(find_differences(result, back), None)
         except CheckpointError as error:
-            why = error.message
-    if why is not None:
-        return Change("reversible", f"not reversible: {why}")
-    given = {**{name: found.values[name] for name in found.given}, **made.needed}
+            reason = error.message
+    if reason is not None:
+        return Change("reversible", f"not reversible: {reason}")
+    given = {**{name: parameters.values[name] for name in parameters.given}, **result.needed}
     option = "" if recipe.is_reversed else " with --reverse"
-    words = "".join(f" --param {name}={value}" for name, value in given.items())
-    text = f"reversible{option}{words}"
-    if made.dropped:
-        text += f", except for {counted(len(made.dropped), 'dropped tensor')}"
-    if made.has_padding:
+    options = "".join(f" --param {name}={value}" for name, value in given.items())
+    text = f"reversible{option}{options}"
+    if result.dropped:
+        text += f", except for {counted(len(result.dropped), 'dropped tensor')}"
+    if result.has_padding:
         text += ", if the padding is zeros"
     return Change("reversible", text, 1)
 
 
-def looks_like(keys: Iterable[str]) -> str | None:
-    """Return the shipped recipe of which all rules match keys, with nothing left over.
+def guess_layout(keys: Iterable[str]) -> str | None:
+    """Return the only shipped recipe whose rules match all of the keys, with nothing left over.
 
-    `NAME`, or `NAME --reverse`; None if there is none, or there are several.
+    `NAME`, or `NAME --reverse`; None if there is none, or several.
     """
-    sample = _sampled(keys)
-    fitting = (words for one, words in _directions() if set() in _left_over(one, sample))
-    found = list(dict.fromkeys(fitting))
-    return found[0] if len(found) == 1 else None
+    sampled_keys = _sample_keys(keys)
+    fitting = (
+        arguments
+        for recipe, arguments in _iterate_directions()
+        if set() in _find_left_over(recipe, sampled_keys)
+    )
+    matches = list(dict.fromkeys(fitting))
+    return matches[0] if len(matches) == 1 else None
 
 
-def leads_to(keys: Iterable[str], wanted: Iterable[str]) -> str | None:
-    """Return the shipped recipe that makes the wanted keys of some keys.
+def find_recipe(keys: Iterable[str], wanted: Iterable[str]) -> str | None:
+    """Return the only shipped recipe that turns the keys into the wanted keys.
 
-    All of its rules match on both sides, and what they leave over is the same. `NAME`, or
-    `NAME --reverse`; None if there is none, or there are several.
+    All of its rules match on both sides, and the same keys are left over. `NAME`, or
+    `NAME --reverse`; None if there is none, or several.
     """
-    sample, goal = _sampled(keys), _sampled(wanted)
-    found = []
-    for one, words in _directions():
-        left, right = _left_over(one, sample), _left_over(one.reversed(), goal)
-        if any(rest == other and (one.keeps_rest or not rest) for rest in left for other in right):
-            found.append(words)
-    return found[0] if len(found) == 1 else None
+    source_keys, target_keys = _sample_keys(keys), _sample_keys(wanted)
+    matches = []
+    for recipe, arguments in _iterate_directions():
+        left, right = (
+            _find_left_over(recipe, source_keys),
+            _find_left_over(recipe.invert(), target_keys),
+        )
+        if any(
+            rest == other and (recipe.keeps_rest or not rest) for rest in left for other in right
+        ):
+            matches.append(arguments)
+    return matches[0] if len(matches) == 1 else None
 
 
-def _directions() -> Iterator[tuple[Recipe, str]]:
-    for one in all_shipped():
-        yield one, one.name
-        yield one.reversed(), f"{one.name} --reverse"
+def _iterate_directions() -> Iterator[tuple[Recipe, str]]:
+    """Yield each shipped recipe in both directions, with its arguments."""
+    for recipe in load_shipped():
+        yield recipe, recipe.name
+        yield recipe.invert(), f"{recipe.name} --reverse"
 
 
-def _left_over(recipe: Recipe, keys: Sequence[str]) -> list[set[str]]:
-    """Return what a recipe leaves over of keys, and of keys of the first of several files."""
-    before = prefix_of(recipe)
-    found = (left_over(recipe, [one + key for key in keys]) for one in dict.fromkeys(("", before)))
-    return [one for one in found if one is not None]
+def _find_left_over(recipe: Recipe, keys: Sequence[str]) -> list[set[str]]:
+    """Return the keys left over, read as one file and as the first of several files."""
+    prefix = first_prefix(recipe)
+    found = (
+        find_left_over(recipe, [front + key for key in keys])
+        for front in dict.fromkeys(("", prefix))
+    )
+    return [left for left in found if left is not None]
 
 
-def _sampled(keys: Iterable[str]) -> list[str]:
-    """Return some keys of each kind: those that only differ in numbers are alike."""
+def _sample_keys(keys: Iterable[str]) -> list[str]:
+    """Return a few keys of each kind: keys of a kind only differ in numbers."""
     kinds: dict[str, list[str]] = {}
     for key in sorted(keys):
         alike = kinds.setdefault(re.sub(r"[0-9]+", "0", key), [])

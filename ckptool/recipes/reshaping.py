@@ -17,14 +17,14 @@ from ckptool.formats.distributed.megatron import is_rank_folder
 from ckptool.recipes.assembling import TensorMaker
 from ckptool.recipes.axes import Equation, Sum
 from ckptool.recipes.names import Pattern, Variable
-from ckptool.recipes.planning import plan
+from ckptool.recipes.planning import plan_recipe
 from ckptool.recipes.recipe import Recipe, RecipeRule
-from ckptool.recipes.relayout import entries_of
+from ckptool.recipes.relayout import merge_entries
 from ckptool.tensors.bytewise import has_same_elements
-from ckptool.transforms.casting import optimizer_tensors, refuse_apart, tensors_placed
-from ckptool.transforms.names import distinct, with_items
-from ckptool.transforms.resizing import SectionRule, SectionWork, interpolating, resizing
-from ckptool.transforms.step import Step, listed_option
+from ckptool.transforms.casting import find_optimizer_paths, refuse_apart, replace_tensors
+from ckptool.transforms.names import list_distinct, replace_entries
+from ckptool.transforms.resizing import SectionRule, SectionWork, parse_interpolation, parse_resize
+from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import counted, few, listed, printable, shell
 
 
@@ -55,15 +55,16 @@ class Reshape(Step):
             UsageError: a rule is none, or a text is in place of a list of rules.
         """
         for name in ("resize", "interpolate_pos", "split", "fuse"):
-            object.__setattr__(self, name, listed_option(name, getattr(self, name)))
-        self._steps()
+            object.__setattr__(self, name, check_list_option(name, getattr(self, name)))
+        self._make_steps()
 
-    def _steps(self) -> list[tuple[str, SectionRule]]:
+    def _make_steps(self) -> list[tuple[str, SectionRule]]:
+        """Return each rule of the fields with its function, in their order."""
         kinds: tuple[tuple[Iterable[str], Callable[[str], SectionRule]], ...] = (
-            (self.resize, resizing),
-            (self.interpolate_pos, interpolating),
-            (self.split, _splitting),
-            (self.fuse, _fusing),
+            (self.resize, parse_resize),
+            (self.interpolate_pos, parse_interpolation),
+            (self.split, _parse_split),
+            (self.fuse, _parse_fuse),
         )
         return [(rule, kind(rule)) for rules, kind in kinds for rule in rules]
 
@@ -76,58 +77,69 @@ class Reshape(Step):
             NameCollision: a key is there already.
             NotRepresentable: a tensor is quantized, or has no elements that can be computed with.
         """
-        for rule, step in self._steps():
-            checkpoint = _after(checkpoint, rule, step)
+        for rule, step in self._make_steps():
+            checkpoint = _apply_rule(checkpoint, rule, step)
         return checkpoint
 
 
-def _after(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpoint:
+def _apply_rule(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpoint:
+    """Return the checkpoint after one rule.
+
+    Raises:
+        UsageError: if the rule matches no tensor, or the file has the state of an optimizer.
+    """
     file, works = checkpoint.path, dict[int, SectionWork]()
-    for part in distinct(checkpoint.sections):
-        if part.kind in MODEL_KINDS and (work := step(part, file)).used:
-            works[id(part.holder)] = work
+    for section in list_distinct(checkpoint.sections):
+        if section.kind in MODEL_KINDS and (work := step(section, file)).used:
+            works[id(section.holder)] = work
     if not works:
         raise UsageError(f"no tensor of the model matches {printable(rule)!r}", file=file or None)
-    if optimizer_tensors(checkpoint) or any(one.kind == "optimizer" for one in checkpoint.sections):
+    if find_optimizer_paths(checkpoint) or any(
+        section.kind == "optimizer" for section in checkpoint.sections
+    ):
         text = "has an optimizer, and its state would not fit parameters of another shape"
         hint = f"take only the weights with ckptool convert {shell(file)} OUT --model-only"
         raise UsageError(text, file=file, hint=hint)
     refuse_apart(checkpoint, set().union(*(work.used for work in works.values())))
-    changes = (one for work in works.values() for one in work.changes)
-    return with_items(checkpoint, {at: work.items for at, work in works.items()}, *changes)
+    changes = (change for work in works.values() for change in work.changes)
+    return replace_entries(checkpoint, {at: work.items for at, work in works.items()}, *changes)
 
 
-def _splitting(text: str) -> SectionRule:
+def _parse_split(text: str) -> SectionRule:
+    """Return the function of a rule of `--split`."""
     example = "*.qkv.weight=>*.q.weight,*.k.weight,*.v.weight@0"
-    (whole,), parts, dim = _parsed("split", example, text)
-    return _by_rule("split", _rule_of(whole, parts, dim, are_equal=True).reversed(), dim)
+    (whole,), parts, dim = _parse_sides("split", example, text)
+    return _make_section_rule(
+        "split", _make_join_rule(whole, parts, dim, are_equal=True).invert(), dim
+    )
 
 
-def _fusing(text: str) -> SectionRule:
+def _parse_fuse(text: str) -> SectionRule:
+    """Return the function of a rule of `--fuse`."""
     example = "*.q.weight,*.k.weight,*.v.weight=>*.qkv.weight@0"
-    parts, (whole,), dim = _parsed("fuse", example, text)
-    return _by_rule("fuse", _rule_of(whole, parts, dim), dim)
+    parts, (whole,), dim = _parse_sides("fuse", example, text)
+    return _make_section_rule("fuse", _make_join_rule(whole, parts, dim), dim)
 
 
-def _parsed(option: str, example: str, rule: str) -> tuple[list[Pattern], list[Pattern], int]:
-    """Return the patterns on both sides of a rule, one of them alone on its side."""
+def _parse_sides(option: str, example: str, rule: str) -> tuple[list[Pattern], list[Pattern], int]:
+    """Parse `LEFT=>RIGHT@DIM`, one side of which has only one key: left, right, dimension."""
     names, _, dim = rule.rpartition("@")
-    left, right = ([*map(str.strip, one.split(","))] for one in names.partition("=>")[::2])
-    every = [*left, *right]
+    left, right = ([*map(str.strip, text.split(","))] for text in names.partition("=>")[::2])
+    keys = [*left, *right]
     sides = (left, right) if option == "split" else (right, left)
-    is_dim = dim.isascii() and dim.isdigit() and len(dim) < 3
-    fits = all(every) and len({one.count("*") for one in every}) == 1
-    if not is_dim or not fits or len(sides[0]) != 1 or len(sides[1]) < 2:
+    has_dim = dim.isascii() and dim.isdigit() and len(dim) < 3
+    has_equal_stars = all(keys) and len({text.count("*") for text in keys}) == 1
+    if not has_dim or not has_equal_stars or len(sides[0]) != 1 or len(sides[1]) < 2:
         text = f"{printable(rule)!r} does not name one whole tensor and its parts"
         raise UsageError(
             text, hint=f"use --{option} '{example}', with equally many * on both sides"
         )
     if len(set(sides[1])) < len(sides[1]):
         raise UsageError(f"{printable(rule)!r} has a part twice")
-    return [*map(_pattern, left)], [*map(_pattern, right)], int(dim)
+    return [*map(_glob_pattern, left)], [*map(_glob_pattern, right)], int(dim)
 
 
-def _rule_of(
+def _make_join_rule(
     whole: Pattern, parts: Sequence[Pattern], dim: int, *, are_equal: bool = False
 ) -> RecipeRule:
     """Return the rule that joins parts along a dimension: `p0 ..., p1 ... -> (p0 + p1) ...`."""
@@ -140,29 +152,31 @@ def _rule_of(
     return RecipeRule(tuple(parts), (whole,), (equation,), True, 0)
 
 
-def _pattern(text: str) -> Pattern:
+def _glob_pattern(text: str) -> Pattern:
     """Return the pattern of a key in which each `*` is a variable."""
     literals = text.split("*")
     variables = (Variable(f"x{at}", "text") for at in range(len(literals) - 1))
     return Pattern(text, tuple(literals), tuple(variables))
 
 
-def _by_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
+def _make_section_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
+    """Return the function that applies a rule to one section."""
     recipe = Recipe(kind, "", ((rule,),), {}, keeps_rest=True)
 
-    def step(part: Section, file: str) -> SectionWork:
+    def apply(part: Section, file: str) -> SectionWork:
+        """Apply the rule to a section, and return its new entries."""
         tensors, maker = get_named_tensors(part.node), TensorMaker(file)
         if not any(pattern.covers(name) for name in tensors for pattern in rule.left):
             return SectionWork([], set(), [])
-        made = plan(recipe, tensors, {}, maker, file)
-        lines = made.outcomes[0].lines(rule)
+        result = plan_recipe(recipe, tensors, {}, maker, file)
+        lines = result.outcomes[0].describe(rule)
         changes = [
             Change(kind, f"{text}, along dimension {dim}", count) for text, _, count in lines
         ]
-        entries = entries_of(recipe, made, part.node, tensors, file)
-        return SectionWork([*entries.items()], maker.moved, [*changes, *maker.changes()])
+        entries = merge_entries(recipe, result, part.node, tensors, file)
+        return SectionWork([*entries.items()], maker.moved, [*changes, *maker.report_changes()])
 
-    return step
+    return apply
 
 
 @dataclass(frozen=True)
@@ -180,14 +194,14 @@ class Concat(Step):
     """`GLOB=DIM` each: the dimension along which the ranks split tensors; the first decides."""
 
     def __post_init__(self) -> None:
-        """Check the rules.
+        """Parse the rules.
 
         Raises:
-            UsageError: one is not a glob with a dimension.
+            UsageError: if one is not a glob with a dimension.
         """
-        object.__setattr__(self, "rules", listed_option("concat", self.rules))
+        object.__setattr__(self, "rules", check_list_option("concat", self.rules))
         for rule in self.rules:
-            _place(rule)
+            _parse_concat(rule)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the ranks joined.
@@ -196,63 +210,71 @@ class Concat(Step):
             UsageError: a rule matches nothing; there are no ranks; or these differ in their keys,
                 in a tensor that no rule names, or in another dimension.
         """
-        file, places = checkpoint.path, [_place(rule) for rule in self.rules]
+        file, rules = checkpoint.path, [_parse_concat(rule) for rule in self.rules]
         ranks = checkpoint.root if isinstance(checkpoint.root, dict) else {}
         if not ranks or not all(map(is_rank_folder, ranks)):
             hint = "give the folder of one iteration, which has a folder mp_rank_00"
             raise UsageError("has no Megatron ranks to concatenate", file=file, hint=hint)
         trees = [root if isinstance(root, dict) else {} for root in ranks.values()]
         models = [
-            dict(checkpoint.with_root({"model": one.get("model")}).tensors()) for one in trees
+            dict(checkpoint.with_root({"model": tree.get("model")}).tensors()) for tree in trees
         ]
-        apart = {name_of(path) for one in models for path in one.keys() ^ models[0].keys()}
-        if apart:
+        differing_paths = {
+            name_of(path) for model in models for path in model.keys() ^ models[0].keys()
+        }
+        if differing_paths:
             raise UsageError(
-                f"has tensors that only some ranks have: {few(sorted(apart))}", file=file
+                f"has tensors that only some ranks have: {few(sorted(differing_paths))}", file=file
             )
         index, dims = NameIndex(models[0].items(), file), dict[int, int]()
-        for glob, dim in places:
-            if not (found := index.select(glob, endings=False)):
+        for glob, dim in rules:
+            if not (matches := index.select(glob, endings=False)):
                 raise UsageError(f"no tensor of the model matches {printable(glob)!r}", file=file)
-            for at in found:
-                dims.setdefault(at, dim)
-        fused, whole, differing = dict[tuple[int, ...], TensorRef](), dict[Path, TensorRef](), []
-        for at, (path, first) in enumerate(models[0].items()):
-            every = [one[path] for one in models]
-            if at in dims:
-                key = (dims[at], *map(id, every))  # ties stay
-                if key not in fused:
-                    fused[key] = _joined(
-                        name_of(path), dict(zip(ranks, every, strict=True)), dims[at], file
+            for position in matches:
+                dims.setdefault(position, dim)
+        joined_by_shards, joined, differing = (
+            dict[tuple[int, ...], TensorRef](),
+            dict[Path, TensorRef](),
+            [],
+        )
+        for position, (path, first) in enumerate(models[0].items()):
+            shards = [model[path] for model in models]
+            if position in dims:
+                key = (dims[position], *map(id, shards))  # Tied tensors stay tied.
+                if key not in joined_by_shards:
+                    joined_by_shards[key] = _join_ranks(
+                        name_of(path), dict(zip(ranks, shards, strict=True)), dims[position], file
                     )
-                whole[path] = fused[key]
-            elif not all(_same(first, one) for one in every[1:]):
+                joined[path] = joined_by_shards[key]
+            elif not all(_is_same(first, shard) for shard in shards[1:]):
                 differing.append(name_of(path))
         if differing:
-            what = f"but no rule joins them: {_kinds(differing)}"
+            what = f"but no rule joins them: {_list_families(differing)}"
             hint = (
                 "add --concat 'GLOB=DIM' for each kind, with the dimension along which "
                 "Megatron split it"
             )
             text = f"its ranks differ in {counted(len(differing), 'tensor')}, {what}"
             raise UsageError(text, file=file, hint=hint)
-        lost = [key for key, one in trees[0].items() if key != "model" and any(find_tensors([one]))]
+        left_out = [
+            key for key, node in trees[0].items() if key != "model" and any(find_tensors([node]))
+        ]
         root = copy_with_items(
-            trees[0], ((key, one) for key, one in trees[0].items() if key not in lost)
+            trees[0], ((key, node) for key, node in trees[0].items() if key not in left_out)
         )
-        text = f"joined {counted(len(whole), 'tensor')} from {counted(len(ranks), 'rank')}"
-        changes = [Change("concat", text, len(whole))]
-        if once := [name_of(path) for path in models[0] if path not in whole]:
-            text = f"kept one copy of tensors that are equal in all ranks: {_kinds(once)}"
-            changes.append(Change("keep", text, len(once)))
-        if lost:
-            text = f"entries of single ranks ({listed(map(printable, map(str, lost)))})"
-            changes.append(Change("left-out", text, len(lost)))
-        return checkpoint.with_root(tensors_placed(root, whole), *changes)
+        text = f"joined {counted(len(joined), 'tensor')} from {counted(len(ranks), 'rank')}"
+        changes = [Change("concat", text, len(joined))]
+        if shared := [name_of(path) for path in models[0] if path not in joined]:
+            text = f"kept one copy of tensors that are equal in all ranks: {_list_families(shared)}"
+            changes.append(Change("keep", text, len(shared)))
+        if left_out:
+            text = f"entries of single ranks ({listed(map(printable, map(str, left_out)))})"
+            changes.append(Change("left-out", text, len(left_out)))
+        return checkpoint.with_root(replace_tensors(root, joined), *changes)
 
 
 def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> None:
-    """Refuse to split what was joined from ranks along the same dimension.
+    """Refuse to split tensors along the dimension along which the ranks were joined.
 
     Each rank has a share of every part: of gate and up, of q, k and v. Joined, and cut into equal
     parts, these would be mixed.
@@ -262,15 +284,15 @@ def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> No
     """
     index, dims = NameIndex(checkpoint.tensors(), checkpoint.path), dict[int, int]()
     for rule in concat.rules:
-        glob, dim = _place(rule)
-        for at in index.select(glob, endings=False):
-            dims.setdefault(at, dim)  # the first rule that matches decides
+        glob, dim = _parse_concat(rule)
+        for position in index.select(glob, endings=False):
+            dims.setdefault(position, dim)  # the first rule that matches decides
     example = "*.qkv.weight=>*.q.weight,*.k.weight,*.v.weight@0"
-    splits = [_parsed("split", example, rule) for rule in reshape.split]
-    for at, dim in dims.items():
-        name = str(index.nodes[at][0][-1])
-        for (whole,), _, along in splits:
-            if dim == along and whole.covers(name):
+    splits = [_parse_sides("split", example, rule) for rule in reshape.split]
+    for position, dim in dims.items():
+        name = str(index.nodes[position][0][-1])
+        for (whole,), _, split_dim in splits:
+            if dim == split_dim and whole.covers(name):
                 raise UsageError(
                     f"each rank has a share of every part of {printable(name)!r}, so splitting it "
                     "after joining would mix the parts",
@@ -280,11 +302,15 @@ def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> No
                 )
 
 
-def _kinds(names: Iterable[str]) -> str:
-    return listed((one.label for one in group_families((name, None) for name in names)), most=40)
+def _list_families(names: Iterable[str]) -> str:
+    """Return the names as a list with folded layers."""
+    return listed(
+        (family.label for family in group_families((name, None) for name in names)), most=40
+    )
 
 
-def _place(rule: str) -> tuple[str, int]:
+def _parse_concat(rule: str) -> tuple[str, int]:
+    """Return the glob and the dimension of a rule `GLOB=DIM`."""
     glob, _, dim = rule.rpartition("=")
     if not glob or not (dim.isascii() and dim.isdigit() and len(dim) < 3):
         hint = "use --concat '*.linear_qkv.weight=0', for example"
@@ -292,17 +318,18 @@ def _place(rule: str) -> tuple[str, int]:
     return glob, int(dim)
 
 
-def _same(one: TensorRef, other: TensorRef) -> bool:
+def _is_same(one: TensorRef, other: TensorRef) -> bool:
+    """Return True if two tensors have the same dtype, shape and elements."""
     return (one.dtype, one.shape) == (other.dtype, other.shape) and has_same_elements(one, other)
 
 
-def _joined(name: str, every: Mapping[str, TensorRef], dim: int, file: str) -> TensorRef:
-    """Return the tensors of one name, by rank, joined along a dimension.
+def _join_ranks(name: str, by_rank: Mapping[str, TensorRef], dim: int, file: str) -> TensorRef:
+    """Return one tensor, joined from those of the ranks along a dimension.
 
     Raises:
-        UsageError: they differ in their types or in another dimension.
+        UsageError: if they differ in dtype or in another dimension.
     """
-    tensors = {f"{rank}/{name}": one for rank, one in every.items()}
+    tensors = {f"{rank}/{name}": tensor for rank, tensor in by_rank.items()}
     whole, *parts = (Pattern(key, (key,), ()) for key in (name, *tensors))
-    recipe = Recipe("concat", "", ((_rule_of(whole, parts, dim),),), {})
-    return plan(recipe, tensors, {}, TensorMaker(file), file).tensors[name]
+    recipe = Recipe("concat", "", ((_make_join_rule(whole, parts, dim),),), {})
+    return plan_recipe(recipe, tensors, {}, TensorMaker(file), file).tensors[name]

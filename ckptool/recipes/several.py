@@ -13,13 +13,13 @@ from ckptool.errors import FileMissing, NameCollision, NotFound, UsageError
 from ckptool.files.place import place_of
 from ckptool.formats.distributed.megatron import RANK_FILE, is_rank_folder
 from ckptool.formats.several import open_by_key
-from ckptool.recipes.names import Pattern, first_missing
+from ckptool.recipes.names import Pattern, find_first_missing
 from ckptool.recipes.recipe import Recipe
 from ckptool.words import counted, printable
 
 
-def _patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
-    """Return the pattern of the files' names, and that of what stands before the keys of each."""
+def _parse_file_patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
+    """Return the pattern of the file names, and that of the prefix for the keys of each file."""
     if recipe.files is None:
         text = f"recipe {printable(recipe.name)} does not read several files"
         raise UsageError(text, hint='add files = "consolidated.{rank:02}.pth" to the recipe')
@@ -28,33 +28,33 @@ def _patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
     return name, Pattern("/".join("{}" * count), ("", *["/"] * (count - 1), ""), name.variables)
 
 
-def prefix_of(recipe: Recipe) -> str:
-    """Return what stands before the keys of the first file; nothing, if there is one file."""
+def first_prefix(recipe: Recipe) -> str:
+    """Return the prefix for the keys of the first file, or "" if there is one file."""
     if recipe.files is None or recipe.is_reversed:
         return ""
-    name, before = _patterns(recipe)
-    return before.fill(dict.fromkeys(name.names, "0")) + "/"
+    name, prefix = _parse_file_patterns(recipe)
+    return prefix.fill(dict.fromkeys(name.names, "0")) + "/"
 
 
-def written_files(recipe: Recipe) -> str | None:
-    """Return how the files are called that a recipe writes into a folder, if it writes several.
+def output_files(recipe: Recipe) -> str | None:
+    """Return the pattern of the files that a recipe writes into a folder, or None for one file.
 
-    Those of Megatron's ranks are each in a folder of its own.
+    Each Megatron rank gets a file in its own folder.
     """
     if not recipe.is_reversed:
         return None
-    rights = [one.text for rule in recipe.passes[-1] for one in rule.right]
-    is_of_ranks = any(one.startswith("mp_rank_") and "/" in one for one in rights)
+    target_keys = [pattern.text for rule in recipe.passes[-1] for pattern in rule.right]
+    is_of_ranks = any(key.startswith("mp_rank_") and "/" in key for key in target_keys)
     return recipe.files or (f"mp_rank_{{rank:02}}/{RANK_FILE}" if is_of_ranks else None)
 
 
 def has_files(path: str | os.PathLike[str], recipe: Recipe) -> bool:
-    """Return whether a path is a file that a recipe names, or a folder with one."""
-    pattern, _ = _patterns(recipe)
+    """Return True if a path is a file that a recipe names, or a folder with one."""
+    pattern, _ = _parse_file_patterns(recipe)
     name = os.fspath(path)
     place = place_of(name)
-    names = place.list_names(name) if place.is_folder(name) else [os.path.basename(name)]
-    return any(pattern.match(one) is not None for one in names)
+    list_names = place.list_names(name) if place.is_folder(name) else [os.path.basename(name)]
+    return any(pattern.match(file) is not None for file in list_names)
 
 
 def open_files(
@@ -65,49 +65,53 @@ def open_files(
     The tree of `consolidated.01.pth` is below `01`. `folder` may be one of the files.
 
     Raises:
-        FileMissing: no such file, or one of them is missing.
-        UsageError: the recipe has no `files`.
+        FileMissing: if no file, or not every file, exists.
+        UsageError: if the recipe has no `files`.
     """
-    pattern, before = _patterns(recipe)
+    pattern, prefix = _parse_file_patterns(recipe)
     path = os.fspath(folder)
     place = place_of(path)
     if not place.is_folder(path):
         path = os.path.dirname(path)
-    found = {}
+    files = {}
     for name in place.list_names(path):
         if (values := pattern.match(name)) is not None:
-            found[tuple(int(values[one.name]) for one in pattern.variables)] = name
-    if not found:
+            files[tuple(int(values[variable.name]) for variable in pattern.variables)] = name
+    if not files:
         raise FileMissing(f"the folder has no file {recipe.files}", file=path or None)
 
-    def filled(one: Pattern, number: Iterable[int]) -> str:
+    def fill_numbers(to_fill: Pattern, number: Iterable[int]) -> str:
+        """Return the text of a pattern for the number of a file."""
         words = (variable.name for variable in pattern.variables)
-        return one.fill({word: str(n) for word, n in zip(words, number, strict=True)})
+        return to_fill.fill({word: str(n) for word, n in zip(words, number, strict=True)})
 
-    counts = [1 + max(axis) for axis in zip(*found, strict=True)]
-    if (missing := first_missing(found, counts)) is not None:
-        text = f"the folder has no {filled(pattern, missing)}"
+    counts = [1 + max(axis) for axis in zip(*files, strict=True)]
+    if (missing := find_first_missing(files, counts)) is not None:
+        text = f"the folder has no {fill_numbers(pattern, missing)}"
         raise FileMissing(text, file=path or None, hint="copy it too")
-    names = ((filled(before, one), os.path.join(path, found[one])) for one in sorted(found))
-    made = open_by_key(names, open_one)
-    what = f"{counted(len(found), 'file')}: {recipe.files}"
-    details = replace(made.details, notes=(what, *made.details.notes))
-    root = nested(made.root)
-    return replace(made, root=root, original=root, path=path, details=details)
+    names = (
+        (fill_numbers(prefix, number), os.path.join(path, files[number]))
+        for number in sorted(files)
+    )
+    checkpoint = open_by_key(names, open_one)
+    note = f"{counted(len(files), 'file')}: {recipe.files}"
+    details = replace(checkpoint.details, notes=(note, *checkpoint.details.notes))
+    root = nest_entries(checkpoint.root)
+    return replace(checkpoint, root=root, original=root, path=path, details=details)
 
 
-def nested(entries: Mapping[str, Any]) -> OrderedMap:
-    """Return entries in the dicts that the `/` of their keys lead through.
+def nest_entries(entries: Mapping[str, Any]) -> OrderedMap:
+    """Return the entries in nested dicts, by the `/` of their keys.
 
     Raises:
-        NameCollision: a key is that of an entry and of a dict.
+        NameCollision: if a key is that of an entry and of a dict.
     """
     root = OrderedMap()
     for key, entry in entries.items():
         *path, name = key.split("/")
         holder: Any = root
-        for one in path:
-            holder = holder.setdefault(one, OrderedMap())
+        for part in path:
+            holder = holder.setdefault(part, OrderedMap())
             if not isinstance(holder, dict):
                 break
         if not isinstance(holder, dict) or name in holder:
@@ -117,16 +121,16 @@ def nested(entries: Mapping[str, Any]) -> OrderedMap:
 
 
 def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]:
-    """Return the checkpoint of each file, by its name, of a layout of several files.
+    """Return the checkpoint of each file of a layout of several files, by file name.
 
     Raises:
-        NotFound: something is below no number of a file.
-        UsageError: the recipe has no `files`, and the checkpoint is not of Megatron's ranks.
+        NotFound: if an entry belongs to no file.
+        UsageError: if the recipe has no `files`, and the checkpoint is not of Megatron ranks.
     """
     root = checkpoint.root
     if recipe.files is None and isinstance(root, dict) and all(map(is_rank_folder, root)):
         return {f"{key}/{RANK_FILE}": replace(checkpoint, root=node) for key, node in root.items()}
-    pattern, before = _patterns(recipe)
+    pattern, prefix = _parse_file_patterns(recipe)
     nodes: dict[str, Any] = {"": checkpoint.root}
     for _ in pattern.variables:
         nodes = {
@@ -134,11 +138,11 @@ def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]
             for name, node in nodes.items()
             for key, inside in (node.items() if isinstance(node, dict) else ())
         }
-    made = {}
+    checkpoints = {}
     for name, node in nodes.items():
-        values = before.match(name)
+        values = prefix.match(name)
         if values is None or not isinstance(node, dict):
             text = f"{printable(name)!r} does not belong to a file {recipe.files}"
             raise NotFound(text, file=checkpoint.path or None)
-        made[pattern.fill(values)] = replace(checkpoint, root=node)
-    return made
+        checkpoints[pattern.fill(values)] = replace(checkpoint, root=node)
+    return checkpoints

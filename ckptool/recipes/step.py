@@ -15,7 +15,7 @@ from ckptool.recipes.recipe import Recipe
 from ckptool.recipes.relayout import relayout
 from ckptool.recipes.several import has_files, open_files
 from ckptool.transforms import Step
-from ckptool.transforms.step import listed_option
+from ckptool.transforms.step import check_list_option
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Relayout(Step):
         Raises:
             UsageError: there is none, or it is wrong; a path is in place of a list of them.
         """
-        object.__setattr__(self, "configs", listed_option("configs", self.configs))
+        object.__setattr__(self, "configs", check_list_option("configs", self.configs))
         _ = self.loaded
 
     @classmethod
@@ -62,11 +62,11 @@ class Relayout(Step):
     @cached_property
     def loaded(self) -> Recipe:
         """The recipe, in the direction of the step."""
-        found = Recipe.load(os.fspath(self.recipe))
-        return found.reversed() if self.reverse else found
+        recipe = Recipe.load(os.fspath(self.recipe))
+        return recipe.invert() if self.reverse else recipe
 
     def opens(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether a path is a layout of several files that the recipe puts together."""
+        """Return True if a path is a layout of several files that the recipe joins."""
         recipe = self.loaded
         return recipe.files is not None and not recipe.is_reversed and has_files(path, recipe)
 
@@ -78,7 +78,7 @@ class Relayout(Step):
         """
         if not self.opens(path):
             return super().open(path, salvage=salvage)
-        return open_files(path, self.loaded, lambda one: open_checkpoint(one, salvage=salvage))
+        return open_files(path, self.loaded, lambda file: open_checkpoint(file, salvage=salvage))
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint in the other layout, over the same bytes.
@@ -89,5 +89,5 @@ class Relayout(Step):
             NameCollision: two tensors get one key.
             NotRepresentable: a tensor has no plain elements, or is quantized.
         """
-        configs = [Path(one) for one in self.configs]
+        configs = [Path(config) for config in self.configs]
         return relayout(checkpoint, self.loaded, self.params, configs=configs)

@@ -54,7 +54,7 @@ def match_lines(
     """
     if look.fmt:
         return _match_table(_make_rows(report, fold=False), look)
-    heading = _heading_lines(report, look, judgement or Allowance().judged(report))
+    heading = _heading_lines(report, look, judgement or Allowance().judge(report))
     if _has_no_remarks(report) and not _reasons_outside_table(judgement):
         ties = ", ".join(f"{row.key} {row.details}" for row in _tied_rows(report, fold=True))
         lines = wrap_text(f"tied: {ties}", look.width) if ties else ()
@@ -74,7 +74,7 @@ def match_lines(
 
 def match_line(report: MatchReport) -> str:
     """Return the heading."""
-    return next(_heading_lines(report, PLAIN, Allowance().judged(report)))
+    return next(_heading_lines(report, PLAIN, Allowance().judge(report)))
 
 
 def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iterator[str]:

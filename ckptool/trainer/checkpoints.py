@@ -293,12 +293,12 @@ class Checkpoints:
             MatchError: it is of another architecture; model and optimizer are unchanged.
         """
         with ExitStack() as stack:
-            self._ranks.first(lambda: stack.enter_context(hold_run_folder(self._config.out)))
+            self._ranks.run_on_first(lambda: stack.enter_context(hold_run_folder(self._config.out)))
             if self._config.save == "module":
                 module = self._strategy.gather_module()
-                self._ranks.first(lambda: _pickle(module, len))
+                self._ranks.run_on_first(lambda: _pickle(module, len))
             size = estimate_size(self._strategy)
-            self._ranks.first(lambda: require_writable(self._config.out, size))
+            self._ranks.run_on_first(lambda: require_writable(self._config.out, size))
             yield self._start_or_resume()
 
     def _start_or_resume(self) -> TrainingProgress:
@@ -309,7 +309,7 @@ class Checkpoints:
         is_auto = self._config.resume == "auto"  # the checkpoints there are of this run
         overwrite = self._config.overwrite and not (is_auto and origin)
         if overwrite or not is_auto:
-            self._ranks.first(
+            self._ranks.run_on_first(
                 lambda: require_one_run(out, origin=origin, step=progress.step, overwrite=overwrite)
             )
         return progress
@@ -324,7 +324,7 @@ class Checkpoints:
         """Write the checkpoint of this step, and remove the oldest ones beyond `keep`."""
         self.write(f"step-{progress.step:08d}", progress)
         self._saved_at = time.monotonic()
-        self._ranks.first(lambda: remove_numbered(self._config.out, self._config.keep))
+        self._ranks.run_on_first(lambda: remove_numbered(self._config.out, self._config.keep))
 
     def path(self, name: str) -> str:
         """Return the path of `last`, `best` or a numbered checkpoint."""
@@ -337,7 +337,7 @@ class Checkpoints:
             TrainingError: a weight is infinite or NaN.
         """
         path = self.path(name)
-        if not all(self._ranks.all(self._strategy.tuning.has_finite_weights)):
+        if not all(self._ranks.collect(self._strategy.tuning.has_finite_weights)):
             raise TrainingError(
                 f"a weight is not finite after step {progress.step}: {name} was not written",
                 hint=DIVERGED,
@@ -346,7 +346,7 @@ class Checkpoints:
             "epoch": progress.epoch,
             "step": progress.step,
             **self._strategy.tuning.state(),
-            "rng": self._ranks.all(get_random_state())[: self._strategy.world.size],
+            "rng": self._ranks.collect(get_random_state())[: self._strategy.world.size],
             "sampler": {**asdict(self._batches), "position": progress.position},
             "progress": asdict(progress),
             **self._belongings,
@@ -365,9 +365,9 @@ class Checkpoints:
                 with open_atomic_output(path, None, overwrite=True) as output:
                     _pickle(contents, output.write)
 
-            self._ranks.first(write)
+            self._ranks.run_on_first(write)
         other = path.removesuffix(".pth") if path.endswith(".pth") else f"{path}.pth"
-        self._ranks.first(lambda: remove_checkpoint(other))
+        self._ranks.run_on_first(lambda: remove_checkpoint(other))
         self._observer.tell(Saved(path, progress.epoch, progress.step))
 
     def _choose_origin(self) -> str | None:
@@ -375,7 +375,7 @@ class Checkpoints:
         resume = self._config.resume
         if resume is None:
             return None
-        path, notes = self._ranks.first(lambda: self._find_newest(resume))
+        path, notes = self._ranks.run_on_first(lambda: self._find_newest(resume))
         for note in notes:
             self._observer.tell(Note(note))
         return path

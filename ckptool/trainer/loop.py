@@ -79,7 +79,7 @@ class Loop:
     def _prepare_metrics(self) -> None:
         """Prepare the metric files, and note a run that is already finished."""
         progress, is_first = self._progress, self._strategy.world.rank == 0
-        self._ranks.first(lambda: self._metrics.truncate(progress.epoch))
+        self._ranks.run_on_first(lambda: self._metrics.truncate(progress.epoch))
         self._scalars = Scalars(self._config, step=progress.step, is_wanted=is_first)
         if self._end_reason is not None:
             self._note(f"nothing left to train: {self._end_reason}")
@@ -166,7 +166,7 @@ class Loop:
         val_loss = self._strategy.validate()
         epoch, speed = progress.epoch + 1, progress.samples / max(progress.seconds, 1e-9)
         ended = EpochEnded(epoch, progress.step, train_loss, val_loss, progress.rate, speed)
-        self._ranks.first(lambda: self._metrics.add(ended))
+        self._ranks.run_on_first(lambda: self._metrics.add(ended))
         self._scalars.add(ended)
         self._observer.tell(ended)
         if val_loss is not None and not math.isfinite(val_loss):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WriteError
-from ckptool.loading.ranks import Ranks, default_group
+from ckptool.loading.ranks import Ranks, list_default_group
 from ckptool.trainer.launching import connection_error
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class World:
         if device is not None:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = Ranks(
-            default_group(),
+            list_default_group(),
             error=TrainingError,
             undone="training cannot continue",
             call="Trainer.fit",

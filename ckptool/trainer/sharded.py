@@ -104,7 +104,7 @@ def write_folder(
         for group in optimizer.param_groups
     ]
     with open_atomic_folder(
-        path, _count_bytes(state), last_file=VALUES, run_first=ranks.first, rank=ranks.own
+        path, _count_bytes(state), last_file=VALUES, run_first=ranks.run_on_first, rank=ranks.own
     ) as new:
         with ranks.raise_on_all_ranks(), convert_os_errors(path):
             _write_shards(state if ranks.own == 0 else _select_shards(state), new)
@@ -171,7 +171,7 @@ def load_model(path: str, model: nn.Module) -> None:
         for name, tensor in _tensors_of_section(_read_metadata(path), "state_dict").items()
     }
     fitting, report = ckptool.match(stored, model)
-    refusal = Allowance().refusal(report)
+    refusal = Allowance().refusal_error(report)
     if refusal is not None:
         raise refusal
     name_by_id = {id(tensor): name for name, tensor in stored.items()}

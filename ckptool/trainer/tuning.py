@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import get_worker_info
 
 from ckptool.errors import TrainingError
-from ckptool.loading.ranks import is_spread, spread_like
+from ckptool.loading.ranks import distribute_like, is_spread
 from ckptool.trainer.config import TrainConfig
 
 
@@ -113,7 +113,7 @@ class Average:
         if state.keys() != self._state.keys():
             return False
         for name, average in self._state.items():
-            average.copy_(spread_like(average, state[name]))
+            average.copy_(distribute_like(average, state[name]))
         return True
 
 

@@ -11,9 +11,12 @@ from ckptool._lazy import make_importer
 
 if TYPE_CHECKING:
     from ckptool.transforms.averaging import average as average
-    from ckptool.transforms.casting import Cast as Cast, floating_type as floating_type
+    from ckptool.transforms.casting import (
+        Cast as Cast,
+        parse_floating_dtype as parse_floating_dtype,
+    )
     from ckptool.transforms.compacting import Compact as Compact, Untie as Untie
-    from ckptool.transforms.devices import Remap as Remap, remapping as remapping
+    from ckptool.transforms.devices import Remap as Remap, make_remap as make_remap
     from ckptool.transforms.ema import Masters as Masters
     from ckptool.transforms.extraction import (
         Salvage as Salvage,
@@ -31,15 +34,15 @@ if TYPE_CHECKING:
     from ckptool.transforms.nesting import Flatten as Flatten, Nest as Nest
     from ckptool.transforms.overlay import Overlay as Overlay
     from ckptool.transforms.plain import Plain as Plain
-    from ckptool.transforms.step import Step as Step, changed as changed
+    from ckptool.transforms.step import Step as Step, run_steps as run_steps
     from ckptool.transforms.take import Take as Take
     from ckptool.transforms.tree_edits import Drop as Drop, Move as Move, Set as Set
 
 _HOMES = {
     "averaging": ("average",),
-    "casting": ("Cast", "floating_type"),
+    "casting": ("Cast", "parse_floating_dtype"),
     "compacting": ("Compact", "Untie"),
-    "devices": ("Remap", "remapping"),
+    "devices": ("Remap", "make_remap"),
     "ema": ("Masters",),
     "extraction": ("Salvage", "single_state_dict"),
     "lora": ("merge_lora",),
@@ -47,7 +50,7 @@ _HOMES = {
     "names": ("Rename", "Strip", "Wrap"),
     "nesting": ("Flatten", "Nest"),
     "plain": ("Plain",),
-    "step": ("Step", "changed"),
+    "step": ("Step", "run_steps"),
     "take": ("Take",),
     "overlay": ("Overlay",),
     "tree_edits": ("Drop", "Move", "Set"),

@@ -24,7 +24,7 @@ from ckptool.tensors.averaging import Averager, Elements, run_of_tensor
 from ckptool.tensors.bytewise import has_same_content
 from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
 from ckptool.transforms.extraction import single_state_dict
-from ckptool.transforms.names import distinct
+from ckptool.transforms.names import list_distinct
 from ckptool.words import counted, listed, printable
 
 Tensors = tuple[TensorRef, ...]
@@ -45,7 +45,9 @@ class _Mixing:
     t: float
 
     @classmethod
-    def of(cls, mode: str, count: int, weights: Sequence[float], t: float | None) -> _Mixing:
+    def from_arguments(
+        cls, mode: str, count: int, weights: Sequence[float], t: float | None
+    ) -> _Mixing:
         """Return the mixing for the arguments of `average`.
 
         Raises:
@@ -54,10 +56,10 @@ class _Mixing:
         if mode not in MODES:
             raise UsageError(f"mode takes {listed(MODES)}, not {mode!r}")
         is_mean, numbers = mode == MEAN, tuple(map(float, weights))
-        fits = count == {MEAN: max(count, 2), SLERP: 2, TASK: 3}[mode]
-        fits &= not weights or (is_mean and len(weights) == count and sum(weights) != 0)
-        fits &= not is_mean or t is None
-        if not fits or not all(map(isfinite, (*numbers, sum(map(abs, numbers)), t or 0))):
+        is_valid = count == {MEAN: max(count, 2), SLERP: 2, TASK: 3}[mode]
+        is_valid &= not weights or (is_mean and len(weights) == count and sum(weights) != 0)
+        is_valid &= not is_mean or t is None
+        if not is_valid or not all(map(isfinite, (*numbers, sum(map(abs, numbers)), t or 0))):
             raise UsageError(
                 "a mean needs two or more checkpoints and one weight for each, with a sum that is "
                 "not 0; slerp needs two checkpoints, task three, and both one number t; all finite",
@@ -70,28 +72,28 @@ class _Mixing:
         default = {SLERP: 0.5}.get(mode, 1.0)
         return cls(mode, count, numbers, default if t is None else float(t))
 
-    def storage(
-        self, averager: Averager, runs: list[Elements], like: Storage, dtype: str, name: str
+    def make_storage(
+        self, averager: Averager, elements: list[Elements], like: Storage, dtype: str, name: str
     ) -> Storage:
         """Return a storage that computes the mixture of the tensors of this key."""
         if self.mode == SLERP:
-            return averager.interpolate_on_arc(runs, like, dtype, name, self.t)
+            return averager.interpolate_on_arc(elements, like, dtype, name, self.t)
         if self.mode == TASK:  # The difference comes first, so that equal tensors give exactly 0.
-            runs, weights = [*runs[1:], runs[0]], (self.t, -self.t, 1.0)
-            return averager.average(runs, like, dtype, name, weights=weights)
-        return averager.average(runs, like, dtype, name, weights=self.weights)
+            elements, weights = [*elements[1:], elements[0]], (self.t, -self.t, 1.0)
+            return averager.average(elements, like, dtype, name, weights=weights)
+        return averager.average(elements, like, dtype, name, weights=self.weights)
 
     def __str__(self) -> str:
         if self.mode == SLERP:
             return f"interpolated along the arc from the first file to the second, at {self.t:g}"
         if self.mode == TASK:
             return f"the first file + {self.t:g} (the second - the third)"
-        weighted = f", weighted {', '.join(f'{one:g}' for one in self.weights)}"
+        weighted = f", weighted {', '.join(f'{weight:g}' for weight in self.weights)}"
         return f"the mean of {self.count} files{weighted if self.weights else ''}"
 
 
-def _means(
-    named: Sequence[tuple[str, Tensors]], files: Sequence[str], mixing: _Mixing
+def _compute_means(
+    tensors_by_key: Sequence[tuple[str, Tensors]], files: Sequence[str], mixing: _Mixing
 ) -> tuple[dict[int, TensorRef], list[Change]]:
     """Return the mean for each tensor of the first file, by identity, and warnings.
 
@@ -101,29 +103,31 @@ def _means(
         UsageError: if keys are tied in the first file, but not in another.
     """
     averager = Averager()
-    made: dict[object, TensorRef] = {}
+    means_by_places: dict[object, TensorRef] = {}
     means: dict[int, tuple[str, TensorRef]] = {}
-    sharing: dict[int, dict[str, object]] = {}
-    for name, tensors in named:
+    places_by_storage: dict[int, dict[str, object]] = {}
+    for name, tensors in tensors_by_key:
         places = tuple(tensor.place for tensor in tensors)
-        if places not in made:
-            made[places] = _mean(averager, name, tensors, mixing)
-        other, mean = means.setdefault(id(tensors[0]), (name, made[places]))
-        if mean is not made[places]:
+        if places not in means_by_places:
+            means_by_places[places] = _compute_mean(averager, name, tensors, mixing)
+        first_name, mean = means.setdefault(id(tensors[0]), (name, means_by_places[places]))
+        if mean is not means_by_places[places]:
             raise UsageError(
-                f"{printable(other)!r} and {printable(name)!r} are tied in this file and "
+                f"{printable(first_name)!r} and {printable(name)!r} are tied in this file and "
                 "separate in another",
                 file=files[0],
                 hint=f"untie them first: ckptool convert --ties copy {files[0]} OUT",
             )
-        sharing.setdefault(id(tensors[0].storage), {})[name] = places
-    apart = [name for names in sharing.values() if len({*names.values()}) > 1 for name in names]
-    text = f"no longer share memory: {listed(apart)}"
-    warnings = [Change("warning", text, len(apart))] if apart else []
+        places_by_storage.setdefault(id(tensors[0].storage), {})[name] = places
+    separated = [
+        name for names in places_by_storage.values() if len({*names.values()}) > 1 for name in names
+    ]
+    text = f"no longer share memory: {listed(separated)}"
+    warnings = [Change("warning", text, len(separated))] if separated else []
     return {identity: mean for identity, (_, mean) in means.items()}, warnings
 
 
-def _mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> TensorRef:
+def _compute_mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> TensorRef:
     """Return a tensor like the first, over the mean of all. Its strides stay if without gaps."""
     first = tensors[0]
     if first.storage is None:
@@ -133,7 +137,7 @@ def _mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> T
         order = list(range(len(stride)))
         stride = row_major_strides(first.sizes)
     runs = [run_of_tensor(tensor.permuted(order)) for tensor in tensors]
-    storage = mixing.storage(averager, runs, first.storage, first.dtype, name)
+    storage = mixing.make_storage(averager, runs, first.storage, first.dtype, name)
     return replace(first, storage=storage, offset=0, stride=stride, flags=())
 
 
@@ -175,90 +179,96 @@ def average(
         NotFound: if there is no model, or a key is not in every file.
         AmbiguousName: if `key` matches several state dicts.
     """
-    mixing = _Mixing.of(mode, len(checkpoints), weights, t)
+    mixing = _Mixing.from_arguments(mode, len(checkpoints), weights, t)
     if ints not in (_SAME, _FIRST):
         raise UsageError(f"ints takes 'same' or 'first', not {ints!r}")
-    first, models = _models(checkpoints, key)
+    first, models = _pair_models(checkpoints, key)
     for part, others in models:
-        for checkpoint, one in zip(checkpoints, (part, *others), strict=True):
-            refuse_placeholders(checkpoint, one)
+        for checkpoint, section in zip(checkpoints, (part, *others), strict=True):
+            refuse_placeholders(checkpoint, section)
     plan = _Plan(checkpoints, ints, mixing)
     for part, others in models:
         plan.add(part, others)
     refuse_apart(first, {id(tensors[0]) for _, tensors in plan.averaged})
-    means, warnings = _means(plan.averaged, [one.path for one in checkpoints], mixing)
-    made = _replace_averaged(first, means, [tensors[0] for _, tensors in plan.averaged])
-    sources = {id(source): source for one in checkpoints for source in one.sources}
-    rest = [] if key is not None else list(_rest_changes(first, made))
-    result = first.with_root(made, *plan.changes(), *warnings, *rest)
+    means, warnings = _compute_means(
+        plan.averaged, [checkpoint.path for checkpoint in checkpoints], mixing
+    )
+    new_root = _replace_averaged(first, means, [tensors[0] for _, tensors in plan.averaged])
+    sources = {id(source): source for checkpoint in checkpoints for source in checkpoint.sources}
+    rest_changes = [] if key is not None else list(_report_rest(first, new_root))
+    result = first.with_root(new_root, *plan.describe(), *warnings, *rest_changes)
     return replace(result, sources=tuple(sources.values()))
 
 
-def _models(
+def _pair_models(
     checkpoints: Sequence[Checkpoint], key: Any
 ) -> tuple[Checkpoint, list[tuple[Section, list[Section]]]]:
     """Return the first checkpoint, or its state dict at `key`, and its models with counterparts."""
     first, *others = checkpoints
     if key is not None:
-        alone = single_state_dict(first, key)
-        part = Section((), "state_dict", alone.root, alone.root)
-        return alone, [(part, [_under(key, other) for other in others])]
-    parts = _parts(first)
-    if not parts:
+        chosen = single_state_dict(first, key)
+        part = Section((), "state_dict", chosen.root, chosen.root)
+        return chosen, [(part, [_find_state_dict(key, other) for other in others])]
+    models = _list_models(first)
+    if not models:
         find_model_state_dict(first)
-    found = [_counterparts(first, parts, other) for other in others]
-    return first, [(part, [one[at] for one in found]) for at, part in enumerate(parts)]
+    counterparts = [_find_counterparts(first, models, other) for other in others]
+    return first, [
+        (part, [of_file[at] for of_file in counterparts]) for at, part in enumerate(models)
+    ]
 
 
-def _parts(checkpoint: Checkpoint) -> list[Section]:
+def _list_models(checkpoint: Checkpoint) -> list[Section]:
     """Return the models of a checkpoint, each once."""
-    return distinct(part for part in checkpoint.sections if part.kind in MODEL_KINDS)
+    return list_distinct(part for part in checkpoint.sections if part.kind in MODEL_KINDS)
 
 
-def _under(key: Any, checkpoint: Checkpoint) -> Section:
+def _find_state_dict(key: Any, checkpoint: Checkpoint) -> Section:
     """Return the state dict at a path, or the only one of a file without that path."""
     try:
         return find_model_state_dict(checkpoint, key)
     except AmbiguousName:
         raise
     except NotFound as error:
-        parts = _parts(checkpoint)
-        if len(parts) != 1:
+        models = _list_models(checkpoint)
+        if len(models) != 1:
             raise error
-        return parts[0]
+        return models[0]
 
 
-def _counterparts(first: Checkpoint, parts: list[Section], other: Checkpoint) -> list[Section]:
+def _find_counterparts(
+    first: Checkpoint, models: list[Section], other: Checkpoint
+) -> list[Section]:
     """Return the models of another file in the order of the first's, matched by path.
 
     If both files have only one model, the paths may differ.
     """
-    found = _parts(other)
-    if len(parts) == len(found) == 1:
-        return found
-    named, wanted = ({part.name: part for part in each} for each in (found, parts))
-    for names, has, lacks in (
-        (wanted.keys() - named.keys(), first, other),
-        (named.keys() - wanted.keys(), other, first),
+    other_models = _list_models(other)
+    if len(models) == len(other_models) == 1:
+        return other_models
+    by_name, wanted_names = ({part.name: part for part in each} for each in (other_models, models))
+    for names, owner, lacking in (
+        (wanted_names.keys() - by_name.keys(), first, other),
+        (by_name.keys() - wanted_names.keys(), other, first),
     ):
         if names:
-            what = listed(name or "the root" for name in sorted(names))
+            shown = listed(name or "the root" for name in sorted(names))
             raise NotFound(
-                f"{lacks.path} has no state dict {what}; only {has.path} has it",
-                file=lacks.path,
+                f"{lacking.path} has no state dict {shown}; only {owner.path} has it",
+                file=lacking.path,
                 hint="average one state dict with --key NAME",
             )
-    return [named[name] for name in wanted]
+    return [by_name[name] for name in wanted_names]
 
 
-def _tensors(part: Section) -> Names:
+def _tensors_by_key(part: Section) -> Names:
     """Return the tensors of a section by key."""
     depth = len(part.path)
     return {name_of(path[depth:]): tensor for path, tensor in part.tensors()}
 
 
-def _class(tensor: TensorRef) -> str:
-    """Return the class of numbers by which tensors are averaged or compared."""
+def _number_class(tensor: TensorRef) -> str:
+    """Return `floating`, `complex` or `integer`, the classes with different rules."""
     if tensor.dtype in FLOATING:
         return "floating"
     return "complex" if tensor.dtype.startswith("complex") else "integer"
@@ -284,31 +294,31 @@ class _Plan:
         Raises:
             UsageError, NotFound: if the models do not match.
         """
-        own = _tensors(part)
-        names = [own, *(_rename_like(own, _tensors(other)) for other in others)]
+        own = _tensors_by_key(part)
+        by_file = [own, *(_rename_like(own, _tensors_by_key(other)) for other in others)]
         files = [checkpoint.path for checkpoint in self.checkpoints]
-        if not all(N_AVERAGED in one for one in names):
-            for at, one in enumerate(names):
-                if one.pop(N_AVERAGED, None) is not None:
+        if not all(N_AVERAGED in tensors for tensors in by_file):
+            for at, tensors in enumerate(by_file):
+                if tensors.pop(N_AVERAGED, None) is not None:
                     text = f"{N_AVERAGED} of {files[at]}, which is not a weight"
                     self._counters.append(Change("left-out" if at else "keep", text, 1))
-        for there, other in zip(files[1:], names[1:], strict=True):
-            sides = ((own, files[0], other, there), (other, there, own, files[0]))
+        for path, other in zip(files[1:], by_file[1:], strict=True):
+            sides = ((own, files[0], other, path), (other, path, own, files[0]))
             facts = [
-                f"only {has} has {listed(found, most=3)}; {lacks} does not"
-                for one, has, another, lacks in sides
+                f"only {owner} has {listed(found, most=3)}; {other_path} does not"
+                for one, owner, another, other_path in sides
                 if (found := [name for name in one if name not in another])
             ]
             if facts:
-                raise NotFound("; ".join(facts), file=there)
+                raise NotFound("; ".join(facts), file=path)
         before = len(self.averaged)
         for name in own:
-            self._add(name, tuple(one[name] for one in names))
+            self._add_tensor(name, tuple(tensors[name] for tensors in by_file))
         means = len(self.averaged) - before
         text = f"{self.mixing}: {counted(means, 'tensor')}{describe_location(part.path)}"
         self._means.append(Change("average", text, means))
 
-    def changes(self) -> Iterator[Change]:
+    def describe(self) -> Iterator[Change]:
         """Yield a change for everything that was averaged or kept."""
         yield from self._means
         if self._integers:
@@ -324,10 +334,15 @@ class _Plan:
             )
             yield Change("warning", text, len(self._retyped))
 
-    def _add(self, name: str, tensors: Tensors) -> None:
-        first, kind = tensors[0], _class(tensors[0])
+    def _add_tensor(self, name: str, tensors: Tensors) -> None:
+        """Add the tensors of one key; integers are only counted.
+
+        Raises:
+            UsageError: if they differ in shape or kind, or have no plain elements.
+        """
+        first, kind = tensors[0], _number_class(tensors[0])
         for at, tensor in enumerate(tensors):
-            self._check(name, first, tensor, self.checkpoints[at].path)
+            self._check_tensor(name, first, tensor, self.checkpoints[at].path)
         if kind == "integer":
             self._integers += 1
             return
@@ -341,14 +356,14 @@ class _Plan:
         if len({tensor.dtype for tensor in tensors}) > 1:
             self._retyped.append(name)
 
-    def _check(self, name: str, first: TensorRef, tensor: TensorRef, file: str) -> None:
+    def _check_tensor(self, name: str, first: TensorRef, tensor: TensorRef, file: str) -> None:
         """Refuse a tensor of another shape or kind, without plain elements, or other integers."""
-        there, kind = self.checkpoints[0].path, _class(first)
+        first_path, kind = self.checkpoints[0].path, _number_class(first)
         is_equal = kind == "integer" and self.ints == _SAME
         hint = "add --ints first to take those of the first file" if is_equal else None
         if tensor.shape != first.shape:
             fact, hint = f"has the shape {list(tensor.shape)} here and {list(first.shape)}", None
-        elif _class(tensor) != kind:
+        elif _number_class(tensor) != kind:
             fact, hint = f"is {tensor.dtype} here and {first.dtype}", None
         elif is_equal and tensor.dtype != first.dtype:
             fact = f"is {tensor.dtype} here and {first.dtype}"
@@ -359,18 +374,18 @@ class _Plan:
             fact = f"({first.dtype}) has other integers here than"
         else:
             return
-        raise UsageError(f"{printable(name)!r} {fact} in {there}", file=file, hint=hint)
+        raise UsageError(f"{printable(name)!r} {fact} in {first_path}", file=file, hint=hint)
 
 
 def _rename_like(first: Names, other: Names) -> Names:
     """Return the tensors of another file by the keys of the first, ignoring wrapper prefixes."""
     if first.keys() == other.keys():
         return other
-    mine, others = map_to_bare_names(first), map_to_bare_names(other)
-    names = {bare: name for name, bare in mine.items()}
-    bare = {others[name]: tensor for name, tensor in other.items()}
-    fits = names.keys() ^ bare.keys() <= {N_AVERAGED}
-    return {names.get(name, name): bare[name] for name in bare} if fits else other
+    own_bare, other_bare = map_to_bare_names(first), map_to_bare_names(other)
+    names = {bare: name for name, bare in own_bare.items()}
+    bare = {other_bare[name]: tensor for name, tensor in other.items()}
+    is_same_model = names.keys() ^ bare.keys() <= {N_AVERAGED}
+    return {names.get(name, name): bare[name] for name in bare} if is_same_model else other
 
 
 def _replace_averaged(
@@ -379,36 +394,36 @@ def _replace_averaged(
     """Return the first's tree with averaged tensors, without optimizers and schedulers."""
     originals = Originals(first.root, averaged)
     parts = first.sections
-    gone = {id(part.holder) for part in parts if part.kind in ("optimizer", "scheduler")}
+    left_out = {id(part.holder) for part in parts if part.kind in ("optimizer", "scheduler")}
 
-    def leaf(node: Any) -> Any:
-        original = originals.of(node)
+    def replace_leaf(node: Any) -> Any:
+        original = originals.find(node)
         if original is None:
             return node
         mean = means[id(original)]
         place = {"storage": mean.storage, "offset": mean.offset}
         return replace_elements(node, **place, stride=mean.stride, flags=mean.flags)
 
-    def is_gone(node: Any) -> bool:
-        every = node if isinstance(node, (list, tuple)) and node else (node,)
-        return all(id(one) in gone for one in every)
+    def is_left_out(node: Any) -> bool:
+        nodes = node if isinstance(node, (list, tuple)) and node else (node,)
+        return all(id(item) in left_out for item in nodes)
 
-    def without(mapping: dict[Any, Any]) -> dict[Any, Any]:
-        kept = [(key, value) for key, value in mapping.items() if not is_gone(value)]
+    def filter_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
+        kept = [(key, value) for key, value in mapping.items() if not is_left_out(value)]
         return mapping if len(kept) == len(mapping) else copy_with_items(mapping, kept)
 
-    return rebuild(first.root, leaf, without)
+    return rebuild(first.root, replace_leaf, filter_entries)
 
 
-def _rest_changes(first: Checkpoint, made: Any) -> Iterator[Change]:
-    """Yield a change for everything outside the models: left out, or as in the first file."""
+def _report_rest(first: Checkpoint, new_root: Any) -> Iterator[Change]:
+    """Yield a change for everything outside the models: left out, or taken from the first file."""
     for part in first.sections:
         count = len(part.tensors())
         if part.kind in ("optimizer", "scheduler"):
-            held = f" ({counted(count, 'tensor')})" if count else ""
-            text = f"the {part.kind} {printable(part.name)}{held}"
+            content = f" ({counted(count, 'tensor')})" if count else ""
+            text = f"the {part.kind} {printable(part.name)}{content}"
             yield Change("left-out", text, count)
-    for part in find_sections(made):
+    for part in find_sections(new_root):
         if part.kind == "values":
             names = dict.fromkeys(name_of(path[:1]) for path in part.node)
             text = f"took from {first.path}: {listed(names)}"

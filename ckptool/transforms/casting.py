@@ -62,39 +62,40 @@ class Originals:
         }
         self._known = {id(node) for node in every_node(root)}
 
-    def of(self, node: Any) -> TensorRef | None:
+    def find(self, node: Any) -> TensorRef | None:
         """Return the chosen tensor that a node is, or was copied from."""
         if not isinstance(node, TensorRef) or id(node) in self._known:
             return self._chosen.get(id(node))
         return self._by_view.get(node.place)
 
 
-def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
-    """Return the tree with other tensors at some paths; other places of the same tensor stay.
+def replace_tensors(root: Any, replacements: Mapping[Path, TensorRef]) -> Any:
+    """Return the tree with other tensors at some paths; a tied key keeps its old tensor.
 
-    Paths are skipped if they lead through anything but containers and attributes.
+    Paths that lead through more than containers and attributes are skipped.
     """
     holders: dict[int, dict[Any, dict[Path, TensorRef]]] = {}
-    for path, tensor in placed.items():
-        found = _holder(root, path)
-        if found is not None:
-            holder, depth = found
+    for path, tensor in replacements.items():
+        location = _find_holder(root, path)
+        if location is not None:
+            holder, depth = location
             key, rest = path[depth], path[depth + 1 :]
             holders.setdefault(id(holder), {}).setdefault(key, {})[rest] = tensor
 
-    def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
+    def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a dict with the new tensors, or the dict itself."""
         if id(old) not in holders:
             return old
         new = copy_with_items(old, old)
-        for key, inside in holders[id(old)].items():
-            for rest, tensor in inside.items():
+        for key, new_tensors in holders[id(old)].items():
+            for rest, tensor in new_tensors.items():
                 new[key] = _replace_inside(new[key], rest, tensor)
         return new
 
-    return rebuild(root, None, mapping) if holders else root
+    return rebuild(root, None, replace_entries) if holders else root
 
 
-def _holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
+def _find_holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
     """Return the innermost dict on the path of a tensor, and its depth."""
     node, found = root, None
     for depth, key in enumerate(path):
@@ -116,39 +117,39 @@ def _replace_inside(node: Any, path: Path, tensor: TensorRef) -> Any:
     return items if isinstance(node, list) else type(node)(items)
 
 
-def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
+def find_optimizer_paths(checkpoint: Checkpoint) -> set[Path]:
     """Return the paths of tensors in optimizers and schedulers, in any form."""
-    found = {
+    paths = {
         path
-        for part in checkpoint.sections
-        if part.kind in ("optimizer", "scheduler")
-        for path, _ in part.tensors()
+        for section in checkpoint.sections
+        if section.kind in ("optimizer", "scheduler")
+        for path, _ in section.tensors()
     }
-    pickled: list[Path] = []
+    pickled_paths: list[Path] = []
 
-    def enter(path: Path, node: Any) -> bool:
+    def note_pickled(path: Path, node: Any) -> bool:
         if isinstance(node, Opaque) and node.class_name.startswith("torch.optim."):
-            pickled.append(path)
+            pickled_paths.append(path)
         return True
 
-    for path, leaf in walk(checkpoint.root, enter=enter):
+    for path, leaf in walk(checkpoint.root, enter=note_pickled):
         if isinstance(leaf, TensorRef) and (
             any(isinstance(key, str) and OF_OPTIMIZERS.fullmatch(key) for key in path[:-1])
-            or any(is_within(path, holder) for holder in pickled)
+            or any(is_within(path, holder) for holder in pickled_paths)
         ):
-            found.add(path)
-    return found
+            paths.add(path)
+    return paths
 
 
-def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
+def _iterate_unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
     """Yield the non-persistent buffers of pickled modules, which `Module.to` casts too."""
-    for part in checkpoint.sections:
-        is_module = part.kind == "module"
-        for prefix, module in walk_modules(part.holder) if is_module else ():
+    for section in checkpoint.sections:
+        is_module = section.kind == "module"
+        for prefix, module in walk_modules(section.holder) if is_module else ():
             saved = get_own_tensors(module)
             for name, buffer in module.attributes.get("_buffers", {}).items():
                 if isinstance(buffer, TensorRef) and name not in saved:
-                    yield (*part.path, f"{prefix}{name}"), buffer
+                    yield (*section.path, f"{prefix}{name}"), buffer
 
 
 def _separate_spared(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
@@ -160,7 +161,7 @@ def _separate_spared(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
         for path, tensor in checkpoint.tensors()
         if path in spared and id(tensor) in others
     }
-    return replace(checkpoint, root=tensors_placed(checkpoint.root, placed))
+    return replace(checkpoint, root=replace_tensors(checkpoint.root, placed))
 
 
 FLOATING = tuple(FLOATS)
@@ -173,7 +174,7 @@ Keep: TypeAlias = (
 """Exceptions from a cast: globs with dtypes, or with None for the tensor's own dtype."""
 
 
-def floating_type(word: Any) -> str:
+def parse_floating_dtype(word: Any) -> str:
     """Return the dtype for a word such as `bf16`, `half`, `torch.float8_e5m2` or `F8_E4M3`.
 
     Raises:
@@ -228,15 +229,15 @@ class Cast(Step):
             )
         for word in (self.dtype, self.dequantize):
             if word is not None:
-                floating_type(word)
-        object.__setattr__(self, "keep", kept(self.keep))
+                parse_floating_dtype(word)
+        object.__setattr__(self, "keep", parse_keep(self.keep))
 
     def words(self) -> Iterator[str]:
         """Yield the command-line words of this step for `convert`."""
-        exceptions = (f"{glob}={dtype}" if dtype else glob for glob, dtype in kept(self.keep))
+        exceptions = (f"{glob}={dtype}" if dtype else glob for glob, dtype in parse_keep(self.keep))
         yield from replace(self, keep=()).words() if self.keep else super().words()
-        for one in exceptions:
-            yield from ("--keep", one)
+        for exception in exceptions:
+            yield from ("--keep", exception)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with other dtypes.
@@ -251,36 +252,36 @@ class Cast(Step):
         """
         refuse_placeholders(checkpoint)
         rules: dict[str, str | None] = {}
-        for glob, wanted in kept(self.keep):
-            rules.setdefault(glob, wanted)
-        spared = set() if self.cast_optimizer else optimizer_tensors(checkpoint)
-        to = (
+        for glob, dtype in parse_keep(self.keep):
+            rules.setdefault(glob, dtype)
+        spared_paths = set() if self.cast_optimizer else find_optimizer_paths(checkpoint)
+        default = (
             None
             if self.dtype is None and self.dequantize is not None
-            else floating_type(self.dtype)
+            else parse_floating_dtype(self.dtype)
         )
-        plan = _Plan(_separate_spared(checkpoint, spared), to, rules)
+        plan = _Plan(_separate_spared(checkpoint, spared_paths), default, rules)
         if self.dequantize is not None:
-            plan.dequantize(floating_type(self.dequantize))
-        plan.choose(spared)
+            plan.dequantize(parse_floating_dtype(self.dequantize))
+        plan.choose(spared_paths)
         if not self.raw:
             refuse_apart(
                 plan.checkpoint,
                 {*plan.wanted, *plan.left},
                 "add --raw to cast them as plain numbers",
             )
-        changes = list(plan.changes())
+        changes = list(plan.describe())
         if not plan.wanted and not plan.scaled:
             notable = [change for change in changes if change.kind == "warning" or not plan.fixed]
             return checkpoint.with_root(checkpoint.root, *notable) if notable else checkpoint
         work = _Work(plan, allow_overflow=self.allow_overflow)
-        root = rebuild(plan.checkpoint.root, work.leaf)
-        made = replace(checkpoint, details=plan.checkpoint.details)
-        made = made.with_root(root, *changes, *plan.parted())
-        return replace(made, reports=(*made.reports, work.report))
+        root = rebuild(plan.checkpoint.root, work.replace_leaf)
+        result = replace(checkpoint, details=plan.checkpoint.details)
+        result = result.with_root(root, *changes, *plan.warn_of_separated())
+        return replace(result, reports=(*result.reports, work.report))
 
 
-def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
+def parse_keep(keep: Any) -> tuple[tuple[str, str | None], ...]:
     """Return the exceptions from a cast: globs, each with a dtype, or None for the tensor's own.
 
     Args:
@@ -299,7 +300,7 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
             case (str() as glob) | (str() as glob, None):
                 rules.append((glob, None))
             case (str() as glob, dtype):
-                rules.append((glob, floating_type(dtype)))
+                rules.append((glob, parse_floating_dtype(dtype)))
             case _:
                 raise UsageError(
                     f"keep takes globs, or pairs of a glob and a dtype, not {item!r}",
@@ -309,79 +310,93 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
 
 
 def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = "") -> None:
-    """Refuse to change tensors (by identity) that have a meaning only together with others.
+    """Refuse to change tensors (by identity) that only have a meaning together with others.
 
     Raises:
         NotRepresentable: if one is quantized, is the companion of a quantized one, or has a meaning
             known only to the class of its module. `remedy` is the hint for all of these.
     """
 
-    def refuse(fact: str, *remedies: str) -> None:
+    def raise_error(fact: str, *remedies: str) -> None:
         hint = "; ".join(filter(None, (*remedies, remedy)))
         raise NotRepresentable(fact, file=checkpoint.path, hint=hint or None)
 
-    def meets(node: Any) -> bool:
-        return any(id(_elements(one)) in chosen for one in find_tensors(node))
+    def contains_chosen(node: Any) -> bool:
+        return any(id(_elements_of(tensor)) in chosen for tensor in find_tensors(node))
 
-    for part in checkpoint.sections:
-        for path, one in find_opaque_content(part.holder).items() if part.kind == "module" else ():
-            if meets(one):
-                refuse(f"cannot be cast: {describe_opaque_content(path, one)}")
-    for state, name, found in _find_quantized_weights(checkpoint):
-        if any(meets(state[one]) for one in (name, *found.companions)):
+    for section in checkpoint.sections:
+        for path, node in (
+            find_opaque_content(section.holder).items() if section.kind == "module" else ()
+        ):
+            if contains_chosen(node):
+                raise_error(f"cannot be cast: {describe_opaque_content(path, node)}")
+    for state, name, quantized in _find_quantized_weights(checkpoint):
+        if any(contains_chosen(state[key]) for key in (name, *quantized.companions)):
             file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
             plain = f"dequantize them: ckptool cast --dequantize bfloat16{file}"
             cls = getattr(state[name], "class_name", "")
             config = quantization_config(checkpoint)
-            held = listed(found.companions) if found.companions else f"its class, {printable(cls)}"
-            refuse(
-                f"{printable(name)!r} {found}: its values need {held}",
-                plain if can_dequantize(state, name, found, config) else "",
+            companions = (
+                listed(quantized.companions)
+                if quantized.companions
+                else f"its class, {printable(cls)}"
+            )
+            raise_error(
+                f"{printable(name)!r} {quantized}: its values need {companions}",
+                plain if can_dequantize(state, name, quantized, config) else "",
             )
 
 
 def _find_quantized_weights(
     checkpoint: Checkpoint, *, alone: bool = False
 ) -> Iterator[tuple[dict[Any, Any], str, Quantized]]:
-    """Yield each quantized weight, with the dict that contains it and its companions.
+    """Yield each quantized weight: the dict that contains it, its key, and its quantization.
 
     Only models are judged by shapes, and a pickled module by its `state_dict()`. With `alone`, also
     yield torch's quantized tensors, which need no companions (in a layer, the scale of the
     activations is next to them).
     """
-    models = {id(one.node): one for one in checkpoint.sections if one.kind in MODEL_KINDS}
-    modules = (one.node for one in models.values() if one.kind == "module")
+    models = {
+        id(section.node): section for section in checkpoint.sections if section.kind in MODEL_KINDS
+    }
+    modules = (section.node for section in models.values() if section.kind == "module")
     for node in chain(every_node(checkpoint.root), modules):
         if isinstance(node, dict):
-            for name, found in find_quantized(node, by_shape=id(node) in models).items():
+            for name, quantized in find_quantized(node, by_shape=id(node) in models).items():
                 if next(find_tensors(node[name]), None) is not None:
-                    yield node, name, found
-            for name, one in node.items() if alone else ():
-                if isinstance(one, TensorRef) and one.kind == "quantized":
+                    yield node, name, quantized
+            for name, value in node.items() if alone else ():
+                if isinstance(value, TensorRef) and value.kind == "quantized":
                     stem = str(name).removesuffix("weight")
-                    beside = tuple(f"{stem}{end}" for end in ("scale", "zero_point"))
-                    known = stem != name and all(key in node for key in beside)
-                    yield node, name, Quantized(f"torch.{one.dtype}", beside if known else ())
+                    companions = tuple(f"{stem}{end}" for end in ("scale", "zero_point"))
+                    has_companions = stem != name and all(key in node for key in companions)
+                    yield (
+                        node,
+                        name,
+                        Quantized(f"torch.{value.dtype}", companions if has_companions else ()),
+                    )
 
 
-def _elements(tensor: TensorRef) -> TensorRef:
+def _elements_of(tensor: TensorRef) -> TensorRef:
     """Return the tensor with the elements: `tensor`, or the values of a sparse tensor."""
     part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
     return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
 
 
-def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
+def _find_obstacle(tensor: TensorRef, wanted: str) -> str | None:
     """Return the reason why a floating tensor cannot be cast, or None."""
     if tensor.kind == "numpy":
         return "a numpy array"
     if tensor.has_content:
-        lost = tensor.flags and wanted.startswith("float8")
-        return "lazily negated, which torch does not support for 8-bit dtypes" if lost else None
+        is_negated = tensor.flags and wanted.startswith("float8")
+        return (
+            "lazily negated, which torch does not support for 8-bit dtypes" if is_negated else None
+        )
     return "part of a distributed tensor" if tensor.is_spread else f"a {tensor.kind} tensor"
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _PendingCast:
     """A tensor to cast, with its keys."""
 
     tensor: TensorRef
@@ -403,7 +418,7 @@ class _Plan:
     dtype: str | None
     """None: only dequantized weights change."""
     rules: dict[str, str | None]
-    wanted: dict[int, _Wish] = field(default_factory=dict)
+    wanted: dict[int, _PendingCast] = field(default_factory=dict)
     """By the identity of the tensor with the elements."""
     scaled: dict[int, str] = field(default_factory=dict)
     """The new dtypes of dequantized storages, by identity."""
@@ -428,74 +443,84 @@ class _Plan:
             NotRepresentable: if a weight has an unsupported quantization.
             NotFound: if no weight is quantized.
         """
-        made: dict[tuple[int, ...], dict[str, TensorRef]] = {}
-        plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
+        done_by_parts: dict[tuple[int, ...], dict[str, TensorRef]] = {}
+        replacements_by_state: dict[int, dict[str, dict[str, TensorRef]]] = {}
         nodes = {id(node) for node in every_node(self.checkpoint.root)}
-        known, config = set[int](), quantization_config(self.checkpoint)
-        for state, name, found in _find_quantized_weights(self.checkpoint, alone=True):
-            if id(state) not in nodes and id(state[name]) in known:
-                continue  # in a pickled module, and done already
-            known.add(id(state[name]))
-            parts = (id(state[name]), *(id(state[one]) for one in found.companions))
-            own = plain.setdefault(id(state), {})
+        seen, config = set[int](), quantization_config(self.checkpoint)
+        for state, name, quantized in _find_quantized_weights(self.checkpoint, alone=True):
+            if id(state) not in nodes and id(state[name]) in seen:
+                continue  # A pickled module's tensor that is done already.
+            seen.add(id(state[name]))
+            parts = (id(state[name]), *(id(state[key]) for key in quantized.companions))
+            replacements = replacements_by_state.setdefault(id(state), {})
             try:
-                if parts not in made and id(state) not in nodes:
+                if parts not in done_by_parts and id(state) not in nodes:
                     raise UnknownLayout
-                new = made.get(parts) or dequantize(
-                    state, name, found, config, self.checkpoint.path
+                plain_tensors = done_by_parts.get(parts) or dequantize(
+                    state, name, quantized, config, self.checkpoint.path
                 )
-                stem = plain_key(found.scheme, name).removesuffix(PACKED)
-                named = {stem + end: one for end, one in new.items()}
+                stem = plain_key(quantized.scheme, name).removesuffix(PACKED)
+                new_entries = {stem + end: tensor for end, tensor in plain_tensors.items()}
             except UnknownLayout as error:
                 raise NotRepresentable(
-                    f"{printable(name)!r} cannot be dequantized: it {found}, and {error.message}",
+                    f"{printable(name)!r} cannot be dequantized: it {quantized}, "
+                    f"and {error.message}",
                     file=self.checkpoint.path,
                     hint=error.hint
                     if id(state) in nodes
                     else "add --model-only to convert the module to a state dict first",
                 ) from None
-            made[parts] = new
-            self.scaled[id(next(iter(new.values())).storage)] = dtype
-            self.schemes[found.scheme] = None
-            marks = (one for one in state if str(one).rpartition(".")[2] in MARKERS)
-            left_out = (*found.companions, *marks)
+            done_by_parts[parts] = plain_tensors
+            self.scaled[id(next(iter(plain_tensors.values())).storage)] = dtype
+            self.schemes[quantized.scheme] = None
+            markers = (key for key in state if str(key).rpartition(".")[2] in MARKERS)
+            left_out = (*quantized.companions, *markers)
             self.gone.update(dict.fromkeys(left_out))
-            own.update({name: named} | {one: {} for one in left_out})
+            replacements.update({name: new_entries} | {key: {} for key in left_out})
         for node in every_node(self.checkpoint.root):
             if isinstance(node, dict):
-                self._refuse_incomplete(node, plain.get(id(node), {}))
-        if not plain:
-            floats = any(one.dtype.startswith("float8_") for _, one in self.checkpoint.tensors())
+                self._refuse_incomplete(node, replacements_by_state.get(id(node), {}))
+        if not replacements_by_state:
+            has_float8 = any(
+                tensor.dtype.startswith("float8_") for _, tensor in self.checkpoint.tensors()
+            )
             raise NotFound(
                 "the file has no quantized weights",
                 file=self.checkpoint.path,
-                hint=f"cast float8 weights without scales with --dtype {dtype}" if floats else None,
+                hint=f"cast float8 weights without scales with --dtype {dtype}"
+                if has_float8
+                else None,
             )
 
-        def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
-            own = plain.get(id(old), {})
-            if not own:
+        def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
+            """Return a state dict with the plain tensors in place of the quantized ones."""
+            replacements = replacements_by_state.get(id(old), {})
+            if not replacements:
                 return old
-            entries = [own.get(key, {key: value}).items() for key, value in old.items()]
+            entries = [replacements.get(key, {key: value}).items() for key, value in old.items()]
             counts = Counter(key for one in entries for key, _ in one)
-            if twice := [key for key, count in counts.items() if count > 1]:
+            if duplicates := [key for key, count in counts.items() if count > 1]:
                 raise NotRepresentable(
-                    f"several entries would become {listed(twice)} when dequantized",
+                    f"several entries would become {listed(duplicates)} when dequantized",
                     file=self.checkpoint.path,
                 )
             return copy_with_items(old, chain.from_iterable(entries))
 
-        root, details = rebuild(self.checkpoint.root, None, mapping), self.checkpoint.details
+        root, details = (
+            rebuild(self.checkpoint.root, None, replace_entries),
+            self.checkpoint.details,
+        )
         details = replace(details, header=plain_header(details.header))
         self.checkpoint = replace(self.checkpoint, root=root, details=details)
 
     def _refuse_incomplete(
-        self, state: Mapping[Any, Any], made: Mapping[str, Mapping[str, TensorRef]]
+        self, state: Mapping[Any, Any], replacements: Mapping[str, Mapping[str, TensorRef]]
     ) -> None:
         """Refuse a state dict with quantized weights that lack their companions.
 
-        `made` has the new entries of each dequantized weight. Weights without companions have a key
-        that only codes have, or the last part of their key and the dtype of a dequantized weight.
+        `replacements` has the new entries of each dequantized weight. Weights without companions
+        have a key that only codes have, or the last part of their key and the dtype of a
+        dequantized weight.
 
         Raises:
             NotRepresentable: if the result would still have quantized weights.
@@ -508,88 +533,94 @@ class _Plan:
                 hint="get all shards of the model, or leave it out with --exclude",
             )
 
-        def looks(name: Any, one: TensorRef) -> tuple[str, str, str]:
-            return str(name).rpartition(".")[2], one.dtype, one.kind
+        def describe(name: Any, tensor: TensorRef) -> tuple[str, str, str]:
+            """Return the end of a key, and the dtype and kind of its tensor."""
+            return str(name).rpartition(".")[2], tensor.dtype, tensor.kind
 
-        for name in find_incomplete(state, made.keys()):
+        for name in find_incomplete(state, replacements.keys()):
             refuse(name, "quantized, judging by its key")
-        if not made:
+        if not replacements:
             return
-        # Codes may be stored as bfloat16, in which the weights of ordinary layers are, too.
+        # Codes may be stored as bfloat16, like the weights of ordinary layers.
         coded = {
-            name: one
-            for name, one in state.items()
-            if isinstance(one, TensorRef)
-            and (one.dtype not in FLOATING or BY_NAME[one.dtype].itemsize == 1)
+            name: tensor
+            for name, tensor in state.items()
+            if isinstance(tensor, TensorRef)
+            and (tensor.dtype not in FLOATING or BY_NAME[tensor.dtype].itemsize == 1)
         }
         codes = {
-            looks(name, coded[name]): name for name, new in made.items() if new and name in coded
+            describe(name, coded[name]): name
+            for name, plain_tensors in replacements.items()
+            if plain_tensors and name in coded
         }
-        for name, one in coded.items():
-            if name not in made:
-                alike = codes.get(looks(name, one))
-                if alike is not None:
-                    refuse(name, f"{one.dtype}, like the quantized {printable(alike)!r}")
+        for name, tensor in coded.items():
+            if name not in replacements:
+                similar = codes.get(describe(name, tensor))
+                if similar is not None:
+                    refuse(name, f"{tensor.dtype}, like the quantized {printable(similar)!r}")
 
-    def choose(self, spared: set[Path]) -> None:
-        """Choose the dtype of every tensor of the checkpoint, except at the paths `spared`."""
-        every = [*self.checkpoint.tensors(), *_unsaved_buffers(self.checkpoint)]
-        ruled = self._match_rules(every)
-        for at, (path, tensor) in enumerate(every):
+    def choose(self, spared_paths: set[Path]) -> None:
+        """Choose the dtype of every tensor of the checkpoint, except at `spared_paths`."""
+        tensors = [*self.checkpoint.tensors(), *_iterate_unsaved_buffers(self.checkpoint)]
+        rule_by_position = self._match_rules(tensors)
+        for at, (path, tensor) in enumerate(tensors):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
                 self._other[tensor.dtype] += 1
-            elif path in spared:
+            elif path in spared_paths:
                 self._optimizers += 1
             else:
-                self._decide(path, tensor, ruled.get(at))
+                self._choose_dtype(path, tensor, rule_by_position.get(at))
         for identity in self.fixed & self.wanted.keys():
             self._disputed.extend(self.wanted.pop(identity).names)
 
-    def _match_rules(self, every: list[tuple[Path, TensorRef]]) -> dict[int, str]:
+    def _match_rules(self, tensors: list[tuple[Path, TensorRef]]) -> dict[int, str]:
         """Return the first rule that matches each tensor, by position.
 
         Raises:
             NotFound: if a rule matches no tensor.
             AmbiguousName: if a name matches several tensors.
         """
-        index, ruled = NameIndex(every, self.checkpoint.path), dict[int, str]()
+        index, rule_by_position = NameIndex(tensors, self.checkpoint.path), dict[int, str]()
         for rule in self.rules:
-            found = index.select(rule, endings=False)
-            if not found:
+            matches = index.select(rule, endings=False)
+            if not matches:
                 raise unmatched_error(index.describe_unmatched(rule), self.checkpoint.path)
-            for at in found:
-                ruled.setdefault(at, rule)
-        return ruled
+            for at in matches:
+                rule_by_position.setdefault(at, rule)
+        return rule_by_position
 
-    def _decide(self, path: Path, tensor: TensorRef, rule: str | None) -> None:
-        wanted, name, elements = self.dtype or tensor.dtype, name_of(path), _elements(tensor)
+    def _choose_dtype(self, path: Path, tensor: TensorRef, rule: str | None) -> None:
+        """Choose the dtype of a tensor, or note the reason why it cannot be cast."""
+        dtype, name, elements = self.dtype or tensor.dtype, name_of(path), _elements_of(tensor)
         if id(tensor.storage) in self.scaled:
-            wanted = self.scaled[id(tensor.storage)]
+            dtype = self.scaled[id(tensor.storage)]
         elif rule is not None:
-            wanted = self.rules[rule] or tensor.dtype
+            dtype = self.rules[rule] or tensor.dtype
             self._matches[rule] += 1
-        obstacle = _obstacle(elements, wanted)
-        if wanted == tensor.dtype:
+        obstacle = _find_obstacle(elements, dtype)
+        if dtype == tensor.dtype:
             self.fixed.add(id(elements))
         elif obstacle is not None or elements.storage is None:
             self.left.add(id(elements))
             self._left.append(f"{name} ({obstacle})")
         else:
-            wish = self.wanted.setdefault(id(elements), _Wish(elements, elements.storage, wanted))
-            wish.names.append(name)
-            if wish.dtype != wanted:
+            cast = self.wanted.setdefault(
+                id(elements), _PendingCast(elements, elements.storage, dtype)
+            )
+            cast.names.append(name)
+            if cast.dtype != dtype:
                 self._disputed.append(name)
 
-    def changes(self) -> Iterator[Change]:
+    def describe(self) -> Iterator[Change]:
         """Yield a change for each group of tensors that is cast, or skipped, with the reason."""
         if self.scaled:
             count = len(self.scaled)
-            text = f"dequantized {_tensors(count)} ({listed(self.schemes)})"
+            text = f"dequantized {_count_tensors(count)} ({listed(self.schemes)})"
             left_out = f"; left out: {listed(self.gone)}" if self.gone else ""
             yield Change("dequantize", text + left_out, count)
-        pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
+        pairs = Counter(cast.pair for cast in self.wanted.values() for _ in cast.names)
         for (old, new), count in pairs.items():
-            text = f"cast {_tensors(count)} from {old} to {new}"
+            text = f"cast {_count_tensors(count)} from {old} to {new}"
             # A dtype from `keep` is not the dtype of the whole model.
             now = new if new == self.dtype else None
             yield Change("cast", text, count, was=old, now=now)
@@ -600,19 +631,17 @@ class _Plan:
                 yield Change("warning", text)
             elif dtype is None:
                 yield Change(
-                    "keep", f"kept {_tensors(count)} that match {printable(glob)!r}", count
+                    "keep", f"kept {_count_tensors(count)} that match {printable(glob)!r}", count
                 )
         if self._other:
             count = sum(self._other.values())
             are = "is" if count == 1 else "are"
-            text = (
-                f"skipped {_tensors(count)} that {are} not floating point ({listed(self._other)})"
-            )
+            dtypes = listed(self._other)
+            text = f"skipped {_count_tensors(count)} that {are} not floating point ({dtypes})"
             yield Change("keep", text, count)
         if self._optimizers:
-            text = (
-                f"skipped {_tensors(self._optimizers)} of optimizers (--cast-optimizer casts them)"
-            )
+            tensors = _count_tensors(self._optimizers)
+            text = f"skipped {tensors} of optimizers (--cast-optimizer casts them)"
             yield Change("keep", text, self._optimizers)
         if self._left:
             text = f"unchanged: {listed(self._left)}"
@@ -621,51 +650,54 @@ class _Plan:
             text = f"tied keys must have one dtype: {listed(self._disputed)}"
             yield Change("warning", text, len(self._disputed))
 
-    def parted(self) -> Iterator[Change]:
+    def warn_of_separated(self) -> Iterator[Change]:
         """Warn of tensors that no longer share memory because their dtypes differ now."""
         kinds: dict[int, set[tuple[str, str]]] = {}
         names: dict[int, list[str]] = {}
-        for wish in self.wanted.values():
-            kinds.setdefault(id(wish.storage), set()).add(wish.pair)
-            names.setdefault(id(wish.storage), []).extend(wish.names)
+        for cast in self.wanted.values():
+            kinds.setdefault(id(cast.storage), set()).add(cast.pair)
+            names.setdefault(id(cast.storage), []).extend(cast.names)
         for node in every_node(self.checkpoint.root):
             if isinstance(node, (TensorRef, StorageRef)) and id(node) not in self.wanted:
                 kinds.get(id(node.storage), set()).add(("", ""))
-        apart = [name for at, found in kinds.items() if len(found) > 1 for name in names[at]]
-        if apart:
-            text = f"no longer shares memory with other tensors: {listed(apart)}"
-            yield Change("warning", text, len(apart))
+        separated = [
+            name for storage, pairs in kinds.items() if len(pairs) > 1 for name in names[storage]
+        ]
+        if separated:
+            text = f"no longer shares memory with other tensors: {listed(separated)}"
+            yield Change("warning", text, len(separated))
 
 
 class _Work:
     """The new storages, and the precision that was lost."""
 
     def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
-        ahead, file, wanted = ReadAhead(), plan.checkpoint.path, plan.wanted.values()
+        """Prepare one caster for each pair of dtypes, and one new storage for each cast storage."""
+        read_ahead, file, casts = ReadAhead(), plan.checkpoint.path, plan.wanted.values()
         self._plan = plan
-        self._originals = Originals(plan.checkpoint.root, (wish.tensor for wish in wanted))
+        self._originals = Originals(plan.checkpoint.root, (cast.tensor for cast in casts))
         self._casters = {
-            pair: Caster(*pair, allow_overflow=allow_overflow, file=file, ahead=ahead)
-            for pair in dict.fromkeys(wish.pair for wish in wanted)
+            pair: Caster(*pair, allow_overflow=allow_overflow, file=file, ahead=read_ahead)
+            for pair in dict.fromkeys(cast.pair for cast in casts)
         }
-        self._groups: dict[tuple[int, str, str], list[_Wish]] = {}
-        for wish in wanted:
-            self._groups.setdefault((id(wish.storage), *wish.pair), []).append(wish)
+        self._groups: dict[tuple[int, str, str], list[_PendingCast]] = {}
+        for cast in casts:
+            self._groups.setdefault((id(cast.storage), *cast.pair), []).append(cast)
         self._storages = {
             key: self._casters[first.pair].cast(
-                first.storage, [(wish.names[0], wish.tensor) for wish in (first, *others)]
+                first.storage, [(cast.names[0], cast.tensor) for cast in (first, *others)]
             )
             for key, (first, *others) in self._groups.items()
         }
 
-    def leaf(self, node: Any) -> Any:
+    def replace_leaf(self, node: Any) -> Any:
         """Return the replacement for a node of the tree."""
         if not isinstance(node, TensorRef):
             return node
-        elements = _elements(node)
-        if elements is not node:  # its values were cast already
+        elements = _elements_of(node)
+        if elements is not node:  # The values of a sparse tensor were cast before.
             return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
-        original = self._originals.of(node)
+        original = self._originals.find(node)
         if original is None:
             return node
         dtype = self._plan.wanted[id(original)].dtype
@@ -679,28 +711,29 @@ class _Work:
                 caster.losses.update(losses)
         for pair, caster in self._casters.items():
             count = sum(
-                len(wish.names)
-                for wishes in self._groups.values()
-                if wishes[0].pair == pair and any(one.names[0] in caster.losses for one in wishes)
-                for wish in wishes
+                len(cast.names)
+                for casts in self._groups.values()
+                if casts[0].pair == pair
+                and any(member.names[0] in caster.losses for member in casts)
+                for cast in casts
             )
             if count:
-                yield _total(pair, count, caster.losses.values())
+                yield _summarize_losses(pair, count, caster.losses.values())
         ties = {
-            wish.names[0]: f"{printable(wish.names[0])} (and {listed(wish.names[1:])})"
-            for wish in self._plan.wanted.values()
-            if len(wish.names) > 1
+            cast.names[0]: f"{printable(cast.names[0])} (and {listed(cast.names[1:])})"
+            for cast in self._plan.wanted.values()
+            if len(cast.names) > 1
         }
         for kind, verb in _LOSSES.items():
-            found = [
-                (getattr(losses, kind), name, new, losses)
-                for (_, new), caster in self._casters.items()
+            rows = [
+                (getattr(losses, kind), name, dtype, losses)
+                for (_, dtype), caster in self._casters.items()
                 for name, losses in caster.losses.items()
                 if getattr(losses, kind)
             ]
-            for count, name, new, losses in sorted(found, key=lambda item: (-item[0], item[1])):
+            for count, name, dtype, losses in sorted(rows, key=lambda item: (-item[0], item[1])):
                 share = f"{count:,} of {counted(losses.elements, 'value')}"
-                text = f"{ties.get(name) or printable(name)}: {share} {verb} in {new}"
+                text = f"{ties.get(name) or printable(name)}: {share} {verb} in {dtype}"
                 if kind == "overflow":
                     text += f" (the largest magnitude is {losses.largest:.5g})"
                 yield Change(kind, text, count)
@@ -713,21 +746,26 @@ _LOSSES = {
 }
 
 
-def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:
+def _summarize_losses(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:
     """Return the change for all tensors cast from one dtype to another."""
-    every = list(losses)
-    count = sum(one.elements for one in every)
+    all_losses = list(losses)
+    count = sum(losses_of_one.elements for losses_of_one in all_losses)
     facts = []
     for kind, verb in _LOSSES.items():
-        lost = sum(getattr(one, kind) for one in every)
-        if lost:
-            share = _share(lost, count) if kind == "precision" else counted(lost, "value")
+        n_lost = sum(getattr(losses_of_one, kind) for losses_of_one in all_losses)
+        if n_lost:
+            share = (
+                _format_share(n_lost, count) if kind == "precision" else counted(n_lost, "value")
+            )
             facts.append(f"{share} {verb}")
-    text = f"{_tensors(tensors)}, {' -> '.join(pair)}: {', '.join(facts) or 'nothing was lost'}"
+    text = (
+        f"{_count_tensors(tensors)}, {' -> '.join(pair)}: {', '.join(facts) or 'nothing was lost'}"
+    )
     return Change("cast", text, count)
 
 
-def _share(part: int, whole: int) -> str:
+def _format_share(part: int, whole: int) -> str:
+    """Return a share of the values as a percentage, or as a count below 1%."""
     percent = 100 * part / whole
     if percent < 1:
         return counted(part, "value")
@@ -736,5 +774,5 @@ def _share(part: int, whole: int) -> str:
     )
 
 
-def _tensors(count: int, word: str = "") -> str:
+def _count_tensors(count: int, word: str = "") -> str:
     return counted(count, f"{word} tensor" if word else "tensor")

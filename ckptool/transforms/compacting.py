@@ -36,7 +36,8 @@ class Untie(Step):
         seen: set[Any] = set()
         count = 0
 
-        def with_own(mapping: dict[Any, Any]) -> dict[Any, Any]:
+        def copy_tied(mapping: dict[Any, Any]) -> dict[Any, Any]:
+            """Return a dict with a storage of its own for each tied tensor."""
             nonlocal count
             items, before = dict(mapping), count
             for key, value in mapping.items():
@@ -47,7 +48,7 @@ class Untie(Step):
                     seen.add(value.place)
             return mapping if count == before else copy_with_items(mapping, items)
 
-        root = rebuild(checkpoint.root, mapping=with_own)
+        root = rebuild(checkpoint.root, mapping=copy_tied)
         if not count:
             return checkpoint
         text = f"untied {counted(count, 'key')}, which now have data of their own"
@@ -79,28 +80,31 @@ class Compact(Step):
         if not trimmed and not checkpoint.details.dead_bytes:
             return checkpoint
         root = _move_tensors(checkpoint.root, trimmed) if trimmed else checkpoint.root
-        changes = (*_trim_changes(checkpoint.root, trimmed), *_total_changes(checkpoint, trimmed))
+        changes = (*_report_trims(checkpoint.root, trimmed), *_report_totals(checkpoint, trimmed))
         tidied = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
         return tidied.with_root(root, *changes)
 
 
-def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
+def drop_unseen_bytes(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     """Return `after` without the bytes that only removed tensors of `before` used.
 
     A storage that lost a tensor is trimmed as in `Compact`; other storages do not change.
     """
     if after.root is before.root:
         return after
-    then, now = _spans_used(before.root), _spans_used(after.root)
-    less = {storage for storage, spans in now.items() if then.get(storage, spans) - spans}
-    trimmed = _plan_trims(after.root, less) if less else {}
+    spans_before, spans_after = _find_used_spans(before.root), _find_used_spans(after.root)
+    shrunk = {
+        storage
+        for storage, spans in spans_after.items()
+        if spans_before.get(storage, spans) - spans
+    }
+    trimmed = _plan_trims(after.root, shrunk) if shrunk else {}
     if not trimmed:
         return after
     root = _move_tensors(after.root, trimmed)
     storages = counted(len(trimmed), "storage")
-    text = (
-        f"trimmed {storages} from {_sizes(trimmed)}, dropping data that only removed tensors used"
-    )
+    sizes = _format_sizes(trimmed)
+    text = f"trimmed {storages} from {sizes}, dropping data that only removed tensors used"
     return after.with_root(root, Change("compact", text, len(trimmed), of_storages=True))
 
 
@@ -108,17 +112,17 @@ Span = tuple[int, int]
 """A range of bytes in a storage: the first, and the one after the last."""
 
 
-def _spans_used(root: Any) -> dict[Storage, set[Span]]:
-    """Return the spans that tensors use of each storage, and all of storages that are values."""
+def _find_used_spans(root: Any) -> dict[Storage, set[Span]]:
+    """Return the byte ranges of each storage that tensors use; all of a storage that is a value."""
     spans: dict[Storage, set[Span]] = defaultdict(set)
     for node in walk_everything(root):
         if isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
-            part = isinstance(node, TensorRef) and not node.is_array and node.reach
-            spans[node.storage].add(part or (0, node.storage.nbytes))
+            span = isinstance(node, TensorRef) and not node.is_array and node.reach
+            spans[node.storage].add(span or (0, node.storage.nbytes))
     return spans
 
 
-def storage_use(root: Any) -> tuple[int, int]:
+def measure_storages(root: Any) -> tuple[int, int]:
     """Return the bytes of the storages in the file, and how many of these bytes tensors use.
 
     A tensor uses the bytes from its first to its last element. Shared bytes count once. Data inside
@@ -126,11 +130,11 @@ def storage_use(root: Any) -> tuple[int, int]:
     """
     used = {
         storage: _merge_spans(spans, storage.nbytes)
-        for storage, spans in _spans_used(root).items()
+        for storage, spans in _find_used_spans(root).items()
         if storage.data is not None and not isinstance(storage.data.source, MemorySource)
     }
-    reached = sum(stop - start for spans in used.values() for start, stop in spans)
-    return sum(storage.nbytes for storage in used), reached
+    n_used = sum(stop - start for spans in used.values() for start, stop in spans)
+    return sum(storage.nbytes for storage in used), n_used
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ class _Trimmed:
     moves: list[tuple[int, int]]
     """The start of each kept span in the old storage and in this one."""
 
-    def offset(self, tensor: TensorRef) -> int:
+    def new_offset(self, tensor: TensorRef) -> int:
         """Return the new offset of a tensor, in elements."""
         if not tensor.numel:
             return 0
@@ -155,22 +159,22 @@ def _plan_trims(root: Any, chosen: Container[Storage] | None = None) -> dict[Sto
     for tensor in walk_everything(root):
         if isinstance(tensor, TensorRef) and tensor.storage is not None:
             units[tensor.storage] = max(units.get(tensor.storage, 1), tensor.itemsize)
-    plans: dict[Storage, _Trimmed] = {}
-    for storage, spans in _spans_used(root).items():
+    trims: dict[Storage, _Trimmed] = {}
+    for storage, spans in _find_used_spans(root).items():
         if storage.data is None or not (chosen is None or storage in chosen):
             continue
         kept = _merge_spans(spans, storage.nbytes, units.get(storage, 1))
         nbytes = sum(stop - start for start, stop in kept)
         if nbytes < storage.nbytes:
-            runs = [storage.data.slice(start, stop - start) for start, stop in kept]
-            data = join_ranges(runs) if runs else storage.data.slice(0, 0)
+            pieces = [storage.data.slice(start, stop - start) for start, stop in kept]
+            data = join_ranges(pieces) if pieces else storage.data.slice(0, 0)
             whole = storage.whole or storage.data
-            new = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
+            smaller = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
             starts = accumulate((stop - start for start, stop in kept), initial=0)
-            plans[storage] = _Trimmed(
-                new, [(old, at) for (old, _), at in zip(kept, starts, strict=False)]
+            trims[storage] = _Trimmed(
+                smaller, [(old, start) for (old, _), start in zip(kept, starts, strict=False)]
             )
-    return plans
+    return trims
 
 
 def _merge_spans(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
@@ -189,39 +193,40 @@ def _merge_spans(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span
 def _move_tensors(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
     """Return the tree with its tensors over the new storages."""
 
-    def moved(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
         new = trimmed[leaf.storage]
-        return replace_elements(leaf, storage=new.storage, offset=new.offset(leaf))
+        return replace_elements(leaf, storage=new.storage, offset=new.new_offset(leaf))
 
-    return rebuild(root, moved)
+    return rebuild(root, move_leaf)
 
 
-def _trim_changes(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
+def _report_trims(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
     """Yield a change for each of the storages that shrink most, and one for the rest."""
     names: dict[Storage, list[str]] = {storage: [] for storage in trimmed}
     for path, leaf in walk(root):
         for part in walk_everything(leaf) if isinstance(leaf, TensorRef) else ():
             if isinstance(part, TensorRef) and part.storage in names:
                 names[part.storage].append(name_of(path))
-    order = sorted(trimmed, key=lambda old: trimmed[old].storage.nbytes - old.nbytes)
-    rest = order[_MOST_LISTED:]
-    for group in [*([old] for old in order[:_MOST_LISTED]), *([rest] if rest else [])]:
-        what = "the storage" if len(group) == 1 else f"{len(group):,} more storages"
+    sorted_storages = sorted(trimmed, key=lambda old: trimmed[old].storage.nbytes - old.nbytes)
+    rest = sorted_storages[_MOST_LISTED:]
+    for group in [*([old] for old in sorted_storages[:_MOST_LISTED]), *([rest] if rest else [])]:
+        subject = "the storage" if len(group) == 1 else f"{len(group):,} more storages"
         users = [name for old in group for name in names[old]]
-        seen = f" of {listed(dict.fromkeys(users), most=4)}" if users else ""
-        sizes = _sizes({old: trimmed[old] for old in group})
-        yield Change("compact", f"trimmed {what}{seen} from {sizes}", len(users))
+        owners = f" of {listed(dict.fromkeys(users), most=4)}" if users else ""
+        sizes = _format_sizes({old: trimmed[old] for old in group})
+        yield Change("compact", f"trimmed {subject}{owners} from {sizes}", len(users))
 
 
-def _sizes(trimmed: dict[Storage, _Trimmed]) -> str:
+def _format_sizes(trimmed: dict[Storage, _Trimmed]) -> str:
+    """Return the total size before and after: `12,000 to 120 bytes`."""
     before = sum(storage.nbytes for storage in trimmed)
     after = sum(plan.storage.nbytes for plan in trimmed.values())
     return f"{before:,} to {after:,} bytes"
 
 
-def _total_changes(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
+def _report_totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
     """Yield the unused bytes in the file, and the total saved in storages."""
     details = checkpoint.details
     for text in details.unreferenced:
@@ -231,7 +236,7 @@ def _total_changes(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> 
             "compact", f"dropped {counted(details.dead_bytes, 'byte')} that nothing refers to"
         )
     if trimmed:
-        every = sum(storage.nbytes for storage in _spans_used(checkpoint.root) if storage.data)
+        total = sum(storage.nbytes for storage in _find_used_spans(checkpoint.root) if storage.data)
         saved = sum(old.nbytes - new.storage.nbytes for old, new in trimmed.items())
-        text = f"saved {saved:,} of {every:,} bytes of tensor data"
+        text = f"saved {saved:,} of {total:,} bytes of tensor data"
         yield Change("compact", text, len(trimmed))

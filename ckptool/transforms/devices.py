@@ -15,7 +15,7 @@ from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import DeviceValue, Opaque, Storage, StorageRef, TensorRef
 from ckptool.core.tree import name_of, rebuild, walk, walk_everything
 from ckptool.errors import DeviceError, UsageError
-from ckptool.transforms.step import Step, listed_option
+from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import counted, listed, printable
 
 _WORD = re.compile(r"(?!gpu\b)[a-z_]+(:\d+)?", re.ASCII)
@@ -46,23 +46,24 @@ class Rules:
 
     def __call__(self, tag: str) -> str:
         """Return the new tag, or the same tag if no rule matches. `meta` never changes."""
-        pattern = self.pattern(tag)
+        pattern = self.find_rule(tag)
         return tag if pattern is None else self._rules[pattern]
 
-    def pattern(self, tag: str) -> str | None:
+    def find_rule(self, tag: str) -> str | None:
         """Return the rule that applies to a tag. `cuda:*` includes `cuda`."""
         if tag == "meta":
             return None
         kind = tag.partition(":")[0]
-        return next((p for p in (tag, f"{kind}:*", "*") if p in self._rules), None)
+        return next((rule for rule in (tag, f"{kind}:*", "*") if rule in self._rules), None)
 
-    def idle(self, tags: Iterable[str]) -> list[str]:
+    def find_unused(self, tags: Iterable[str]) -> list[str]:
         """Return the rules other than `*` that apply to none of these tags."""
-        used = {self.pattern(tag) for tag in tags}
+        used = {self.find_rule(tag) for tag in tags}
         return [source for source in self._rules if source not in used and source != "*"]
 
 
 def _check_target(target: Any) -> None:
+    """Refuse a target that is not a device, or is `meta`."""
     if target == "meta":
         raise DeviceError("tensors cannot move to meta, which would drop their data")
     if not isinstance(target, str) or not _WORD.fullmatch(target):
@@ -72,12 +73,13 @@ def _check_target(target: Any) -> None:
         )
 
 
-def device_tags(root: Any) -> Counter[str]:
+def count_device_tags(root: Any) -> Counter[str]:
     """Count the tensors, storages and values per device tag below `root`."""
     return Counter(tag for node in walk_everything(root) for tag in _tags_of(node))
 
 
 def _tags_of(node: Any) -> Iterator[str]:
+    """Yield the device tag of a tensor, storage or `torch.device` value."""
     if isinstance(node, TensorRef) and node.kind != "numpy":
         yield node.device
     elif isinstance(node, StorageRef):
@@ -120,7 +122,7 @@ class Remap(Step):
                 hint="add --map '*=cpu' for all other devices",
             )
         if self.visible_devices is not None:
-            numbers = listed_option("visible_devices", self.visible_devices)
+            numbers = check_list_option("visible_devices", self.visible_devices)
             if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
                 raise UsageError(
                     "the visible devices must be a list of different numbers, such as 0,2"
@@ -141,7 +143,7 @@ class Remap(Step):
         """
         if self.visible_devices is not None:
             return _renumber(checkpoint, tuple(self.visible_devices))
-        return _remap(checkpoint, self._rules)
+        return _apply_rules(checkpoint, self._rules)
 
     def applied_to_dict(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return a new dict with moved tensors; tensors that stay are the same objects.
@@ -156,15 +158,15 @@ class Remap(Step):
         return remap_dict(mapping, Rules(new or self._rules))
 
 
-def remapping(rules: str | Mapping[str, str]) -> Remap:
+def make_remap(rules: str | Mapping[str, str]) -> Remap:
     """Return the step for rules, or for one device for all tensors."""
     return Remap(to=rules) if isinstance(rules, str) else Remap(map=rules)
 
 
-def _remap(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
+def _apply_rules(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     """Return the checkpoint with device tags rewritten, also in objects."""
     decide = Rules(rules)
-    tags = device_tags(checkpoint.root)
+    tags = count_device_tags(checkpoint.root)
     listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _tags_of(tensor))
     changes = [
         Change(
@@ -177,7 +179,7 @@ def _remap(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     ]
     warnings = [
         Change("warning", f"no tensor is on {printable(tag)}; the file uses {listed(tags)}")
-        for tag in decide.idle(tags)
+        for tag in decide.find_unused(tags)
     ]
     if not changes:
         return checkpoint.with_root(checkpoint.root, *warnings) if warnings else checkpoint
@@ -194,7 +196,7 @@ def _describe_move(tensors: int, mentions: int, old: str, new: str) -> str:
 def _renumber(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
     """Return the checkpoint with the devices renumbered as `CUDA_VISIBLE_DEVICES` does."""
     new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
-    tags = [tag for tag in device_tags(checkpoint.root) if tag.startswith("cuda:")]
+    tags = [tag for tag in count_device_tags(checkpoint.root) if tag.startswith("cuda:")]
     missing = [tag for tag in tags if tag not in new]
     if missing:
         raise DeviceError(
@@ -204,7 +206,7 @@ def _renumber(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
             hint="list every device of the file, in their new order",
         )
     rules = {tag: new[tag] for tag in tags if new[tag] != tag}
-    return _remap(checkpoint, rules) if rules else checkpoint
+    return _apply_rules(checkpoint, rules) if rules else checkpoint
 
 
 class _Mover:
@@ -217,18 +219,18 @@ class _Mover:
     def move(self, leaf: Any) -> Any:
         """Return the leaf with its tags rewritten, or the same leaf if they stay."""
         if isinstance(leaf, TensorRef):
-            return self._tensor(leaf)
+            return self._move_tensor(leaf)
         if isinstance(leaf, StorageRef):
-            target = self._target(leaf.storage.device, "a storage")
-            return replace(leaf, storage=self._storage(leaf.storage, target))
+            target = self._target_of(leaf.storage.device, "a storage")
+            return replace(leaf, storage=self._move_storage(leaf.storage, target))
         if isinstance(leaf, Storage):
-            return self._storage(leaf, self._decide(leaf.device))
+            return self._move_storage(leaf, self._decide(leaf.device))
         if isinstance(leaf, DeviceValue):
             target = self._decide(leaf.tag)
             return leaf if target == leaf.tag else DeviceValue(target)
         return leaf
 
-    def _storage(self, storage: Storage, target: str) -> Storage:
+    def _move_storage(self, storage: Storage, target: str) -> Storage:
         if storage.device == target:
             return storage
         key = id(storage), target
@@ -236,47 +238,57 @@ class _Mover:
             self._storages[key] = replace(storage, device=target)
         return self._storages[key]
 
-    def _tensor(self, tensor: TensorRef) -> TensorRef:
+    def _move_tensor(self, tensor: TensorRef) -> TensorRef:
+        """Return the tensor on its new device, with its storage."""
         target = self._decide(tensor.device)
         if tensor.kind == "numpy" or target == tensor.device:
             return tensor
-        carried = "carrier" in (tensor.parts or {})
+        has_carrier = "carrier" in (tensor.parts or {})
         if target.partition(":")[0] in CARRIED:
-            return replace(tensor, device=target) if carried else self._carry_on_cpu(tensor, target)
-        storage = tensor.storage and self._storage(tensor.storage, target)
-        parts = None if carried else tensor.parts
+            return (
+                replace(tensor, device=target)
+                if has_carrier
+                else self._carry_on_cpu(tensor, target)
+            )
+        storage = tensor.storage and self._move_storage(tensor.storage, target)
+        parts = None if has_carrier else tensor.parts
         return replace(tensor, device=target, storage=storage, parts=parts)
 
     def _carry_on_cpu(self, tensor: TensorRef, target: str) -> TensorRef:
         """Return a tensor for a back end without storages, over a CPU tensor."""
         if tensor.kind != "strided" or tensor.storage is None:
-            self._target(tensor.device, f"a {tensor.kind} tensor")
-        storage = tensor.storage and self._storage(tensor.storage, "cpu")
+            self._target_of(tensor.device, f"a {tensor.kind} tensor")
+        storage = tensor.storage and self._move_storage(tensor.storage, "cpu")
         data = replace(
             tensor, device="cpu", storage=storage, requires_grad=False, hooks=None, wrapping=()
         )
         parts = {"carrier": "cpu_tensor", "data": data}
         return replace(tensor, device=target, storage=storage, hooks=None, parts=parts)
 
-    def _target(self, tag: str, what: str) -> str:
+    def _target_of(self, tag: str, subject: str) -> str:
+        """Return the new tag of an object that a back end without storages cannot have.
+
+        Raises:
+            DeviceError: if the target is one of these back ends.
+        """
         target = self._decide(tag)
         if target.partition(":")[0] in CARRIED and target != tag:
-            raise DeviceError(f"{what} on {printable(tag)} cannot be pickled on {target}")
+            raise DeviceError(f"{subject} on {printable(tag)} cannot be pickled on {target}")
         return target
 
 
 def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
-    """Refuse to move tensors and objects that are tied to the devices of other processes.
+    """Refuse to move tensors and objects that refer to the devices of other processes.
 
     Raises:
         DeviceError: if there is one; the message shows it and its mesh or group.
     """
-    every = walk_everything(checkpoint.root)
-    moving = [node for node in every if isinstance(node, TensorRef) or _places(node)]
-    for node in moving if any(map(_places, moving)) else ():
-        inside = list(walk_everything(node))
-        ties = [part.class_name for part in inside if _places(part)]
-        if ties and any(decide(tag) != tag for part in inside for tag in _tags_of(part)):
+    nodes = walk_everything(checkpoint.root)
+    moving = [node for node in nodes if isinstance(node, TensorRef) or _refers_to_processes(node)]
+    for node in moving if any(map(_refers_to_processes, moving)) else ():
+        parts = list(walk_everything(node))
+        ties = [part.class_name for part in parts if _refers_to_processes(part)]
+        if ties and any(decide(tag) != tag for part in parts for tag in _tags_of(part)):
             paths = (path for path, leaf in walk(checkpoint.root) if leaf is node)
             raise DeviceError(
                 f"{printable(name_of(next(paths, ()))) or 'a part of an object'} cannot be moved: "
@@ -286,5 +298,6 @@ def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
             )
 
 
-def _places(node: Any) -> bool:
+def _refers_to_processes(node: Any) -> bool:
+    """Return True for an object such as a device mesh or a process group."""
     return isinstance(node, Opaque) and node.class_name.rpartition(".")[2] in _PLACED

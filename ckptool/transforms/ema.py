@@ -15,10 +15,10 @@ from ckptool.core.tree import name_of
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.formats.distributed.zero import MASTER, SLICED
 from ckptool.transforms.casting import FLOATING
-from ckptool.transforms.compacting import without_unseen
-from ckptool.transforms.extraction import left_out, plain_state_dict, without_keys
-from ckptool.transforms.names import distinct
-from ckptool.transforms.schedule_free import weights_for_evaluation
+from ckptool.transforms.compacting import drop_unseen_bytes
+from ckptool.transforms.extraction import plain_state_dict, report_left_out, without_keys
+from ckptool.transforms.names import list_distinct
+from ckptool.transforms.schedule_free import compute_eval_weights
 from ckptool.transforms.step import Step
 from ckptool.words import are, counted, listed, printable, shell
 
@@ -56,7 +56,7 @@ class _Average:
     """The model, if the layout determines it."""
 
 
-def with_averages(checkpoint: Checkpoint) -> Checkpoint:
+def take_averages(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the averaged weights as its state dict, under the model's keys.
 
     Entries without an average, such as buffers and frozen weights, are those of the model, which a
@@ -67,187 +67,201 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
         AmbiguousName: if there are several averages.
     """
     file = checkpoint.path or None
-    found = list(_averages(checkpoint))
-    where = [name_of(one.path) or "the root" for one in found]
-    if not found:
+    averages = list(_find_averages(checkpoint))
+    places = [name_of(average.path) or "the root" for average in averages]
+    if not averages:
         raise NotFound(
             f"has no averaged weights; searched for {_LOOKED_FOR}",
             file=file,
             hint=f"ckptool info {shell(file)}" if file else None,
         )
-    if len(found) > 1:
+    if len(averages) > 1:
         raise AmbiguousName(
-            f"has several averages: {listed(where)}",
+            f"has several averages: {listed(places)}",
             file=file,
             hint="choose one with --key NAME, which keeps its own keys",
         )
-    (average,) = found
-    others = distinct(
+    (average,) = averages
+    others = list_distinct(
         part
         for part in checkpoint.sections
         if part.kind in MODEL_KINDS and part.path != average.path
     )
-    alone = [average.section] if average.section else []  # these have the keys of the model already
-    models = [average.model] if average.model else others or alone
-    fitting = [
-        (one, named)
-        for one in models
-        if (named := _match_model_keys(average, get_named_tensors(one.node)))
+    own_section = (
+        [average.section] if average.section else []
+    )  # These have the model's keys already.
+    models = [average.model] if average.model else others or own_section
+    matches = [
+        (model, named)
+        for model in models
+        if (named := _match_model_keys(average, get_named_tensors(model.node)))
     ]
-    if len(fitting) != 1:
-        names = listed(one.name or "the root" for one in models)
+    if len(matches) != 1:
+        names = listed(model.name or "the root" for model in models)
         raise NotFound(
-            f"{counted(len(average.tensors), 'averaged tensor')} of {printable(where[0])} "
+            f"{counted(len(average.tensors), 'averaged tensor')} of {printable(places[0])} "
             f"{'matches' if len(average.tensors) == 1 else 'match'} no "
             f"model uniquely by key and shape or by order and shape; the models are {names}",
             file=file,
             hint="extract a state dict under its own keys with --key NAME",
         )
-    return without_unseen(checkpoint, _make_checkpoint(checkpoint, average, *fitting[0]))
+    return drop_unseen_bytes(checkpoint, _make_checkpoint(checkpoint, average, *matches[0]))
 
 
-def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
+def _find_averages(checkpoint: Checkpoint) -> Iterator[_Average]:
     """Yield the averages in a checkpoint, recognized by their keys."""
-    parts = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
-    root, named = checkpoint.root, {part.path: part for part in parts}
+    sections = [section for section in checkpoint.sections if section.kind in MODEL_KINDS]
+    root, by_path = checkpoint.root, {section.path: section for section in sections}
     if isinstance(root, dict) and all(key in root for key in _LIGHTNING):
-        average, model = (named.get((key,)) for key in _LIGHTNING[:2])
+        average, model = (by_path.get((key,)) for key in _LIGHTNING[:2])
         if average is not None and model is not None:
             yield _Average(average.path, get_named_tensors(average.node), average, model)
         return
-    for part in parts:
-        tensors = get_named_tensors(part.node)
-        prefix = average_prefix(tensors)
-        inner = _under(prefix, tensors) if prefix else {}
+    for section in sections:
+        tensors = get_named_tensors(section.node)
+        prefix = find_average_prefix(tensors)
+        inner = _remove_prefix(prefix, tensors) if prefix else {}
         if prefix == _TIMM and has_online_model(tensors):
-            rest = without_keys(part.node, {_TIMM + name for name in inner})
-            yield _Average((*part.path, _TIMM), inner, None, replace(part, node=rest))
+            others = without_keys(section.node, {_TIMM + name for name in inner})
+            yield _Average((*section.path, _TIMM), inner, None, replace(section, node=others))
         elif prefix == _LITEMA:
-            counts = {name: one for name, one in inner.items() if name not in _LITEMA_COUNTS}
-            model = replace(part, node=without_keys(part.node, {_LITEMA + name for name in inner}))
-            yield _Average((*part.path, _LITEMA), counts, None, model)
+            counts = {name: tensor for name, tensor in inner.items() if name not in _LITEMA_COUNTS}
+            model = replace(
+                section, node=without_keys(section.node, {_LITEMA + name for name in inner})
+            )
+            yield _Average((*section.path, _LITEMA), counts, None, model)
         elif inner:
-            online = _under(_ONLINE, tensors)
-            model = replace(part, node=OrderedMap(online)) if online else None
-            yield _Average(part.path, inner, replace(part, node=OrderedMap(inner)), model)
-        elif any(isinstance(key, str) and _EMA.search(key) for key in part.path):
-            yield _Average(part.path, get_named_tensors(plain_state_dict(checkpoint, part)), part)
-    for path, node in _lists(root, ()):
+            online = _remove_prefix(_ONLINE, tensors)
+            model = replace(section, node=OrderedMap(online)) if online else None
+            yield _Average(section.path, inner, replace(section, node=OrderedMap(inner)), model)
+        elif any(isinstance(key, str) and _EMA.search(key) for key in section.path):
+            yield _Average(
+                section.path, get_named_tensors(plain_state_dict(checkpoint, section)), section
+            )
+    for path, node in _find_shadow_lists(root, ()):
         yield _Average(path, node)
-    for optimizer, model, weights in weights_for_evaluation(checkpoint):
+    for optimizer, model, weights in compute_eval_weights(checkpoint):
         yield _Average(optimizer.path, weights, None, model)
 
 
-def average_prefix(names: Collection[str]) -> str:
+def find_average_prefix(names: Collection[str]) -> str:
     """Return the prefix of the averaged keys in a state dict, or ""."""
     known = (_TIMM, _LITEMA, AVERAGED)
-    return next((one for one in known if any(name.startswith(one) for name in names)), "")
+    return next((prefix for prefix in known if any(name.startswith(prefix) for name in names)), "")
 
 
 def has_online_model(names: Collection[str]) -> bool:
     """Return True if a state dict with averages also has the weights that were averaged."""
-    if average_prefix(names) == AVERAGED:
+    if find_average_prefix(names) == AVERAGED:
         return any(name.startswith(_ONLINE) for name in names)
     return not all(name.startswith(_LITEMA) for name in names)
 
 
-def _lists(node: Any, path: Path, depth: int = 4) -> Iterator[tuple[Path, list[TensorRef]]]:
+def _find_shadow_lists(
+    node: Any, path: Path, depth: int = 4
+) -> Iterator[tuple[Path, list[TensorRef]]]:
     """Yield the lists `shadow_params`, which may be a few dicts deep."""
     for key, value in node.items() if isinstance(node, dict) and depth else ():
         if key != _SHADOW:
-            yield from _lists(value, (*path, key), depth - 1)
-        elif value and isinstance(value, list) and all(isinstance(x, TensorRef) for x in value):
+            yield from _find_shadow_lists(value, (*path, key), depth - 1)
+        elif (
+            value and isinstance(value, list) and all(isinstance(item, TensorRef) for item in value)
+        ):
             yield (*path, key), value
 
 
-def _under(prefix: str, tensors: _Tensors) -> _Tensors:
+def _remove_prefix(prefix: str, tensors: _Tensors) -> _Tensors:
+    """Return the tensors with the prefix, by their keys without it."""
     cut = len(prefix)
-    return {name[cut:]: one for name, one in tensors.items() if name.startswith(prefix)}
+    return {name[cut:]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _match_model_keys(average: _Average, raw: _Tensors) -> _Tensors | None:
     """Return the averages by the keys of a model, or None if they belong to another."""
     if not isinstance(average.tensors, dict):
-        return _by_order(average.tensors, raw)
+        return _match_by_order(average.tensors, raw)
     if average.path[-1:] == (_LITEMA,):
-        own = {name.replace(".", ""): one for name, one in average.tensors.items()}
-        ways = [_by_dotless(raw, "model."), _by_dotless(raw, "")]
+        averaged = {name.replace(".", ""): tensor for name, tensor in average.tensors.items()}
+        candidates = [_index_by_dotless_key(raw, "model."), _index_by_dotless_key(raw, "")]
     elif average.path[-1:] == (_TIMM,):
-        own, ways = dict(average.tensors), _by_attribute(average.tensors, raw)
+        averaged, candidates = dict(average.tensors), _index_by_attribute(average.tensors, raw)
     else:
-        own = {new: average.tensors[old] for new, old in _by_bare(average.tensors).items()}
-        ways = [_by_bare(raw)]
-    for names in ways:
-        if own and own.keys() <= names.keys():
-            named = {names[name]: one for name, one in own.items()}
-            if all(one.shape == raw[name].shape for name, one in named.items()):
+        averaged = {
+            new: average.tensors[old] for new, old in _index_by_bare_key(average.tensors).items()
+        }
+        candidates = [_index_by_bare_key(raw)]
+    for names in candidates:
+        if averaged and averaged.keys() <= names.keys():
+            named = {names[name]: tensor for name, tensor in averaged.items()}
+            if all(tensor.shape == raw[name].shape for name, tensor in named.items()):
                 return named
     return None
 
 
-def _by_bare(tensors: _Tensors) -> dict[str, str]:
+def _index_by_bare_key(tensors: _Tensors) -> dict[str, str]:
     """Return keys by their form without wrapper prefixes; the counter of averages is left out."""
     bare = map_to_bare_names(tensors).items()
     return {new: name for name, new in bare if name.rpartition(".")[2] != N_AVERAGED}
 
 
-def _by_dotless(tensors: _Tensors, prefix: str) -> dict[str, str]:
+def _index_by_dotless_key(tensors: _Tensors, prefix: str) -> dict[str, str]:
     """Return the keys under a prefix by their names in `LitEma`; empty if two are the same."""
-    inside = _under(prefix, tensors)
-    found = {name.replace(".", ""): f"{prefix}{name}" for name in inside}
-    return found if len(found) == len(inside) else {}
+    inside = _remove_prefix(prefix, tensors)
+    keys = {name.replace(".", ""): f"{prefix}{name}" for name in inside}
+    return keys if len(keys) == len(inside) else {}
 
 
-def _by_attribute(averages: _Tensors, raw: _Tensors) -> list[dict[str, str]]:
+def _index_by_attribute(averages: _Tensors, raw: _Tensors) -> list[dict[str, str]]:
     """Return the keys below the one attribute that has all keys of the averages."""
     first = next(iter(averages))
     fronts = [name.removesuffix(first) for name in raw if f".{name}".endswith(f".{first}")]
-    found = [{name: front + name for name in averages} for front in fronts]
-    found = [names for names in found if raw.keys() >= {*names.values()}]
-    return found if len(found) == 1 else []
+    candidates = [{name: front + name for name in averages} for front in fronts]
+    candidates = [names for names in candidates if raw.keys() >= {*names.values()}]
+    return candidates if len(candidates) == 1 else []
 
 
-def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
+def _match_by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
     """Return the tensors of a list by key, if their shapes match the model's in only one way.
 
     Buffers with known names are left out. Other buffers and frozen weights are skipped.
     """
-    once: dict[Any, str] = {}
-    for name, one in raw.items():
-        if name.rpartition(".")[2] not in BUFFER_NAMES and one.dtype in FLOATING:
-            once.setdefault(one.place or id(one), name)
-    names = list(once.values())
+    unique: dict[Any, str] = {}
+    for name, tensor in raw.items():
+        if name.rpartition(".")[2] not in BUFFER_NAMES and tensor.dtype in FLOATING:
+            unique.setdefault(tensor.place or id(tensor), name)
+    names = list(unique.values())
     shapes = [raw[name].shape for name in names]
-    wanted = [one.shape for one in averages]
+    wanted = [tensor.shape for tensor in averages]
     first = _find_subsequence(wanted, shapes)
     last = _find_subsequence(wanted[::-1], shapes[::-1])
     if first is None or last is None or first != [len(shapes) - 1 - at for at in last[::-1]]:
         return None
-    return {names[at]: one for at, one in zip(first, averages, strict=True)}
+    return {names[at]: average for at, average in zip(first, averages, strict=True)}
 
 
-def _find_subsequence(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
-    """Return the first positions of `there` that contain `wanted` in order."""
-    places: list[int] = []
-    for at, one in enumerate(there):
-        if len(places) < len(wanted) and one == wanted[len(places)]:
-            places.append(at)
-    return places if len(places) == len(wanted) else None
+def _find_subsequence(wanted: Sequence[Any], items: Sequence[Any]) -> list[int] | None:
+    """Return the first positions of `items` that contain `wanted` in order."""
+    positions: list[int] = []
+    for at, item in enumerate(items):
+        if len(positions) < len(wanted) and item == wanted[len(positions)]:
+            positions.append(at)
+    return positions if len(positions) == len(wanted) else None
 
 
 def _make_checkpoint(
     checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors
 ) -> Checkpoint:
+    """Return the checkpoint with the averages as root; other entries are those of the model."""
     raw, averages = get_named_tensors(model.node), {**named}
-    tied = {raw[name].place: one for name, one in averages.items()}
-    for name, one in raw.items():
-        if name not in averages and one.place is not None and one.place in tied:
-            averages[name] = tied[one.place]
+    tied = {raw[name].place: tensor for name, tensor in averages.items()}
+    for name, tensor in raw.items():
+        if name not in averages and tensor.place is not None and tensor.place in tied:
+            averages[name] = tied[tensor.place]
     state = plain_state_dict(checkpoint, model)
     root = copy_with_items(state, ((name, averages.get(name, state[name])) for name in raw))
     kept = [name for name in raw if name not in averages]
-    where = printable(name_of(average.path)) or "the root"
-    text = f"took {counted(len(averages), 'averaged weight')} from {where}"
+    source = printable(name_of(average.path)) or "the root"
+    text = f"took {counted(len(averages), 'averaged weight')} from {source}"
     changes = [Change("ema", text, len(averages))]
     if kept:
         text = (
@@ -258,7 +272,7 @@ def _make_checkpoint(
     rest = checkpoint.root
     if not isinstance(average.tensors, dict):
         rest = _remove_at(rest, average.path)
-    return checkpoint.with_root(root, *changes, *left_out(rest, average.section or model))
+    return checkpoint.with_root(root, *changes, *report_left_out(rest, average.section or model))
 
 
 def _remove_at(node: Any, path: Path) -> Any:
@@ -287,9 +301,9 @@ class Masters(Step):
         Raises:
             NotFound: if there are no master weights, or the model lacks one of the keys.
         """
-        root = _mapping(checkpoint.root)
-        module, optimizer = _mapping(root.get("module")), _mapping(root.get("optimizer"))
-        states = _mapping(optimizer.get("state"))
+        root = _as_dict(checkpoint.root)
+        module, optimizer = _as_dict(root.get("module")), _as_dict(root.get("optimizer"))
+        states = _as_dict(optimizer.get("state"))
         masters = {
             name: state[MASTER]
             for name, state in states.items()
@@ -303,32 +317,36 @@ class Masters(Step):
                 file=checkpoint.path or None,
                 hint="leave out --master (master=True) to take the weights of the model",
             )
-        by_place = {_place(module[name]): master for name, master in masters.items()}
-        weights = [(name, by_place.get(_place(one), one)) for name, one in module.items()]
-        count = sum(one is not module[name] for name, one in weights)
+        by_place = {_identity(module[name]): master for name, master in masters.items()}
+        weights = [
+            (name, by_place.get(_identity(weight), weight)) for name, weight in module.items()
+        ]
+        count = sum(weight is not module[name] for name, weight in weights)
         text = f"replaced {counted(count, 'weight')} with the fp32 master weights of the optimizer"
         if count < len(weights):
-            rest = len(weights) - count
-            text += f"; {counted(rest, 'tensor')} without a master {are(rest)} unchanged"
-        kept = {
-            name: copy_with_items(state, ((k, v) for k, v in state.items() if k != MASTER))
+            n_rest = len(weights) - count
+            text += f"; {counted(n_rest, 'tensor')} without a master {are(n_rest)} unchanged"
+        states_left = {
+            name: copy_with_items(
+                state, ((key, value) for key, value in state.items() if key != MASTER)
+            )
             for name, state in states.items()
         }
         changes = {
             "module": copy_with_items(module, weights),
-            "optimizer": copy_with_items(optimizer, {**optimizer, "state": kept}),
+            "optimizer": copy_with_items(optimizer, {**optimizer, "state": states_left}),
         }
-        made = checkpoint.with_root(
+        result = checkpoint.with_root(
             copy_with_items(root, {**root, **changes}), Change("master", text, count)
         )
-        other_changes = tuple(change for change in made.changes if change.kind != "cast")
-        return replace(made, changes=other_changes, reports=())
+        other_changes = tuple(change for change in result.changes if change.kind != "cast")
+        return replace(result, changes=other_changes, reports=())
 
 
-def _mapping(node: Any) -> dict[Any, Any]:
+def _as_dict(node: Any) -> dict[Any, Any]:
     return node if isinstance(node, dict) else {}
 
 
-def _place(node: Any) -> Any:
-    """Return the place of a weight, which tied keys share."""
+def _identity(node: Any) -> Any:
+    """Return the identity of a weight, which tied keys share."""
     return node.place if isinstance(node, TensorRef) else id(node)

@@ -26,7 +26,7 @@ from ckptool.core.tree import describe_path, is_within, name_of, rebuild, walk, 
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.files.source import MemorySource
 from ckptool.formats import load_format
-from ckptool.transforms.names import remaining_metadata
+from ckptool.transforms.names import filter_metadata
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
@@ -65,133 +65,145 @@ class _Pruning:
     """
 
     def __init__(self, root: Any, choose: Choose, base: Path) -> None:
+        """Decide for every entry of the tree `root`, whose path in the file is `base`."""
         self._root = root
         self._base = base
-        self._parts = {id(one.holder): one for one in find_sections(root) if one.kind != "values"}
+        self._parts = {
+            id(section.holder): section
+            for section in find_sections(root)
+            if section.kind != "values"
+        }
         self._entries: dict[Path, _Entry] = {}
-        noted = self._find()
-        kept = choose([base + path for path in noted])
-        for path in noted:
-            self._entries[path].kept = base + path in kept
+        paths = self._collect_entries()
+        chosen = choose([base + path for path in paths])
+        for path in paths:
+            self._entries[path].kept = base + path in chosen
             self._entries[path].gone = not self._entries[path].kept
         for entry in reversed(self._entries.values()):
             if entry.is_container:
-                self._decide(entry)
+                self._decide_container(entry)
 
-    def _find(self) -> list[Path]:
+    def _collect_entries(self) -> list[Path]:
         """Collect the containers and the entries to choose from; return the entries' paths."""
-        noted: list[Path] = []
+        paths: list[Path] = []
 
-        def add(entry: _Entry) -> None:
+        def add_entry(entry: _Entry) -> None:
             self._entries[entry.path] = entry
             if entry.path:
                 self._entries[entry.path[:-1]].inside.append(entry)
 
-        def is_own(path: Path) -> bool:
+        def belongs_to_model(path: Path) -> bool:
             return bool(path) and path[-1] in self._entries[path[:-1]].names
 
-        def note(path: Path, node: Any) -> None:
+        def add_choice(path: Path, node: Any) -> None:
             if path not in self._entries:
-                add(_Entry(path, node, tensors=sum(1 for _ in find_tensors(node))))
-                noted.append(path)
+                add_entry(_Entry(path, node, tensors=sum(1 for _ in find_tensors(node))))
+                paths.append(path)
 
-        def enter(path: Path, node: Any) -> bool:
-            if is_own(path):
-                note(path, node)
+        def enter_container(path: Path, node: Any) -> bool:
+            if belongs_to_model(path):
+                add_choice(path, node)
                 return False
-            part = self._parts.get(id(node))
-            names = list_wrappable_keys(part.node) if part and part.kind == "state_dict" else ()
-            add(_Entry(path, node, is_container=True, names=frozenset(names)))
+            section = self._parts.get(id(node))
+            names = (
+                list_wrappable_keys(section.node)
+                if section and section.kind == "state_dict"
+                else ()
+            )
+            add_entry(_Entry(path, node, is_container=True, names=frozenset(names)))
             return True
 
-        for path, leaf in walk(self._root, enter=enter):
-            if isinstance(leaf, TensorRef) or is_own(path):
-                note(path, leaf)
-        return noted
+        for path, leaf in walk(self._root, enter=enter_container):
+            if isinstance(leaf, TensorRef) or belongs_to_model(path):
+                add_choice(path, leaf)
+        return paths
 
-    def _decide(self, entry: _Entry) -> None:
+    def _decide_container(self, entry: _Entry) -> None:
         """Decide whether to remove a container, after the containers in it."""
-        node, part = entry.node, self._parts.get(id(entry.node))
-        leaving = [one for one in entry.inside if one.gone]
-        entry.reduced = bool(leaving) or any(one.reduced for one in entry.inside)
-        entry.kept = any(one.kept for one in entry.inside if not one.gone)
-        entry.tensors = sum(one.tensors for one in entry.inside)
-        if entry.reduced and part is not None and part.kind == "optimizer":
+        node, section = entry.node, self._parts.get(id(entry.node))
+        leaving = [child for child in entry.inside if child.gone]
+        entry.reduced = bool(leaving) or any(child.reduced for child in entry.inside)
+        entry.kept = any(child.kept for child in entry.inside if not child.gone)
+        entry.tensors = sum(child.tensors for child in entry.inside)
+        if entry.reduced and section is not None and section.kind == "optimizer":
             entry.gone = True
         elif isinstance(node, dict):
             entry.gone = bool(leaving) and len(leaving) == len(node)
         elif leaving or (entry.reduced and isinstance(node, Opaque)):
             entry.is_partly_kept, entry.gone = entry.kept, not entry.kept
 
-    def result(self, file: str | None) -> tuple[Any, list[Change]]:
+    def build_result(self, file: str | None) -> tuple[Any, list[Change]]:
         """Return the tree without these entries (None if nothing is left), and the changes.
 
         Raises:
             UsageError: if a list or an object would lose some of its tensors, or a dict with two
                 paths in the file would become two dicts.
         """
-        staying: list[_Entry] = []
+        kept_containers: list[_Entry] = []
         dropped_texts: list[tuple[str, int]] = []
         dropped: dict[int, tuple[Path, frozenset[Any]]] = {}
-        todo = [one for one in (self._entries.get(()),) if one and one.is_container]
-        while todo:
-            entry = todo.pop()
+        pending = [root for root in (self._entries.get(()),) if root and root.is_container]
+        while pending:
+            entry = pending.pop()
             if entry.gone:
-                partly = ", only partly selected" if entry.kept else ""
-                facts = [*self._kind(entry), counted(entry.tensors, "tensor")]
-                text = f"{self._name(entry.path)} ({', '.join(facts)}){partly}"
+                note = ", only partly selected" if entry.kept else ""
+                facts = [*self._describe_kind(entry), counted(entry.tensors, "tensor")]
+                text = f"{self._name_entry(entry.path)} ({', '.join(facts)}){note}"
                 dropped_texts.append((text, entry.tensors))
                 continue
             if entry.is_partly_kept:
-                raise self._refusal(entry, file)
-            staying.append(entry)
-            todo.extend(one for one in reversed(entry.inside) if one.is_container)
-            leaving = [one for one in entry.inside if one.gone]
-            names = [str(one.path[-1]) for one in leaving if not one.is_container]
+                raise self._refusal_error(entry, file)
+            kept_containers.append(entry)
+            pending.extend(child for child in reversed(entry.inside) if child.is_container)
+            leaving = [child for child in entry.inside if child.gone]
+            names = [str(child.path[-1]) for child in leaving if not child.is_container]
             if names:
-                text = (
-                    f"{counted(len(names), 'entry')} of {self._name(entry.path)}: {listed(names)}"
-                )
+                owner = self._name_entry(entry.path)
+                text = f"{counted(len(names), 'entry')} of {owner}: {listed(names)}"
                 dropped_texts.append((text, len(names)))
-            keys = frozenset(one.path[-1] for one in leaving)
-            before, others = dropped.setdefault(id(entry.node), (entry.path, keys))
-            if others != keys:
+            keys = frozenset(child.path[-1] for child in leaving)
+            first_path, first_keys = dropped.setdefault(id(entry.node), (entry.path, keys))
+            if first_keys != keys:
                 raise UsageError(
-                    f"{self._name(before)} and {self._name(entry.path)} are the same object "
-                    "in this "
-                    "file, and would differ afterwards",
+                    f"{self._name_entry(first_path)} and {self._name_entry(entry.path)} are the "
+                    "same object in this file, and would differ afterwards",
                     file=file,
                     hint="choose the same entries of both, or one of them with --key",
                 )
         if () in self._entries and self._entries[()].gone:
-            return None, list(_left_out_changes(dropped_texts))
+            return None, list(_report_left_out(dropped_texts))
         if not dropped_texts:
             return self._root, []
 
-        def smaller(node: dict[Any, Any]) -> dict[Any, Any]:
+        def remove_keys(node: dict[Any, Any]) -> dict[Any, Any]:
             keys = dropped.get(id(node), ((), ()))[1]
             return without_keys(node, keys) if keys else node
 
-        root = rebuild(self._root, mapping=smaller)
-        return root, [*_left_out_changes(dropped_texts), *self._warn_of_stale_optimizers(staying)]
+        root = rebuild(self._root, mapping=remove_keys)
+        return root, [
+            *_report_left_out(dropped_texts),
+            *self._warn_of_stale_optimizers(kept_containers),
+        ]
 
-    def _name(self, path: Path) -> str:
+    def _name_entry(self, path: Path) -> str:
+        """Return the path of an entry in the file, for messages."""
         return describe_path(self._base + path)
 
-    def _kind(self, entry: _Entry) -> Iterator[str]:
+    def _describe_kind(self, entry: _Entry) -> Iterator[str]:
         """Yield the kind of a container that is a section or an object."""
-        if part := self._parts.get(id(entry.node)):
-            yield part.kind.replace("_", " ")
+        if section := self._parts.get(id(entry.node)):
+            yield section.kind.replace("_", " ")
         elif isinstance(entry.node, Opaque):
             yield "object"
 
-    def _refusal(self, entry: _Entry, file: str | None) -> UsageError:
-        node, name = entry.node, self._name(entry.path)
+    def _refusal_error(self, entry: _Entry, file: str | None) -> UsageError:
+        """Return the error about a list or an object that would lose some of its tensors."""
+        node, name = entry.node, self._name_entry(entry.path)
         hint = "select all of its tensors or none"
         if not isinstance(node, Opaque):
-            what = "a list, and dropping some entries would renumber the rest"
+            reason = "a list, and dropping some entries would renumber the rest"
             return UsageError(
-                f"{name} is {what}", file=file, hint=f"{hint}, or one entry with --key"
+                f"{name} is {reason}", file=file, hint=f"{hint}, or one entry with --key"
             )
         return UsageError(
             f"{name} is an object of class {printable(node.class_name)}, which needs "
@@ -200,43 +212,50 @@ class _Pruning:
             hint="add --model-only to convert it to a state dict" if is_module(node) else hint,
         )
 
-    def _warn_of_stale_optimizers(self, staying: list[_Entry]) -> Iterator[Change]:
+    def _warn_of_stale_optimizers(self, kept_containers: list[_Entry]) -> Iterator[Change]:
         """Warn of optimizers that keep a state although weights of a model are removed."""
-        parts = [(one, part) for one in staying if (part := self._parts.get(id(one.node)))]
-        if any(one.reduced and part.kind in MODEL_KINDS for one, part in parts):
-            for one, part in parts:
-                if part.kind == "optimizer" and part.node["state"]:
-                    text = f"{self._name(one.path)} still has the state of removed parameters"
+        pairs = [
+            (entry, section)
+            for entry in kept_containers
+            if (section := self._parts.get(id(entry.node)))
+        ]
+        if any(entry.reduced and section.kind in MODEL_KINDS for entry, section in pairs):
+            for entry, section in pairs:
+                if section.kind == "optimizer" and section.node["state"]:
+                    text = (
+                        f"{self._name_entry(entry.path)} still has the state of removed parameters"
+                    )
                     yield Change("warning", text)
 
 
 def without_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
     """Return a state dict, or another mapping, without some entries, also in its `_metadata`."""
-    made = copy_with_items(
+    smaller = copy_with_items(
         node, ((key, value) for key, value in node.items() if key not in dropped)
     )
-    if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
+    if isinstance(smaller, OrderedMap) and isinstance(smaller.metadata, dict):
         names = list_wrappable_keys(node)
         kept = [name for name in names if name not in dropped]
-        versions = remaining_metadata(made.metadata, names, kept)
-        made.attributes = {**made.attributes, "_metadata": versions}
-    return made
+        versions = filter_metadata(smaller.metadata, names, kept)
+        smaller.attributes = {**smaller.attributes, "_metadata": versions}
+    return smaller
 
 
-def without(checkpoint: Checkpoint, gone: Collection[Path]) -> tuple[Any, list[Change]]:
+def drop_tensors(checkpoint: Checkpoint, dropped: Collection[Path]) -> tuple[Any, list[Change]]:
     """Return the tree without the tensors at some paths (or None), and what was left out.
 
     Raises:
         UsageError: if a list or an object would lose some of its tensors.
     """
 
-    def choose(paths: list[Path]) -> set[Path]:
-        return set(paths).difference(gone)
+    def choose_others(paths: list[Path]) -> set[Path]:
+        return set(paths).difference(dropped)
 
-    return _Pruning(checkpoint.root, choose, ()).result(checkpoint.path or None)
+    return _Pruning(checkpoint.root, choose_others, ()).build_result(checkpoint.path or None)
 
 
-def _left_out_changes(dropped_texts: list[tuple[str, int]]) -> Iterator[Change]:
+def _report_left_out(dropped_texts: list[tuple[str, int]]) -> Iterator[Change]:
+    """Yield a change for each dropped text with its count; many are summarized."""
     for text, count in dropped_texts[:_MOST_LISTED]:
         yield Change("left-out", text, count)
     if len(dropped_texts) > _MOST_LISTED:
@@ -260,58 +279,60 @@ def single_state_dict(
         AmbiguousName: if there are several state dicts and no `key`.
         NotFound: if there is no state dict, or none at `key`.
     """
-    chosen = find_model_state_dict(checkpoint, key)
-    return (_state_dict_alone if values else _weights_alone)(checkpoint, chosen)
+    section = find_model_state_dict(checkpoint, key)
+    return (_isolate_state_dict if values else _isolate_weights)(checkpoint, section)
 
 
-def _state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
+def _isolate_state_dict(checkpoint: Checkpoint, section: Section) -> Checkpoint:
     """Return a checkpoint with the state dict of a section as root; the rest is `left-out`."""
-    root = plain_state_dict(checkpoint, chosen)
-    spread = sum(value.is_spread for value in chosen.node.values() if isinstance(value, TensorRef))
-    spread -= sum(value.is_spread for value in root.values() if isinstance(value, TensorRef))
-    if spread:
-        text = f"converted {counted(spread, 'DTensor')} to plain tensors"
-        checkpoint = checkpoint.with_root(checkpoint.root, Change("gather", text, spread))
-    if chosen.holder is checkpoint.root and isinstance(chosen.holder, OrderedMap):
-        same = all(map(operator.is_, root.values(), chosen.holder.values()))
-        return checkpoint if same else checkpoint.with_root(root)
-    return checkpoint.with_root(root, *left_out(checkpoint.root, chosen))
+    root = plain_state_dict(checkpoint, section)
+    n_gathered = sum(
+        value.is_spread for value in section.node.values() if isinstance(value, TensorRef)
+    )
+    n_gathered -= sum(value.is_spread for value in root.values() if isinstance(value, TensorRef))
+    if n_gathered:
+        text = f"converted {counted(n_gathered, 'DTensor')} to plain tensors"
+        checkpoint = checkpoint.with_root(checkpoint.root, Change("gather", text, n_gathered))
+    if section.holder is checkpoint.root and isinstance(section.holder, OrderedMap):
+        is_unchanged = all(map(operator.is_, root.values(), section.holder.values()))
+        return checkpoint if is_unchanged else checkpoint.with_root(root)
+    return checkpoint.with_root(root, *report_left_out(checkpoint.root, section))
 
 
-def _weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
-    """Return `_state_dict_alone` without the values among the tensors, which no model loads."""
-    alone = _state_dict_alone(checkpoint, chosen)
+def _isolate_weights(checkpoint: Checkpoint, section: Section) -> Checkpoint:
+    """Return `_isolate_state_dict` without the values among the tensors, which no model loads."""
+    alone = _isolate_state_dict(checkpoint, section)
     names = [name for name in list_value_keys(alone.root) if not has_tensors(alone.root[name])]
     if not names:
         return alone
-    gone = frozenset(names)
+    dropped = frozenset(names)
     root = copy_with_items(
-        alone.root, ((key, one) for key, one in alone.root.items() if key not in gone)
+        alone.root, ((key, node) for key, node in alone.root.items() if key not in dropped)
     )
     text = f"{listed(map(str, names), most=20)} (values in the state dict)"
     return alone.with_root(root, Change("left-out", text, len(names)))
 
 
-def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
+def plain_state_dict(checkpoint: Checkpoint, section: Section) -> OrderedMap:
     """Return a copy of the state dict of a section.
 
     The tensors of a module or an exported program are detached, as in `state_dict()`. A state dict
     keeps its tensors as they were saved. A DTensor that is complete in the file becomes a plain
     tensor.
     """
-    of_module = chosen.kind == "module" or load_format(checkpoint.format).is_program
-    root = OrderedMap(chosen.node)
-    for name, value in chosen.node.items():
+    is_detached = section.kind == "module" or load_format(checkpoint.format).is_program
+    root = OrderedMap(section.node)
+    for name, value in section.node.items():
         if isinstance(value, TensorRef):
             plain = value.whole or value
-            root[name] = _detached(plain) if of_module else plain
-    if isinstance(chosen.node, OrderedMap):
-        held = chosen.node.attributes  # a single state dict needs no mark
-        root.attributes = {key: value for key, value in held.items() if key != OF_THE_MODEL}
+            root[name] = _detach(plain) if is_detached else plain
+    if isinstance(section.node, OrderedMap):
+        attributes = section.node.attributes  # a single state dict needs no mark
+        root.attributes = {key: value for key, value in attributes.items() if key != OF_THE_MODEL}
     return root
 
 
-def _detached(tensor: TensorRef) -> TensorRef:
+def _detach(tensor: TensorRef) -> TensorRef:
     """Return the tensor as `Tensor.detach()` does.
 
     No Parameter, no gradient, no hooks, no attributes; a subclass stays a subclass.
@@ -326,62 +347,63 @@ def _detached(tensor: TensorRef) -> TensorRef:
     return replace(tensor, requires_grad=False, hooks=None, wrapping=classes)
 
 
-def left_out(root: Any, chosen: Section) -> Iterator[Change]:
-    """Yield changes for everything outside a state dict, and for what could not be read of it."""
-    if isinstance(chosen.holder, Opaque):
-        text = f"the {printable(chosen.holder.class_name)} object around the state dict"
-        known = {tensor.place for _, tensor in chosen.tensors()}
-        hidden = {tensor.place for tensor in find_tensors(chosen.holder)} - known
-        more = f" (with {counted(len(hidden), 'tensor')} outside the state dict)" if hidden else ""
-        yield Change("left-out", f"{text}{more}", 1)
-    for text, tensors in chosen.apart.items():
+def report_left_out(root: Any, section: Section) -> Iterator[Change]:
+    """Yield changes for everything outside a state dict, and for its unreadable parts."""
+    if isinstance(section.holder, Opaque):
+        text = f"the {printable(section.holder.class_name)} object around the state dict"
+        own_places = {tensor.place for _, tensor in section.tensors()}
+        hidden = {tensor.place for tensor in find_tensors(section.holder)} - own_places
+        note = f" (with {counted(len(hidden), 'tensor')} outside the state dict)" if hidden else ""
+        yield Change("left-out", f"{text}{note}", 1)
+    for text, tensors in section.apart.items():
         yield Change("left-out", text, 1, needed=tensors > 0)
-    if chosen.path or chosen.holder is root or chosen.kind == "module":
-        yield from beside(root, chosen.path, chosen.holder)
+    if section.path or section.holder is root or section.kind == "module":
+        yield from report_outside(root, section.path, section.holder)
         return
-    rest = {key: value for key, value in root.items() if key not in chosen.node}
-    yield from beside(rest, (None,), chosen.holder)  # no other path begins with it
+    others = {key: value for key, value in root.items() if key not in section.node}
+    yield from report_outside(others, (None,), section.holder)  # No other path begins with None.
 
 
-def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
+def report_outside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
     """Yield a change for everything outside the node `holder` at the path `chosen`.
 
     One for each section, and for loose tensors, values and objects.
     """
-    for part in find_sections(root):
-        if part.kind == "values":
-            yield from _loose(part, chosen)
-        elif part.holder is not holder and not is_within(part.path, chosen):
-            count = sum(1 for path, _ in part.tensors() if not is_within(path, chosen))
-            rest = "the rest of " if is_within(chosen, part.path) else ""
-            text = f"{rest}{printable(part.name) or 'the root'}"
-            facts = f"{part.kind.replace('_', ' ')}, {counted(count, 'tensor')}"
+    for section in find_sections(root):
+        if section.kind == "values":
+            yield from _report_loose(section, chosen)
+        elif section.holder is not holder and not is_within(section.path, chosen):
+            count = sum(1 for path, _ in section.tensors() if not is_within(path, chosen))
+            prefix = "the rest of " if is_within(chosen, section.path) else ""
+            text = f"{prefix}{printable(section.name) or 'the root'}"
+            facts = f"{section.kind.replace('_', ' ')}, {counted(count, 'tensor')}"
             yield Change("left-out", f"{text} ({facts})", count)
 
 
-def _loose(values: Section, chosen: Path) -> Iterator[Change]:
+def _report_loose(values: Section, chosen: Path) -> Iterator[Change]:
     """Yield changes for leaves in no section, grouped by the highest node outside `chosen`."""
     groups = {group: Counter[str]() for group in ("tensors", "values", "objects")}
     for path, leaf in values.node.items():
         if is_within(path, chosen):
             continue
-        both = zip(path, chosen, strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-        groups[_group(leaf)][name_of(path[: shared + 1])] += 1
+        pairs = zip(path, chosen, strict=False)
+        n_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        groups[_group_of(leaf)][name_of(path[: n_shared + 1])] += 1
     for group, names in groups.items():
         if names:
             kind = group[:-1] if len(names) == 1 else group
             yield Change("left-out", f"{listed(names, most=20)} ({kind})", names.total())
 
 
-def _group(leaf: Any) -> str:
+def _group_of(leaf: Any) -> str:
+    """Return `tensors`, `values` or `objects` for a leaf."""
     if isinstance(leaf, TensorRef):
         return "tensors"
-    plain = isinstance(leaf, _VALUES) or (isinstance(leaf, Opaque) and leaf.plain is not None)
-    return "values" if plain else "objects"
+    is_plain = isinstance(leaf, _VALUES) or (isinstance(leaf, Opaque) and leaf.plain is not None)
+    return "values" if is_plain else "objects"
 
 
-def part_of(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
+def select_part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
     """Return the part chosen by `key` and `model_only`, and the path of its root."""
     if key == "":
         raise UsageError(
@@ -391,29 +413,36 @@ def part_of(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpo
         )
     if model_only:
         model = find_model_state_dict(checkpoint, key)
-        return _weights_alone(checkpoint, model), model.path
+        return _isolate_weights(checkpoint, model), model.path
     if key is None:
         return checkpoint, ()
-    path, node = _resolved(checkpoint, key)
+    path, node = _resolve_key(checkpoint, key)
     if node is checkpoint.root:
         return checkpoint, ()
-    name = printable(name_of(path))
+    shown = printable(name_of(path))
     for section in checkpoint.sections:
-        is_made = section.kind == "module" or any(one.is_spread for _, one in section.tensors())
-        if section.path == path and section.kind in MODEL_KINDS and is_made:
-            alone = _state_dict_alone(checkpoint, section)
-            return alone.with_root(alone.root, Change("extract", f"made {name} the root")), path
-    left_out = list(beside(checkpoint.root, path, node))
+        is_converted = section.kind == "module" or any(
+            tensor.is_spread for _, tensor in section.tensors()
+        )
+        if section.path == path and section.kind in MODEL_KINDS and is_converted:
+            alone = _isolate_state_dict(checkpoint, section)
+            return alone.with_root(alone.root, Change("extract", f"made {shown} the root")), path
+    left_out = list(report_outside(checkpoint.root, path, node))
     if isinstance(node, TensorRef):
-        change = Change("extract", f"extracted the tensor {name} into a dict", 1)
+        change = Change("extract", f"extracted the tensor {shown} into a dict", 1)
         return checkpoint.with_root({name_of(path[-1:]): node}, change, *left_out), path[:-1]
-    made = checkpoint.with_root(node, Change("extract", f"made {name} the root"), *left_out)
-    return made, path
+    result = checkpoint.with_root(node, Change("extract", f"made {shown} the root"), *left_out)
+    return result, path
 
 
-def _resolved(checkpoint: Checkpoint, key: Any) -> tuple[Path, Any]:
+def _resolve_key(checkpoint: Checkpoint, key: Any) -> tuple[Path, Any]:
+    """Return the path and the node of a key that can be the root of a file.
+
+    Raises:
+        UsageError: if it is a value without tensors.
+    """
     try:
-        return resolve(checkpoint, key, accept=_may_be_root)
+        return resolve(checkpoint, key, accept=_can_be_root)
     except AmbiguousName:
         raise
     except NotFound:
@@ -426,23 +455,23 @@ def _resolved(checkpoint: Checkpoint, key: Any) -> tuple[Path, Any]:
         ) from None
 
 
-def _may_be_root(node: Any) -> bool:
+def _can_be_root(node: Any) -> bool:
     if isinstance(node, Opaque):
         return node.plain is None
     return isinstance(node, (dict, list, tuple, TensorRef))
 
 
-def chosen_of(
+def select_tensors(
     checkpoint: Checkpoint,
     part: Checkpoint,
     base: Path,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
 ) -> Checkpoint:
-    """Return the part, whose root had the path `base`, without what the patterns leave out.
+    """Return the part without the tensors that the patterns leave out; its root was at `base`.
 
     Raises:
-        NotFound: if a pattern matches nothing, or nothing is left.
+        NotFound: if a pattern matches nothing, or no tensor is left.
         AmbiguousName: if a name matches several tensors.
     """
     file = checkpoint.path or None
@@ -454,12 +483,12 @@ def chosen_of(
             raise unmatched_error(chosen.unmatched[0], checkpoint.path)
         return {path for path, _ in chosen.pick_from(index)}
 
-    root, changes = _Pruning(part.root, choose, base).result(file)
+    root, changes = _Pruning(part.root, choose, base).build_result(file)
     if root is None or not any(part.with_root(root).tensors()):
         raise NotFound(
             "no tensor would remain",
             file=file,
-            hint=f"left out would be: {'; '.join(one.text for one in changes)}"
+            hint=f"left out would be: {'; '.join(change.text for change in changes)}"
             if changes
             else "exclude fewer tensors",
         )
@@ -470,12 +499,19 @@ def chosen_of(
 
 def count_kept(before: Checkpoint, after: Checkpoint) -> Change:
     """Return a change that counts the tensors and bytes kept."""
-    every, kept = ([tensor for _, tensor in one.tensors()] for one in (before, after))
-    text = f"kept {len(kept):,} of {counted(len(every), 'tensor')}"
-    return Change("extract", f"{text} ({_bytes(kept):,} of {_bytes(every):,} bytes)", len(kept))
+    all_tensors, kept_tensors = (
+        [tensor for _, tensor in checkpoint.tensors()] for checkpoint in (before, after)
+    )
+    text = f"kept {len(kept_tensors):,} of {counted(len(all_tensors), 'tensor')}"
+    return Change(
+        "extract",
+        f"{text} ({_count_bytes(kept_tensors):,} of {_count_bytes(all_tensors):,} bytes)",
+        len(kept_tensors),
+    )
 
 
-def _bytes(tensors: Iterable[TensorRef]) -> int:
+def _count_bytes(tensors: Iterable[TensorRef]) -> int:
+    """Return the size of the tensors; tied ones count once."""
     return sum({tensor.place or id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
@@ -497,27 +533,30 @@ class Salvage(Step):
             NotFound: if no tensor is intact.
             UsageError: if a list or an object would lose some of its tensors.
         """
-        every = list(checkpoint.tensors())
-        lost = [path for path, tensor in every if any(map(_is_lost, walk_everything(tensor)))]
-        parts = (part for _, tensor in every for part in walk_everything(tensor))
+        tensors = list(checkpoint.tensors())
+        lost = [path for path, tensor in tensors if any(map(_is_lost, walk_everything(tensor)))]
+        parts = (part for _, tensor in tensors for part in walk_everything(tensor))
         storages = (part.storage for part in parts if isinstance(part, TensorRef))
-        unsummed = (one.data.source for one in storages
+        sources = (one.data.source for one in storages
                     if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
-        is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)
-        how = "; the file has no checksums, so only lengths were checked" if is_unsummed else ""
-        if not lost and every:
-            text = f"all {counted(len(every), 'tensor')} are intact{how}"
+        has_unchecked = not all(isinstance(source, MemorySource) for source in sources)
+        note = "; the file has no checksums, so only lengths were checked" if has_unchecked else ""
+        if not lost and tensors:
+            text = f"all {counted(len(tensors), 'tensor')} are intact{note}"
             return checkpoint.with_root(checkpoint.root, Change("salvage", text))
-        gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
-        root, changes = without(checkpoint, gone)
-        if root is None or not every:  # damage may leave no tensors, but intact values
+        lost_paths = {path[:length] for path in lost for length in range(1, len(path) + 1)}
+        root, changes = drop_tensors(checkpoint, lost_paths)
+        if root is None or not tensors:  # damage may leave no tensors, but intact values
             raise NotFound("no tensor is intact", file=checkpoint.path)
-        left = checkpoint.with_root(root, *changes)
-        count = sum(1 for _ in left.tensors())
-        text = f"salvaged {count:,} of {counted(len(every), 'tensor')}; {len(lost):,} damaged{how}"
-        return left.with_root(root, Change("salvage", text, len(lost)))
+        salvaged = checkpoint.with_root(root, *changes)
+        count = sum(1 for _ in salvaged.tensors())
+        text = (
+            f"salvaged {count:,} of {counted(len(tensors), 'tensor')}; {len(lost):,} damaged{note}"
+        )
+        return salvaged.with_root(root, Change("salvage", text, len(lost)))
 
 
 def _is_lost(tensor: object) -> bool:
+    """Return True if the data of a tensor is missing from the file."""
     storage = getattr(tensor, "storage", None)
     return storage is not None and storage.data is None and storage.device != "meta"

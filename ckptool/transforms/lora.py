@@ -23,7 +23,7 @@ from ckptool.files.place import place_of
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.tensors.lora import Factors, Merger
 from ckptool.transforms.casting import FLOATING, refuse_apart
-from ckptool.transforms.names import Rename, with_items
+from ckptool.transforms.names import Rename, replace_entries
 from ckptool.words import counted, listed, printable, shell
 
 _DOWN = r"lora_A|lora_embedding_A|lora[._](?:linear_layer\.)?down"
@@ -88,19 +88,25 @@ def merge_lora(
     if adapters:
         _refuse_adapted(base, part)
     plan = _Plan(base, part)
-    own = None if adapters else _Adapter.of(base, part, scales[0], alpha, own=True)
-    others = (_Adapter.of(one, find_model_state_dict(one), factor, alpha)
-              for one, factor in zip(adapters, scales * count, strict=False))  # fmt: skip
-    changes = [plan.add(one) for one in ([own] if own else others)]
-    dropped = own.parts if own else set()
-    made = plan.made(dropped)
+    own_adapter = (
+        None if adapters else _Adapter.from_file(base, part, scales[0], alpha, is_own=True)
+    )
+    others = (_Adapter.from_file(file, find_model_state_dict(file), factor, alpha)
+              for file, factor in zip(adapters, scales * count, strict=False))  # fmt: skip
+    changes = [plan.add(adapter) for adapter in ([own_adapter] if own_adapter else others)]
+    dropped = own_adapter.parts if own_adapter else set()
+    new_tensors = plan.make_tensors(dropped)
     items = [
-        (name, made.get(name, node)) for name, node in part.node.items() if name not in dropped
+        (name, new_tensors.get(name, node))
+        for name, node in part.node.items()
+        if name not in dropped
     ]
-    result = with_items(base, {id(part.holder): items}, *changes)
-    sources = {id(source): source for one in (base, *adapters) for source in one.sources}
+    result = replace_entries(base, {id(part.holder): items}, *changes)
+    sources = {
+        id(source): source for checkpoint in (base, *adapters) for source in checkpoint.sources
+    }
     result = replace(result, sources=tuple(sources.values()))
-    if not own:
+    if not own_adapter:
         return result
     if any(section.kind == "optimizer" for section in base.sections):
         text = "the optimizer still has the state of the merged adapter"
@@ -109,14 +115,14 @@ def merge_lora(
     return Rename(rules, key=key)(result)
 
 
-def _refuse_adapted(base: Checkpoint, part: Section) -> None:
+def _refuse_adapted(base: Checkpoint, section: Section) -> None:
     """Refuse a base with its own LoRA factors: its PeftModel would apply an adapter twice."""
-    found = ((name, _PART.fullmatch(name)) for name in get_named_tensors(part.node))
-    own = [name for name, one in found if one and (one["down"] or one["up"])]
-    if own:
+    matches = ((name, _PART.fullmatch(name)) for name in get_named_tensors(section.node))
+    factor_keys = [name for name, match in matches if match and (match["down"] or match["up"])]
+    if factor_keys:
         raise UsageError(
-            f"already contains an adapter ({counted(len(own), 'key')} such as "
-            f"{printable(own[0])!r}), so another one cannot be merged into it",
+            f"already contains an adapter ({counted(len(factor_keys), 'key')} such as "
+            f"{printable(factor_keys[0])!r}), so another one cannot be merged into it",
             file=base.path,
             hint=f"merge its own adapter first: ckptool merge-lora {shell(base.path)} -o OUT "
             "--alpha N",
@@ -136,24 +142,24 @@ class _Adapter:
     """The modules with factors of an embedding."""
 
     @classmethod
-    def of(
+    def from_file(
         cls,
         file: Checkpoint,
-        part: Section,
+        section: Section,
         scale: float,
         alpha: float | None,
         *,
-        own: bool = False,
+        is_own: bool = False,
     ) -> _Adapter:
-        """Read an adapter from its own file or, with `own`, from within its base."""
-        config = _Config.beside(file, alpha)
-        tensors = get_named_tensors(part.node)
-        found = {name: one for name in tensors if (one := _PART.fullmatch(name))}
-        factored = [one for one in found.values() if not one["alpha"]]
-        groups: dict[str, dict[str, TensorRef]] = {one["module"]: {} for one in factored}
+        """Read an adapter from its own file or, with `is_own`, from within its base."""
+        config = _Config.read(file, alpha)
+        tensors = get_named_tensors(section.node)
+        matches = {name: match for name in tensors if (match := _PART.fullmatch(name))}
+        factored = [match for match in matches.values() if not match["alpha"]]
+        groups: dict[str, dict[str, TensorRef]] = {match["module"]: {} for match in factored}
         if not groups:
             raise NotFound("has no LoRA weights", file=file.path)
-        if len(adapters := {one["adapter"] or "" for one in factored}) > 1:
+        if len(adapters := {match["adapter"] or "" for match in factored}) > 1:
             raise UsageError(
                 f"has several adapters: {listed(sorted(adapters))}",
                 file=file.path,
@@ -163,17 +169,17 @@ class _Adapter:
         parts: set[str] = set()
         embeddings: set[str] = set()
         for name, tensor in tensors.items():
-            one = found.get(name)
-            if one and one["module"] in groups:  # otherwise a parameter named alpha
-                held = groups[one["module"]]
-                role = next(role for role in ("down", "up", "size", "alpha") if one[role])
-                if role in held:
+            match = matches.get(name)
+            if match and match["module"] in groups:  # Otherwise a parameter is named alpha.
+                roles = groups[match["module"]]
+                role = next(role for role in ("down", "up", "size", "alpha") if match[role])
+                if role in roles:
                     raise UsageError(
-                        f"{printable(one['module'])!r} has two of {one[role]}", file=file.path
+                        f"{printable(match['module'])!r} has two of {match[role]}", file=file.path
                     )
-                held[role] = tensor
-                if (one["down"] or "").startswith("lora_embedding"):
-                    embeddings.add(one["module"])
+                roles[role] = tensor
+                if (match["down"] or "").startswith("lora_embedding"):
+                    embeddings.add(match["module"])
                 parts.add(name)
             elif foreign := _FOREIGN.search(name):
                 raise NotRepresentable(
@@ -181,12 +187,16 @@ class _Adapter:
                     "and DoRA, not LoHa, LoKr and other adapters",
                     file=file.path,
                 )
-            elif own and ".original_module." in name:
+            elif is_own and ".original_module." in name:
                 parts.add(name)
-            elif not own:
+            elif not is_own:
                 saved[name] = tensor
-        is_peft = own or config.is_there or any(name.startswith(PEFT) for name in part.node)
-        if is_peft and config.alpha is None and any("alpha" not in one for one in groups.values()):
+        is_peft = is_own or config.is_there or any(name.startswith(PEFT) for name in section.node)
+        if (
+            is_peft
+            and config.alpha is None
+            and any("alpha" not in group for group in groups.values())
+        ):
             raise UsageError(
                 "the scale of the adapter is unknown: no adapter_config.json next to it "
                 "has lora_alpha",
@@ -195,26 +205,28 @@ class _Adapter:
                 "patterns nor rslora",
             )
         factors = {}
-        for module, held in groups.items():
-            if not {"down", "up"} <= held.keys():
+        for module, roles in groups.items():
+            if not {"down", "up"} <= roles.keys():
                 raise NotFound(f"{printable(module)!r} has only one factor", file=file.path)
-            if "size" in held and module in embeddings:
+            if "size" in roles and module in embeddings:
                 raise NotRepresentable("DoRA on an embedding is not supported", file=file.path)
-            rank = (held["down"].shape[:1] or (1,))[0] or 1
-            if "alpha" in held:
-                factor = _number(_scalar(held["alpha"]), f"{printable(module)}.alpha", file.path)
+            rank = (roles["down"].shape[:1] or (1,))[0] or 1
+            if "alpha" in roles:
+                factor = _check_number(
+                    _read_scalar(roles["alpha"]), f"{printable(module)}.alpha", file.path
+                )
             else:
-                factor = config.of(module, default=rank)
+                factor = config.find_alpha(module, default=rank)
             factors[module] = Factors(
-                held["down"],
-                held["up"],
+                roles["down"],
+                roles["up"],
                 scale * (factor / (math.sqrt(rank) if config.is_rslora else rank)),
-                magnitude=held.get("size"),
+                magnitude=roles.get("size"),
                 transposed=config.is_transposed or module in embeddings,
             )
         return cls(file.path, factors, saved, parts, frozenset(embeddings))
 
-    def vocabulary_sizes(self) -> set[int | None]:
+    def list_vocabulary_sizes(self) -> set[int | None]:
         """Return the row counts of the embeddings, and of the matrices that are saved in full."""
         shapes = [_weight_shape(self.factors[module]) for module in self.embeddings]
         shapes += [tensor.shape for tensor in self.saved.values() if len(tensor.shape) == 2]
@@ -232,7 +244,7 @@ class _Config:
     is_transposed: bool = False
 
     @classmethod
-    def beside(cls, file: Checkpoint, alpha: float | None) -> _Config:
+    def read(cls, file: Checkpoint, alpha: float | None) -> _Config:
         """Read `adapter_config.json`, or the header of a diffusers file.
 
         `alpha`, if given, applies to all modules.
@@ -243,23 +255,23 @@ class _Config:
         """
         path = file.path
         folder = path if place_of(path).is_folder(path) else os.path.dirname(path)
-        place = os.path.join(folder, "adapter_config.json")
+        config_path = os.path.join(folder, "adapter_config.json")
         if alpha is not None:
-            alpha = _number(alpha, "alpha", path)
+            alpha = _check_number(alpha, "alpha", path)
         text: str | bytes | None = file.details.header.get("lora_adapter_metadata")
-        if place_of(place).is_file(place):
-            with closing(place_of(place).open(place)) as source:
+        if place_of(config_path).is_file(config_path):
+            with closing(place_of(config_path).open(config_path)) as source:
                 if source.size > DEFAULT_LIMITS.max_json_bytes:
-                    raise LimitExceeded(f"has {source.size:,} bytes", file=place)
+                    raise LimitExceeded(f"has {source.size:,} bytes", file=config_path)
                 text = source.read(0, source.size)
         if text is None:
             return cls(alpha)
         try:
             config: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UsageError("is not valid JSON", file=place) from error
+            raise UsageError("is not valid JSON", file=config_path) from error
         if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
-            raise NotRepresentable("the adapter is not a LoRA", file=place)
+            raise NotRepresentable("the adapter is not a LoRA", file=config_path)
         unknown = [name for name in _UNKNOWN if config.get(name)]
         if config.get("init_lora_weights") not in _KEPT_INITIAL:
             unknown.append("init_lora_weights")
@@ -269,27 +281,27 @@ class _Config:
         if unknown:
             raise NotRepresentable(
                 f"the adapter has {listed(unknown)}, which merge-lora does not support",
-                file=place,
+                file=config_path,
                 hint="use merge_and_unload() of the PeftModel",
             )
         if alpha is not None:
             patterns = {}
         elif config.get("lora_alpha") is not None:
-            alpha = _number(config["lora_alpha"], "lora_alpha", place)
+            alpha = _check_number(config["lora_alpha"], "lora_alpha", config_path)
         try:
-            searched = [re.compile(rf"(.*\.)?({one})$") for one in patterns]
+            regexes = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
         except (re.error, OverflowError) as error:
-            raise UsageError("alpha_pattern has no regular expression", file=place) from error
-        values = [_number(value, "alpha_pattern", place) for value in patterns.values()]
+            raise UsageError("alpha_pattern has no regular expression", file=config_path) from error
+        values = [_check_number(value, "alpha_pattern", config_path) for value in patterns.values()]
         return cls(
             alpha,
-            tuple(zip(searched, values, strict=True)),
+            tuple(zip(regexes, values, strict=True)),
             is_there=True,
             is_rslora=bool(config.get("use_rslora")),
             is_transposed=bool(config.get("fan_in_fan_out")),
         )
 
-    def of(self, module: str, default: float) -> float:
+    def find_alpha(self, module: str, default: float) -> float:
         """Return the alpha of a module: that of the matching pattern, or the default.
 
         Raises:
@@ -298,17 +310,23 @@ class _Config:
         name = module.removeprefix(PEFT)
         if self.patterns and len(name) > _LONGEST:
             raise UsageError(f"{printable(name)!r} is too long to match against an alpha_pattern")
-        found = (value for pattern, value in self.patterns if pattern.match(name))
-        return next(found, default if self.alpha is None else self.alpha)
+        values = (value for pattern, value in self.patterns if pattern.match(name))
+        return next(values, default if self.alpha is None else self.alpha)
 
 
-def _number(value: object, name: str, file: str) -> float:
+def _check_number(value: object, name: str, file: str) -> float:
+    """Return a finite number of a configuration.
+
+    Raises:
+        UsageError: if it is not one.
+    """
     if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:
         return float(value)
     raise UsageError(f"{name} is {value!r:.40}, expected a finite number", file=file)
 
 
-def _scalar(tensor: TensorRef) -> object:
+def _read_scalar(tensor: TensorRef) -> object:
+    """Return the value of a tensor with one element, or the tensor itself."""
     return tensor.torch().item() if tensor.numel == 1 and tensor.has_content else tensor
 
 
@@ -327,7 +345,7 @@ class _Plan:
     def __post_init__(self) -> None:
         """Index the base's tensors by the keys of the model."""
         for name in get_named_tensors(self.part.node):
-            bare = _bare(name)
+            bare = _to_model_key(name)
             self._names.setdefault(bare, []).append(name)
             if bare.endswith(".weight"):
                 flat = bare.removesuffix(".weight").replace(".", "_")
@@ -335,18 +353,18 @@ class _Plan:
 
     def add(self, adapter: _Adapter) -> Change:
         """Add an adapter, and return the change that it makes."""
-        taken: dict[str, str] = {}
+        used_keys: dict[str, str] = {}
         grown: dict[str, Sequence[int | None]] = {}
-        sizes = adapter.vocabulary_sizes()
+        sizes = adapter.list_vocabulary_sizes()
         for module, factors in adapter.factors.items():
-            name = self._claim_key(adapter, module, f"{module}.weight", taken)
+            name = self._claim_key(adapter, module, f"{module}.weight", used_keys)
             shape = _weight_shape(factors)
             if _has_more_rows(shape, self.part.node[name].shape) and shape[0] in sizes:
                 grown[name] = shape
                 continue
-            self._check(adapter, module, self.part.node[name], factors)
+            self._check_shapes(adapter, module, self.part.node[name], factors)
             self._added.setdefault(name, []).append(factors)
-        self._check_turns(adapter, taken)
+        self._check_order(adapter, used_keys)
         replaced: dict[str, str] = {}
         for own, tensor in adapter.saved.items():
             name = self._claim_key(adapter, own, own, replaced)
@@ -362,14 +380,14 @@ class _Plan:
             self._replaced[name] = tensor
         if grown:
             self._refuse_grown(grown)
-        rates = sorted({factors.scale for factors in adapter.factors.values()})
-        shown = listed([f"{rate:g}" for rate in rates], most=4)
-        text = f"merged {adapter.path} into {counted(len(taken), 'weight')} (scale {shown})"
+        scales = sorted({factors.scale for factors in adapter.factors.values()})
+        shown = listed([f"{scale:g}" for scale in scales], most=4)
+        text = f"merged {adapter.path} into {counted(len(used_keys), 'weight')} (scale {shown})"
         if adapter.saved:
             text += f"; replaced {counted(len(adapter.saved), 'tensor')}"
-        return Change("merge", text, len(taken) + len(adapter.saved))
+        return Change("merge", text, len(used_keys) + len(adapter.saved))
 
-    def made(self, dropped: set[str]) -> dict[str, TensorRef]:
+    def make_tensors(self, dropped: set[str]) -> dict[str, TensorRef]:
         """Return the new tensors by key; tied tensors of the base change together."""
         node, merger = self.part.node, Merger()
         by_place: dict[Any, list[Factors]] = {}
@@ -381,15 +399,22 @@ class _Plan:
             if name not in dropped and (tensor.place in by_place or name in self._replaced)
         }
         refuse_apart(self.base, {id(tensor) for tensor in chosen.values()})
-        known: dict[Any, TensorRef] = {}
+        done_by_identity: dict[Any, TensorRef] = {}
         made: dict[str, TensorRef] = {}
         for name, tensor in chosen.items():
-            other = self._replaced.get(name)
-            if other is not None and other.dtype == tensor.dtype and tensor.place not in by_place:
+            replacement = self._replaced.get(name)
+            if (
+                replacement is not None
+                and replacement.dtype == tensor.dtype
+                and tensor.place not in by_place
+            ):
                 made[name] = replace_elements(
-                    tensor, storage=other.storage, offset=other.offset, stride=other.stride,
-                    flags=other.flags,
-                )  # fmt: skip
+                    tensor,
+                    storage=replacement.storage,
+                    offset=replacement.offset,
+                    stride=replacement.stride,
+                    flags=replacement.flags,
+                )
                 continue
             if tensor.dtype not in FLOATING or not tensor.has_content:
                 raise NotRepresentable(
@@ -397,23 +422,29 @@ class _Plan:
                     "an adapter",
                     file=self.base.path,
                 )
-            place = name if other is not None else tensor.place
-            if place not in known:
-                storage = merger.merge(tensor, other, by_place.get(tensor.place, ()))
+            identity = name if replacement is not None else tensor.place
+            if identity not in done_by_identity:
+                storage = merger.merge(tensor, replacement, by_place.get(tensor.place, ()))
                 stride = row_major_strides(tensor.sizes)
-                known[place] = replace_elements(
+                done_by_identity[identity] = replace_elements(
                     tensor, storage=storage, offset=0, stride=stride, flags=()
                 )
-            made[name] = known[place]
+            made[name] = done_by_identity[identity]
         return made
 
-    def _check(self, adapter: _Adapter, module: str, weight: TensorRef, one: Factors) -> None:
+    def _check_shapes(
+        self, adapter: _Adapter, module: str, weight: TensorRef, factors: Factors
+    ) -> None:
         """Refuse factors if their product does not have the shape of the weight."""
-        matrices = [ref for ref in (one.down, one.up, one.magnitude) if ref is not None]
-        is_read = all(ref.dtype in FLOATING and ref.has_content for ref in matrices)
-        turned = one.shape and len(one.shape) == 2 and weight.shape == one.shape[::-1]
-        if not is_read or not (turned or weight.shape == one.shape):
-            shapes = listed([f"{ref.dtype} {list(ref.shape)}" for ref in matrices])
+        matrices = [
+            matrix for matrix in (factors.down, factors.up, factors.magnitude) if matrix is not None
+        ]
+        is_read = all(matrix.dtype in FLOATING and matrix.has_content for matrix in matrices)
+        is_transposed = (
+            factors.shape and len(factors.shape) == 2 and weight.shape == factors.shape[::-1]
+        )
+        if not is_read or not (is_transposed or weight.shape == factors.shape):
+            shapes = listed([f"{matrix.dtype} {list(matrix.shape)}" for matrix in matrices])
             raise UsageError(
                 f"{printable(module)!r} consists of {shapes}, and its weight in "
                 f"{self.base.path} is {weight.dtype} {list(weight.shape)}: they do not fit",
@@ -432,14 +463,14 @@ class _Plan:
             f"{' '.join(rules)}",
         )
 
-    def _check_turns(self, adapter: _Adapter, taken: Mapping[str, str]) -> None:
+    def _check_order(self, adapter: _Adapter, used_keys: Mapping[str, str]) -> None:
         """Refuse a square weight if other weights are transposed, against the configuration."""
         square, differs = None, False
-        for name, module in taken.items():
-            one, shape = adapter.factors[module], self.part.node[name].shape
-            turned = one.needs_transpose(shape)
-            square = module if turned is None else square
-            differs |= len(shape) == 2 and turned not in (None, one.transposed)
+        for name, module in used_keys.items():
+            factors, shape = adapter.factors[module], self.part.node[name].shape
+            is_transposed = factors.needs_transpose(shape)
+            square = module if is_transposed is None else square
+            differs |= len(shape) == 2 and is_transposed not in (None, factors.transposed)
         if square is not None and differs:
             raise UsageError(
                 f"{printable(square)!r} is square, so its shape does not show its order: others of "
@@ -448,23 +479,25 @@ class _Plan:
                 hint="set fan_in_fan_out in the adapter_config.json next to it",
             )
 
-    def _claim_key(self, adapter: _Adapter, shown: str, wanted: str, taken: dict[str, str]) -> str:
+    def _claim_key(
+        self, adapter: _Adapter, shown: str, wanted: str, used_keys: dict[str, str]
+    ) -> str:
         """Return the key in the base for a tensor of the adapter, and mark it as used.
 
         Raises:
             NotFound: if no key matches, or several do.
             UsageError: if the key is already used.
         """
-        for candidates in self._candidates(_bare(wanted)):
+        for candidates in self._find_candidates(_to_model_key(wanted)):
             if len(candidates) > 1:
                 raise NotFound(
                     f"{printable(shown)!r} is ambiguous: it could be {listed(candidates, most=3)}",
                     file=adapter.path,
                 )
             for name in candidates:
-                if taken.setdefault(name, shown) != shown:
+                if used_keys.setdefault(name, shown) != shown:
                     raise UsageError(
-                        f"{printable(shown)!r} and {printable(taken[name])!r} both mean "
+                        f"{printable(shown)!r} and {printable(used_keys[name])!r} both mean "
                         f"{printable(name)!r}",
                         file=adapter.path,
                     )
@@ -476,11 +509,11 @@ class _Plan:
             "--include",
         )
 
-    def _candidates(self, wanted: str) -> Iterator[list[str]]:
+    def _find_candidates(self, wanted: str) -> Iterator[list[str]]:
         """Yield the possible keys, the most certain first."""
         yield self._names.get(wanted, [])
-        if found := _KOHYA.match(wanted):
-            flat = wanted[found.end() :].removesuffix(".weight")
+        if match := _KOHYA.match(wanted):
+            flat = wanted[match.end() :].removesuffix(".weight")
             yield self._flat.get(flat, [])
             yield _match_ending(self._flat, f"_{flat}")
         yield self._names.get(wanted.partition(".")[2], [])
@@ -488,11 +521,13 @@ class _Plan:
 
 
 def _weight_shape(factors: Factors) -> tuple[int | None, ...]:
+    """Return the shape of the weight that the factors change."""
     shape = tuple(factors.shape or ())
     return shape[::-1] if factors.transposed else shape
 
 
 def _has_more_rows(shape: Sequence[int | None], old: Sequence[int | None]) -> bool:
+    """Return True if a matrix has more rows than the old one, and the same other axes."""
     if len(shape) != len(old) or len(old) < 2 or shape[0] is None or old[0] is None:
         return False
     return shape[0] > old[0] and tuple(shape[1:]) == tuple(old[1:])
@@ -505,10 +540,11 @@ def _describe_tensor(tensor: TensorRef, other: TensorRef) -> str:
 
 
 def _match_ending(names: Mapping[str, list[str]], end: str) -> list[str]:
-    return [name for one, found in names.items() if one.endswith(end) for name in found]
+    """Return the names of all entries whose key has this ending."""
+    return [name for key, group in names.items() if key.endswith(end) for name in group]
 
 
-def _bare(name: str) -> str:
+def _to_model_key(name: str) -> str:
     """Return the model's own key for a key of a PeftModel."""
     name = name.removeprefix(PEFT).replace(".base_layer.", ".")
     return re.sub(r"\.modules_to_save\.\w+(?=\.)", "", name)

@@ -27,11 +27,11 @@ def changed_dict(
         CheckpointError: if `change` raises it.
     """
     live = _Live()
-    changed = change(live.checkpoint(mapping))
+    changed = change(live.to_checkpoint(mapping))
     for one in changed.changes:
         if one.kind == "warning":
             warn(one.text)
-    made: OrderedDict[Any, Any] = live.live(changed.root)
+    made: OrderedDict[Any, Any] = live.to_object(changed.root)
     return made
 
 
@@ -47,16 +47,16 @@ def remap_dict(
         DeviceError: if a target is not a device, or torch cannot use it on this machine.
     """
     live = _Live()
-    root = live.checkpoint(state_dict).root
+    root = live.to_checkpoint(state_dict).root
     originals = live.originals
     relocation = _Relocation(decide, [originals.get(id(node)) for node in walk_everything(root)])
 
     def move(node: Any) -> Any:
         original = originals.get(id(node))
-        moved = relocation.moved(original)
+        moved = relocation.move(original)
         return node if moved is original else live.make_node(moved)
 
-    made: OrderedDict[Any, Any] = live.live(rebuild(root, move))
+    made: OrderedDict[Any, Any] = live.to_object(rebuild(root, move))
     return made
 
 
@@ -67,13 +67,13 @@ class _Live(LiveTree):
         super().__init__()
         self._made_nodes: dict[int, Any] = {}
 
-    def checkpoint(self, mapping: Mapping[Any, Any]) -> Checkpoint:
+    def to_checkpoint(self, mapping: Mapping[Any, Any]) -> Checkpoint:
         """Return the checkpoint for `mapping`; its root is an ordered dict in any case."""
         return Checkpoint(self.fill_mapping(mapping, OrderedMap()), MEMORY, "")
 
     def make_leaf(self, node: Any) -> Any:
         """Return the node for a tensor or object; a dict of another class keeps its class."""
-        torch = _torch()
+        torch = _imported_torch()
         if isinstance(node, OrderedDict):
             return self.fill_mapping(node, OrderedMap())
         if isinstance(node, dict):
@@ -86,7 +86,7 @@ class _Live(LiveTree):
             return self.register_leaf(node, array)
         return super().make_leaf(node)
 
-    def live(self, node: Any) -> Any:
+    def to_object(self, node: Any) -> Any:
         """Return the object for a node, in new containers."""
         if id(node) in self.originals:
             return self.originals[id(node)]
@@ -97,21 +97,24 @@ class _Live(LiveTree):
         return self._made_nodes[id(node)]
 
     def _make_object(self, node: Any) -> Any:
+        """Return a new container for a node; it is registered before its items, for cycles."""
         if isinstance(node, (list, tuple)):
-            return type(node)([self.live(item) for item in node])
+            return type(node)([self.to_object(item) for item in node])
         if isinstance(node, Opaque):
-            made, items = copy.copy(node.func.original), dict(node.steps[0][1])
-            made.clear()
+            container, items = copy.copy(node.func.original), dict(node.steps[0][1])
+            container.clear()
         else:
-            made, items = OrderedDict() if isinstance(node, OrderedMap) else {}, node
-        self._made_nodes[id(node)] = made
-        made.update((key, self.live(value)) for key, value in items.items())
+            container, items = OrderedDict() if isinstance(node, OrderedMap) else {}, node
+        self._made_nodes[id(node)] = container
+        container.update((key, self.to_object(value)) for key, value in items.items())
         if isinstance(node, OrderedMap):
-            vars(made).update((key, self.live(value)) for key, value in node.attributes.items())
-        return made
+            vars(container).update(
+                (key, self.to_object(value)) for key, value in node.attributes.items()
+            )
+        return container
 
 
-def _torch() -> Any:
+def _imported_torch() -> Any:
     """Return torch if the caller has imported it; otherwise the dict has no tensors."""
     return sys.modules.get("torch")
 
@@ -119,14 +122,15 @@ def _torch() -> Any:
 class _Relocation:
     """Moves tensors, and each shared storage only once."""
 
-    def __init__(self, decide: Callable[[str], str], every: Iterable[Any]) -> None:
+    def __init__(self, decide: Callable[[str], str], nodes: Iterable[Any]) -> None:
+        """Count the users of each storage among the nodes."""
         self._decide = decide
-        self._users = Counter(filter(None, map(_shareable, every)))
+        self._users = Counter(filter(None, map(_shareable_storage, nodes)))
         self._moved: dict[tuple[int, str], Any] = {}
 
-    def moved(self, node: Any) -> Any:
+    def move(self, node: Any) -> Any:
         """Return a tensor or device, moved by the rules, or any other leaf unchanged."""
-        torch = _torch()
+        torch = _imported_torch()
         if torch is None or not isinstance(node, (torch.Tensor, torch.device)):
             return node
         is_tensor = isinstance(node, torch.Tensor)
@@ -135,37 +139,39 @@ class _Relocation:
         if target == tag:
             return node
         try:
-            return self._tensor(node, target) if is_tensor else torch.device(target)
+            return self._move_tensor(node, target) if is_tensor else torch.device(target)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise DeviceError(f"torch cannot use {target} here ({reason})") from error
 
-    def _tensor(self, tensor: Any, target: str) -> Any:
-        shared = _shareable(tensor)
+    def _move_tensor(self, tensor: Any, target: str) -> Any:
+        """Return the tensor on another device, over the moved storage if others share it."""
+        shared = _shareable_storage(tensor)
         data = tensor.detach()
         if shared is None or self._users[shared] < 2:
             moved = data.to(target)
         else:
-            storage = self._storage(shared, data, target)
+            storage = self._move_storage(shared, data, target)
             moved = data.new_empty(0, device=target)
             moved.set_(storage, data.storage_offset(), data.size(), data.stride())
-        if isinstance(tensor, _torch().nn.Parameter):
-            return _torch().nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, _imported_torch().nn.Parameter):
+            return _imported_torch().nn.Parameter(moved, requires_grad=tensor.requires_grad)
         return moved.requires_grad_() if tensor.requires_grad else moved
 
-    def _storage(self, shared: int, data: Any, target: str) -> Any:
+    def _move_storage(self, shared: int, data: Any, target: str) -> Any:
+        """Return the storage on another device, moved once."""
         if (shared, target) not in self._moved:
-            whole = data.new_empty(0, dtype=_torch().uint8).set_(data.untyped_storage())
+            whole = data.new_empty(0, dtype=_imported_torch().uint8).set_(data.untyped_storage())
             self._moved[shared, target] = whole.to(target).untyped_storage()
         return self._moved[shared, target]
 
 
-def _shareable(node: Any) -> int | None:
-    """Return the storage of a plain strided tensor; None for any other node."""
-    torch = _torch()
+def _shareable_storage(node: Any) -> int | None:
+    """Return the identity of the storage of a plain strided tensor, or None for any other node."""
+    torch = _imported_torch()
     if torch is None or type(node) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    plain = node.layout is torch.strided and not (
+    is_plain = node.layout is torch.strided and not (
         node.is_quantized or node.is_nested or node.is_conj() or node.is_neg() or node.is_meta
     )
-    return int(node.untyped_storage()._cdata) if plain else None
+    return int(node.untyped_storage()._cdata) if is_plain else None

@@ -93,8 +93,8 @@ def prefix_rule(text: str) -> Rule:
     return Rule(text, apply, (old,))
 
 
-def prefix_regex(text: str) -> str:
-    """Return the `REGEX=>REPL` text that is equivalent to a prefix rule."""
+def to_regex_text(text: str) -> str:
+    """Return the text `REGEX=>REPL` that is equivalent to a prefix rule."""
     old, _, new = (part.strip().removesuffix(".") for part in text.partition("="))
     new = new.replace("\\", r"\\")
     if not old:
@@ -108,20 +108,20 @@ def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:
     return Rule(text, table.get, tuple(table), exact=True)
 
 
-def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[Rule]:
+def parse_rules(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[Rule]:
     """Return `rules`, given as `REGEX=>REPL` or `Rule`, then those of `prefixes`, `OLD=NEW`.
 
     Raises:
         UsageError: if an item is not a rule, or a list is a single text.
     """
     checked: list[Rule] = []
-    for given, made in ((rules, regex_rule), (prefixes, prefix_rule)):
+    for given, parse in ((rules, regex_rule), (prefixes, prefix_rule)):
         if isinstance(given, (str, Rule)):
             raise UsageError(f"expected a list of rules, not {given!r}", hint=f"[{given!r}]")
-        for one in given:
-            if not isinstance(one, (str, Rule)):
-                raise UsageError(f"a rule is a string REGEX=>REPL or OLD=NEW, not {one!r}")
-            checked.append(one if isinstance(one, Rule) else made(one))
+        for item in given:
+            if not isinstance(item, (str, Rule)):
+                raise UsageError(f"a rule is a string REGEX=>REPL or OLD=NEW, not {item!r}")
+            checked.append(item if isinstance(item, Rule) else parse(item))
     return checked
 
 
@@ -142,64 +142,70 @@ class AppliedRules:
         self.file = file
         self.steps: dict[str, list[RuleMatch]] = {}
 
-    def of(self, names: Iterable[str]) -> dict[str, str]:
+    def rename_all(self, names: Iterable[str]) -> dict[str, str]:
         """Return the new key by old key.
 
         Raises:
             UsageError: if a key becomes empty.
         """
-        found = {name: self.new(name) for name in names}
-        for name, new in found.items():
+        new_keys = {name: self.rename(name) for name in names}
+        for name, new in new_keys.items():
             if name and not new:
                 raise UsageError(
                     f"the rules would leave nothing of the key {printable(name)!r}",
                     file=self.file or None,
                     hint="change the rules to keep a part of each key",
                 )
-        return found
+        return new_keys
 
-    def new(self, name: str) -> str:
+    def rename(self, name: str) -> str:
         """Return the key after all rules."""
         if name not in self.steps:
-            self.steps[name] = self.run(name)
+            self.steps[name] = self.match(name)
         steps = self.steps[name]
         return steps[-1].new if steps else name
 
-    def run(self, name: str) -> list[RuleMatch]:
+    def match(self, name: str) -> list[RuleMatch]:
         """Return the matches of the rules for a key, without counting them."""
         steps: list[RuleMatch] = []
-        for at, rule in enumerate(self.rules):
+        for index, rule in enumerate(self.rules):
             new = rule.apply(name)
             if new is not None:
-                steps.append(RuleMatch(at, name, new))
+                steps.append(RuleMatch(index, name, new))
                 name = new
         return steps
 
-    def idle(self) -> Iterator[str]:
+    def describe_unused(self) -> Iterator[str]:
         """Yield the rules that match no key, and the keys of tables that are not found."""
         matched: list[set[str]] = [set() for _ in self.rules]
         for step in chain.from_iterable(self.steps.values()):
             matched[step.rule].add(step.old)
-        for at, rule in enumerate(self.rules):
-            idle = [name for name in rule.wanted if name not in matched[at]]
-            if not matched[at]:
-                yield f"rule {printable(rule.text)} matches no key{self._near(at, idle)}"
-            elif rule.exact and idle:
-                text = (
-                    f"{len(idle):,} of {counted(len(rule.wanted), 'key')} in {printable(rule.text)}"
+        for index, rule in enumerate(self.rules):
+            unused = [name for name in rule.wanted if name not in matched[index]]
+            if not matched[index]:
+                suggestions = self._suggest_keys(index, unused)
+                yield f"rule {printable(rule.text)} matches no key{suggestions}"
+            elif rule.exact and unused:
+                suggestions, keys = (
+                    self._suggest_keys(index, unused),
+                    counted(len(rule.wanted), "key"),
                 )
-                yield f"{text} not found: {listed(idle)}{self._near(at, idle)}"
+                text = f"{len(unused):,} of {keys} in {printable(rule.text)} not found"
+                yield f"{text}: {listed(unused)}{suggestions}"
 
-    def _near(self, at: int, idle: list[str]) -> str:
-        """Return the existing keys most similar to those of a rule, after the rules before it."""
+    def _suggest_keys(self, index: int, unused: list[str]) -> str:
+        """Return a question with the existing keys most similar to those of a rule.
+
+        The keys are those that the rule sees, after the rules before it.
+        """
         names = [
-            next((step.new for step in reversed(steps) if step.rule < at), name)
+            next((step.new for step in reversed(steps) if step.rule < index), name)
             for name, steps in self.steps.items()
         ]
-        near = dict.fromkeys(
-            name for wanted in idle[:_MOST_IDLE] for name in find_similar(wanted, names)
+        suggestions = dict.fromkeys(
+            name for wanted in unused[:_MOST_IDLE] for name in find_similar(wanted, names)
         )
-        return f"; did you mean {listed(near)}?" if near else ""
+        return f"; did you mean {listed(suggestions)}?" if suggestions else ""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -235,37 +241,39 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
     text = read_text(path)
     is_json = text.lstrip()[:1] in ("{", "[")
     table: dict[str, str] = {}
-    for where, old, new in _json_rows(path, text) if is_json else _columns(path, text):
+    for where, old, new in _read_json_rows(path, text) if is_json else _read_columns(path, text):
         if table.setdefault(old, new) != new:
-            raise _wrong(path, f"{where}{printable(old)!r} already has another new key")
+            raise _table_error(path, f"{where}{printable(old)!r} already has another new key")
     return table
 
 
-def _columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
+def _read_columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each pair of two columns, with the line for messages."""
     for line, row in enumerate(text.splitlines(), start=1):
         content = re.sub(r"(^|\s)#.*", "", row).strip()
         if not content:
             continue
-        mark = next((mark for mark in "\t," if mark in content), None)
-        words = [word.strip() for word in content.split(mark)]
+        separator = next((separator for separator in "\t," if separator in content), None)
+        words = [word.strip() for word in content.split(separator)]
         if len(words) != 2 or not all(words):
             fact = f"{printable(row)!r} is not a pair of an old and a new key"
-            raise _wrong(path, f"line {line}: {fact}")
+            raise _table_error(path, f"line {line}: {fact}")
         yield f"line {line}: ", words[0], words[1]
 
 
-def _json_rows(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
+def _read_json_rows(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each pair of a JSON object, with an empty text for messages."""
     try:
         pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
     except (ValueError, RecursionError) as error:
-        raise _wrong(path, f"the file is not valid JSON: {error}") from error
+        raise _table_error(path, f"the file is not valid JSON: {error}") from error
     if text.lstrip()[:1] != "{":
-        raise _wrong(path, "expected a JSON object from old to new keys")
+        raise _table_error(path, "expected a JSON object from old to new keys")
     for old, new in pairs:
         if not isinstance(new, str):
-            raise _wrong(path, f"the new key of {printable(old)!r} is not a string")
+            raise _table_error(path, f"the new key of {printable(old)!r} is not a string")
         yield "", old, new
 
 
-def _wrong(path: Any, fact: str) -> UsageError:
+def _table_error(path: Any, fact: str) -> UsageError:
     return UsageError(fact, file=path, hint="write two columns, old and new key, or a JSON object")

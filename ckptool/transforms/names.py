@@ -38,7 +38,7 @@ from ckptool.core.sections import (
 )
 from ckptool.core.tree import describe_location, describe_path, rebuild, walk_everything
 from ckptool.errors import NameCollision, NotFound, UsageError
-from ckptool.transforms.name_rules import AppliedRules, Rule, RuleMatch, rules_of
+from ckptool.transforms.name_rules import AppliedRules, Rule, RuleMatch, parse_rules
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
@@ -52,10 +52,10 @@ the lower rank wins."""
 _OWN_STAYS, _MOVES, _STAYS, _LOOSE_MOVES, _LOOSE_STAYS = range(5)
 
 
-def moved_metadata(
+def move_metadata(
     metadata: dict[Any, Any], names: Mapping[str, str], rename_module: Renamer | None = None
 ) -> dict[Any, Any]:
-    """Return `_metadata` under the new paths.
+    """Return `_metadata` with the entries under the new paths of their modules.
 
     A module moves with the keys below it. `names` maps all keys, old to new, also those that stay.
     If the keys move to several paths, each gets a copy of the entry. A module without keys moves by
@@ -64,16 +64,21 @@ def moved_metadata(
     the entry at its new path. If a module, such as the root, moves into a new one, the new one gets
     an entry with version 1.
     """
-    found = _follow_keys(metadata, names)
+    targets_by_keys = _follow_keys(metadata, names)
     if rename_module is None:
-        rename_module, metadata = _follow_nearest(names), _without_merged(metadata, names, found)
+        rename_module, metadata = (
+            _make_nearest_renamer(names),
+            _drop_merged(metadata, names, targets_by_keys),
+        )
     targets = {
-        path: found[path] if path in found else _targets_by_rule(path, rename_module)
+        path: targets_by_keys[path]
+        if path in targets_by_keys
+        else _target_by_rule(path, rename_module)
         for path in metadata
     }
-    every = [(rank, new, path) for path, ranks in targets.items() for new, rank in ranks.items()]
+    ranked = [(rank, new, path) for path, ranks in targets.items() for new, rank in ranks.items()]
     claims: dict[Any, Any] = {}
-    for _, new, path in sorted(every, key=itemgetter(0)):
+    for _, new, path in sorted(ranked, key=itemgetter(0)):
         claims.setdefault(new, path)
     moved = type(metadata)()
     for path, entry in metadata.items():
@@ -84,55 +89,58 @@ def moved_metadata(
 
 
 def _follow_keys(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
-    """Return the new paths of modules by the keys below them, as long as only the front changes."""
-    found: dict[str, Targets] = {}
+    """Return the new paths of modules by the keys below them, if only the front changes."""
+    targets: dict[str, Targets] = {}
     modules = dict.fromkeys((_parent(name), _parent(new)) for name, new in names.items())
     for path, new in modules:
-        own = True
+        is_direct = True
         while path in metadata:
-            ranks = found.setdefault(path, {})
-            rank = _MOVES if path != new else _OWN_STAYS if own else _STAYS
+            ranks = targets.setdefault(path, {})
+            rank = _MOVES if path != new else _OWN_STAYS if is_direct else _STAYS
             known = ranks.get(new)
             ranks[new] = rank if known is None else min(rank, known)
-            apart = path.rpartition(".")[2] != new.rpartition(".")[2]
-            if apart or not path or not new or (known is not None and not own):
+            is_renamed = path.rpartition(".")[2] != new.rpartition(".")[2]
+            if is_renamed or not path or not new or (known is not None and not is_direct):
                 break
-            path, new, own = _parent(path), _parent(new), False
-    return found
+            path, new, is_direct = _parent(path), _parent(new), False
+    return targets
 
 
-def _follow_nearest(names: Mapping[str, str]) -> Renamer:
-    above_names = {""}  # `_metadata` may lack some
+def _make_nearest_renamer(names: Mapping[str, str]) -> Renamer:
+    """Return a function that moves a module without keys like the nearest module above."""
+    modules = {""}  # `_metadata` may not have all of them.
     for name in names:
         path = _parent(name)
-        while path not in above_names:
-            above_names.add(path)
+        while path not in modules:
+            modules.add(path)
             path = _parent(path)
-    found = _follow_keys(above_names, names)
+    targets = _follow_keys(modules, names)
 
     def rename(path: str) -> str:
+        """Return the new path of a module."""
         above = path
-        while above and above not in found:
+        while above and above not in targets:
             above = _parent(above)
-        ranks, rest = found.get(above, {above: 0}), path[len(above) :].removeprefix(".")
+        ranks, rest = targets.get(above, {above: 0}), path[len(above) :].removeprefix(".")
         return ".".join(filter(None, (min(ranks, key=ranks.__getitem__), rest)))
 
     return rename
 
 
-def _without_merged(
-    metadata: dict[Any, Any], names: Mapping[str, str], found: Mapping[str, Targets]
+def _drop_merged(
+    metadata: dict[Any, Any], names: Mapping[str, str], targets: Mapping[str, Targets]
 ) -> dict[Any, Any]:
     """Return `_metadata` without the modules that get the path of a module above them."""
     first: dict[Any, str] = {}
-    for path in sorted(found, key=len):
-        for new in found[path]:
+    for path in sorted(targets, key=len):
+        for new in targets[path]:
             first.setdefault(new, path)
-    own = set(first.values())
-    return remaining_metadata(metadata, names, (one for one in names if _parent(one) in own))
+    kept_paths = set(first.values())
+    return filter_metadata(metadata, names, (name for name in names if _parent(name) in kept_paths))
 
 
-def _targets_by_rule(path: Any, rename_module: Renamer) -> Targets:
+def _target_by_rule(path: Any, rename_module: Renamer) -> Targets:
+    """Return the new path of a module without keys, by the rule for modules."""
     new = rename_module(path) if isinstance(path, str) else path
     return {new: _LOOSE_STAYS if new == path else _LOOSE_MOVES}
 
@@ -145,35 +153,36 @@ def _is_below(path: Any, above: Any) -> bool:
     return isinstance(path, str) and (not above or path.startswith(f"{above}."))
 
 
-def remaining_metadata(
+def filter_metadata(
     metadata: dict[Any, Any], names: Iterable[str], kept: Iterable[str]
 ) -> dict[Any, Any]:
     """Return `_metadata` without the modules that lost all keys below them, and those inside.
 
     The root stays.
     """
-    gone = _modules(metadata, names) - _modules(metadata, kept) - {""}
+    removed = _list_modules(metadata, names) - _list_modules(metadata, kept) - {""}
     return type(metadata)(
         (path, entry)
         for path, entry in metadata.items()
-        if not (isinstance(path, str) and _inside_any(path, gone, metadata))
+        if not (isinstance(path, str) and _is_inside_any(path, removed, metadata))
     )
 
 
-def _modules(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
+def _list_modules(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
     """Return the modules above the keys, upwards until an entry is missing."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for name in names:
         path = _parent(name)
-        while path in metadata and path not in found:
-            found.add(path)
+        while path in metadata and path not in modules:
+            modules.add(path)
             path = _parent(path)
-    return found
+    return modules
 
 
-def _inside_any(path: str, gone: set[str], metadata: Mapping[Any, Any]) -> bool:
+def _is_inside_any(path: str, removed: set[str], metadata: Mapping[Any, Any]) -> bool:
+    """Return True if a module, or one above it, was removed."""
     while path and path in metadata:
-        if path in gone:
+        if path in removed:
             return True
         path = _parent(path)
     return False
@@ -183,17 +192,17 @@ Naming = tuple[frozenset[str], Mapping[str, str]]
 """The keys of one state dict, and the keys that change, old to new."""
 
 
-def followed(own: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
+def follow_names(names_in_optimizer: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
     """Return the new names in an optimizer, from the state dicts that have most of its names.
 
     Names that are in no state dict are left out.
     """
-    wanted = frozenset(own)
-    found: dict[str, str] = {}
-    for names, renamed in sorted(namings, key=lambda naming: -len(wanted & naming[0])):
-        for name in wanted & names - found.keys():
-            found[name] = renamed.get(name, name)
-    return found
+    own_names = frozenset(names_in_optimizer)
+    new_names: dict[str, str] = {}
+    for names, renamed in sorted(namings, key=lambda naming: -len(own_names & naming[0])):
+        for name in own_names & names - new_names.keys():
+            new_names[name] = renamed.get(name, name)
+    return new_names
 
 
 @dataclass
@@ -210,7 +219,7 @@ class NamePlan:
     changes: list[Change] = field(default_factory=list)
     _namings: list[Naming] = field(default_factory=list)
 
-    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+    def apply_to(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the changed checkpoint, or the same checkpoint if nothing changes."""
         if not self.changes:
             return checkpoint
@@ -226,7 +235,7 @@ class NamePlan:
 
     def rename(
         self,
-        part: Section,
+        section: Section,
         names: list[str],
         renamed: dict[str, str],
         rename_module: Renamer | None = None,
@@ -234,58 +243,69 @@ class NamePlan:
         """Plan a state dict with its new keys and `_metadata`.
 
         `names` are all keys of the model, `renamed` the keys that change; `rename_module` is the
-        same as for `moved_metadata`.
+        same as for `move_metadata`.
 
         Raises:
             NameCollision: if two entries would get the same key.
         """
         self.note(names, renamed)
-        self._check(part, part.node, renamed)
+        self._refuse_collisions(section, section.node, renamed)
         if not renamed:
             return
-        if isinstance(part.holder, Opaque):
-            self.instead[id(part.holder)] = _renamed_object(part.holder, renamed)
+        if isinstance(section.holder, Opaque):
+            self.instead[id(section.holder)] = _rename_in_object(section.holder, renamed)
             return
-        items = ((renamed.get(name, name), value) for name, value in part.holder.items())
-        made = copy_with_items(part.holder, items)
-        if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
-            telling = {name: renamed.get(name, name) for name in names if self.tells(name)}
-            moved = moved_metadata(made.metadata, telling, rename_module)
-            made.attributes = {**made.attributes, "_metadata": moved}
-        self.instead[id(part.holder)] = made
+        items = ((renamed.get(name, name), value) for name, value in section.holder.items())
+        new_holder = copy_with_items(section.holder, items)
+        if isinstance(new_holder, OrderedMap) and isinstance(new_holder.metadata, dict):
+            deciding = {name: renamed.get(name, name) for name in names if self.tells(name)}
+            new_metadata = move_metadata(new_holder.metadata, deciding, rename_module)
+            new_holder.attributes = {**new_holder.attributes, "_metadata": new_metadata}
+        self.instead[id(section.holder)] = new_holder
 
     def follow(
-        self, root: Any, parts: Iterable[Section], alone: Callable[[list[str]], dict[str, str]]
+        self,
+        root: Any,
+        sections: Iterable[Section],
+        rename_alone: Callable[[list[str]], dict[str, str]],
     ) -> None:
-        """Plan the optimizers of a tree with the sections `parts`, after its state dicts.
+        """Plan the changes of the optimizers among `sections`, after the state dicts.
 
-        Each changes like the state dicts that have its names. `alone` renames in an optimizer that
-        shares no names with them. The keys of a flat state are like `state.NAME.exp_avg`.
+        Each changes like the state dicts that have its names. `rename_alone` renames in an
+        optimizer that shares no names with them. The keys of a flat state are like
+        `state.NAME.exp_avg`.
 
         Raises:
             NameCollision: if two names or keys would become the same.
         """
-        every = list(parts)
-        loose = (find_loose_optimizers(part.holder) for part in every if part.kind == "values")
-        for part in chain(every, *loose):
-            if part.kind == "optimizer":
-                own = list_optimizer_names(part.node)
-                found = followed(own, self._namings)
-                renamed = {name: new for name, new in found.items() if new != name}
-                self._rename_optimizer(part, own, renamed if found else alone(own))
+        all_sections = list(sections)
+        loose_sections = (
+            find_loose_optimizers(section.holder)
+            for section in all_sections
+            if section.kind == "values"
+        )
+        for section in chain(all_sections, *loose_sections):
+            if section.kind == "optimizer":
+                own_names = list_optimizer_names(section.node)
+                new_names = follow_names(own_names, self._namings)
+                renamed = {name: new for name, new in new_names.items() if new != name}
+                self._rename_optimizer(
+                    section, own_names, renamed if new_names else rename_alone(own_names)
+                )
         if any(renamed for _, renamed in self._namings):
             self._follow_flat(root)
 
     def _follow_flat(self, root: Any) -> None:
+        """Plan the changes of flat optimizer states, whose keys contain the parameter names."""
         dicts = (node for node in walk_everything(root) if isinstance(node, dict))
         for flat in filter(is_flat_optimizer, dicts):
-            found = (FLAT_KEY.fullmatch(key) for key in flat if isinstance(key, str))
-            parts = [one.groups() for one in found if one]
-            new = followed((name for _, name, _ in parts), self._namings)
+            matches = (FLAT_KEY.fullmatch(key) for key in flat if isinstance(key, str))
+            parts = [match.groups() for match in matches if match]
+            new_names = follow_names((name for _, name, _ in parts), self._namings)
             renamed = {
-                f"{front}{name}{end}": f"{front}{new[name]}{end}"
+                f"{front}{name}{end}": f"{front}{new_names[name]}{end}"
                 for front, name, end in parts
-                if new.get(name, name) != name
+                if new_names.get(name, name) != name
             }
             if renamed:
                 check_collisions(flat, renamed, file=self.file or None, hint=self.collision_hint)
@@ -296,10 +316,12 @@ class NamePlan:
                 )
                 self.changes.append(Change("follow", text, len(renamed)))
 
-    def _rename_optimizer(self, part: Section, own: list[str], renamed: dict[str, str]) -> None:
+    def _rename_optimizer(
+        self, section: Section, names: list[str], renamed: dict[str, str]
+    ) -> None:
         """Plan an optimizer's state dict with its new names."""
-        optimizer = part.node
-        self._check(part, own, renamed)
+        optimizer = section.node
+        self._refuse_collisions(section, names, renamed)
         if not renamed or not is_optimizer(optimizer):
             return
         state = optimizer["state"]
@@ -309,25 +331,34 @@ class NamePlan:
         )  # fmt: skip
         for group in optimizer["param_groups"]:
             items = [
-                (key, _renamed_items(value, renamed) if key in ("params", "param_names") else value)
+                (key, _rename_items(value, renamed) if key in ("params", "param_names") else value)
                 for key, value in group.items()
             ]
             self.instead[id(group)] = copy_with_items(group, items)
-        which = f"the optimizer {describe_path(part.path)}" if part.path else "the optimizer"
-        text = f"renamed {counted(len(renamed), 'parameter')} in {which} to match"
+        subject = (
+            f"the optimizer {describe_path(section.path)}" if section.path else "the optimizer"
+        )
+        text = f"renamed {counted(len(renamed), 'parameter')} in {subject} to match"
         self.changes.append(Change("follow", text, len(renamed)))
 
-    def _check(self, part: Section, names: Iterable[Any], renamed: dict[str, str]) -> None:
+    def _refuse_collisions(
+        self, section: Section, names: Iterable[Any], renamed: dict[str, str]
+    ) -> None:
+        """Refuse names of which two would become the same.
+
+        Raises:
+            NameCollision: if there are such names.
+        """
         check_collisions(
             names,
             renamed,
             file=self.file or None,
-            location=describe_path(part.path),
+            location=describe_path(section.path),
             hint=self.collision_hint,
         )
 
 
-def with_items(
+def replace_entries(
     checkpoint: Checkpoint, items: Mapping[int, Iterable[tuple[Any, Any]]], *changes: Change
 ) -> Checkpoint:
     """Return the checkpoint with other entries in its state dicts, by the identity of each.
@@ -335,16 +366,16 @@ def with_items(
     Raises:
         UsageError: if a state dict is in a pickled module or object, or next to other sections.
     """
-    found = set[int]()
+    replaced = set[int]()
 
-    def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
+    def replace_items(old: dict[Any, Any]) -> dict[Any, Any]:
         if id(old) not in items:
             return old
-        found.add(id(old))
+        replaced.add(id(old))
         return copy_with_items(old, items[id(old)])
 
-    root = rebuild(checkpoint.root, None, mapping)
-    if found != items.keys():
+    root = rebuild(checkpoint.root, None, replace_items)
+    if replaced != items.keys():
         raise UsageError(
             "the weights are in a pickled module or object, or mixed with other sections",
             file=checkpoint.path,
@@ -353,46 +384,50 @@ def with_items(
     return checkpoint.with_root(root, *changes)
 
 
-def _replace_nodes(root: Any, instead: dict[int, Any]) -> Any:
-    def chosen(node: Any) -> Any:
-        return instead.get(id(node), node)
+def _replace_nodes(root: Any, replacements: dict[int, Any]) -> Any:
+    """Return the tree with other nodes, by the identity of the old ones."""
 
-    return rebuild(root, leaf=chosen, mapping=chosen)
+    def replace_node(node: Any) -> Any:
+        return replacements.get(id(node), node)
+
+    return rebuild(root, leaf=replace_node, mapping=replace_node)
 
 
-def distinct(parts: Iterable[Section]) -> list[Section]:
+def list_distinct(sections: Iterable[Section]) -> list[Section]:
     """Return each section once, even if the file has it under several paths."""
-    return list({id(part.holder): part for part in reversed(list(parts))}.values())[::-1]
+    return list({id(section.holder): section for section in reversed(list(sections))}.values())[
+        ::-1
+    ]
 
 
-def changed(names: Iterable[str], rename: Renamer) -> dict[str, str]:
+def find_changed(names: Iterable[str], rename: Renamer) -> dict[str, str]:
     """Return the keys that `rename` changes, old to new."""
     return {name: new for name in names if (new := rename(name)) != name}
 
 
-def stays(part: Section) -> Change:
+def unchanged_module_warning(section: Section) -> Change:
     """Return the warning that the keys of a pickled module cannot change."""
-    text = (
-        f"the pickled module at {describe_path(part.path)} is unchanged: its class defines its keys"
-    )
-    return Change("warning", text, len(part.node))
+    path = describe_path(section.path)
+    text = f"the pickled module at {path} is unchanged: its class defines its keys"
+    return Change("warning", text, len(section.node))
 
 
-def _renamed_object(holder: Opaque, renamed: dict[str, str]) -> Opaque:
+def _rename_in_object(holder: Opaque, renamed: dict[str, str]) -> Opaque:
     """Return a state dict of a subclass of `dict`, with its new keys."""
 
-    def step(kind: str, value: Any) -> tuple[str, Any]:
+    def rename_step(kind: str, value: Any) -> tuple[str, Any]:
         if kind != "set":
             return kind, value
         return kind, [(renamed.get(name, name), item) for name, item in value]
 
-    return replace(holder, steps=[step(kind, value) for kind, value in holder.steps])
+    return replace(holder, steps=[rename_step(kind, value) for kind, value in holder.steps])
 
 
-def _renamed_items(held: Any, renamed: dict[str, str]) -> Any:
-    if not isinstance(held, (list, tuple)):
-        return held
-    return type(held)(renamed.get(item, item) if isinstance(item, str) else item for item in held)
+def _rename_items(items: Any, renamed: dict[str, str]) -> Any:
+    """Return a list or tuple with the new names of its items."""
+    if not isinstance(items, (list, tuple)):
+        return items
+    return type(items)(renamed.get(item, item) if isinstance(item, str) else item for item in items)
 
 
 @dataclass
@@ -411,7 +446,7 @@ class Unwrapped:
         return self.wanted is not None and self.renamed != self.wanted.renamed
 
 
-def unwrapped_modules(
+def unwrap_modules(
     root: Opaque,
     *,
     only: str | Sequence[str] | None = None,
@@ -427,37 +462,39 @@ def unwrapped_modules(
         NameCollision: if two keys would become the same.
     """
     names = list_wrappable_keys(to_module_state(root) or OrderedMap())
-    wanted = strip_names(names, only=only, levels=levels, at=at)
+    stripped = strip_names(names, only=only, levels=levels, at=at)
     start: Opaque | None = root
     for name in at.split(".") if at else ():
         start = start and get_child_modules(start).get(name)
-    if start is None or not wanted.renamed:
+    if start is None or not stripped.renamed:
         return Unwrapped()
     kinds = (only,) if isinstance(only, str) else tuple(only or WRAPPERS)
-    instead: dict[int, Any] = {}
-    todo = [(start, frozenset[int](), 0, True)]
-    while todo:
-        module, above, taken, outermost = todo.pop()
+    replacements: dict[int, Any] = {}
+    pending = [(start, frozenset[int](), 0, True)]
+    while pending:
+        module, ancestors, n_removed, is_outermost = pending.pop()
         children = get_child_modules(module)
-        word = next(iter(children), None)
-        wraps = len(children) == 1 and word in WRAPPERS and not get_own_tensors(module)
-        goes = wraps and word in kinds and (levels is None or taken < levels)
-        if word == "module":
+        child_name = next(iter(children), None)
+        is_wrapper = len(children) == 1 and child_name in WRAPPERS and not get_own_tensors(module)
+        is_removed = is_wrapper and child_name in kinds and (levels is None or n_removed < levels)
+        if child_name == "module":
             is_parallel = "DataParallel" in module.class_name.rpartition(".")[2]
-            goes = goes and outermost and is_parallel
-        if goes:
-            instead[id(module)] = children[word]
-        inside = above | {id(module)}
-        todo.extend(
-            (child, inside, taken + goes, outermost and wraps)
+            is_removed = is_removed and is_outermost and is_parallel
+        if is_removed:
+            replacements[id(module)] = children[child_name]
+        path_modules = ancestors | {id(module)}
+        pending.extend(
+            (child, path_modules, n_removed + is_removed, is_outermost and is_wrapper)
             for child in children.values()
-            if id(child) not in inside
+            if id(child) not in path_modules
         )
-    after = list_wrappable_keys(to_module_state(_replace_nodes(root, instead)) or OrderedMap())
-    if len(after) != len(names):  # modules that the file has under several keys
+    new_names = list_wrappable_keys(
+        to_module_state(_replace_nodes(root, replacements)) or OrderedMap()
+    )
+    if len(new_names) != len(names):  # The file has a module under several keys.
         raise NameCollision("two keys of a module would become the same key", hint=COLLISION_HINT)
-    renamed = {name: new for name, new in zip(names, after, strict=True) if new != name}
-    return Unwrapped(instead, renamed, wanted)
+    renamed = {name: new for name, new in zip(names, new_names, strict=True) if new != name}
+    return Unwrapped(replacements, renamed, stripped)
 
 
 _BELOW = "z"
@@ -492,7 +529,7 @@ class Rename(Step):
             given = getattr(self, name)
             single = isinstance(given, (str, Rule))  # rejected below
             object.__setattr__(self, name, given if single else tuple(given))
-        rules_of(self.rules, self.prefixes)
+        parse_rules(self.rules, self.prefixes)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with renamed keys.
@@ -503,30 +540,34 @@ class Rename(Step):
             UsageError: if a rule makes a key empty.
         """
         checkpoint = checkpoint.with_late_values()
-        made = _Renaming(rules_of(self.rules, self.prefixes), checkpoint.path)
+        rules = _Renaming(parse_rules(self.rules, self.prefixes), checkpoint.path)
         plan = NamePlan(checkpoint.path, RULES_HINT)
-        every = distinct(checkpoint.sections)
-        for part in every if self.key is None else [find_model_state_dict(checkpoint, self.key)]:
-            names = list_wrappable_keys(part.node)
-            if part.kind == "state_dict":
-                plan.rename(part, names, made.renamed(names), made.module)
-            elif part.kind == "module":
+        sections = list_distinct(checkpoint.sections)
+        for section in (
+            sections if self.key is None else [find_model_state_dict(checkpoint, self.key)]
+        ):
+            names = list_wrappable_keys(section.node)
+            if section.kind == "state_dict":
+                plan.rename(section, names, rules.rename_changed(names), rules.rename_module)
+            elif section.kind == "module":
                 for name in names:
-                    made.new(name)
-                plan.changes.append(stays(part))
+                    rules.rename(name)
+                plan.changes.append(unchanged_module_warning(section))
         plan.follow(
-            checkpoint.root, every, lambda own: made.renamed(own) if self.key is None else {}
+            checkpoint.root,
+            sections,
+            lambda own: rules.rename_changed(own) if self.key is None else {},
         )
-        plan.changes[:0] = made.changes()
-        plan.changes.extend(Change("warning", text) for text in made.idle())
-        plan.changes.extend(_keys_of_the_tree(checkpoint, made))
-        return plan.applied(checkpoint)
+        plan.changes[:0] = rules.describe()
+        plan.changes.extend(Change("warning", text) for text in rules.describe_unused())
+        plan.changes.extend(_report_tree_keys(checkpoint, rules))
+        return plan.apply_to(checkpoint)
 
 
-def _keys_of_the_tree(checkpoint: Checkpoint, made: _Renaming) -> Iterator[Change]:
+def _report_tree_keys(checkpoint: Checkpoint, rules: _Renaming) -> Iterator[Change]:
     """Yield a note for each prefix that matches no key because it is part of the path instead."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
-    for rule, count in zip(made.rules, made.counts, strict=True):
+    for rule, count in zip(rules.rules, rules.counts, strict=True):
         old, equals, new = rule.text.partition("=")
         old, new = old.removesuffix("."), new.removesuffix(".")
         if not count and equals and not rule.regex and old in root and new:
@@ -546,10 +587,10 @@ class _Renaming(AppliedRules):
         self._changed = [0 for _ in rules]
         self._examples: list[RuleMatch | None] = [None for _ in rules]
 
-    def renamed(self, names: Iterable[str]) -> dict[str, str]:
+    def rename_changed(self, names: Iterable[str]) -> dict[str, str]:
         """Return the keys that change, old to new, and count the matches of each rule."""
-        found = self.of(names)
-        for name, new in found.items():
+        new_keys = self.rename_all(names)
+        for name, new in new_keys.items():
             if "/" in new and "/" not in name:
                 raise UsageError(
                     f"key {printable(new)!r} contains a slash, so it would have no path",
@@ -560,27 +601,27 @@ class _Renaming(AppliedRules):
                 if step.old != step.new:
                     self._changed[step.rule] += 1
                     self._examples[step.rule] = self._examples[step.rule] or step
-        return {name: new for name, new in found.items() if new != name}
+        return {name: new for name, new in new_keys.items() if new != name}
 
     @property
     def counts(self) -> list[int]:
         """The number of keys that each rule changed."""
         return self._changed
 
-    def module(self, path: str) -> str:
+    def rename_module(self, path: str) -> str:
         """Return the new path of a module without parameters."""
         before = f"{path}." if path else ""
-        new = self.run(f"{before}{_BELOW}")
-        name = new[-1].new if new else f"{before}{_BELOW}"
-        above, _, last = name.rpartition(".")
-        return above if last == _BELOW else path
+        matches = self.match(f"{before}{_BELOW}")
+        name = matches[-1].new if matches else f"{before}{_BELOW}"
+        parent, _, last = name.rpartition(".")
+        return parent if last == _BELOW else path
 
-    def changes(self) -> Iterator[Change]:
+    def describe(self) -> Iterator[Change]:
         """Yield a change for each rule."""
         for rule, count, example in zip(self.rules, self._changed, self._examples, strict=True):
             if example is not None:
-                such = f"{printable(example.old)} -> {printable(example.new)}"
-                text = f"renamed {counted(count, 'key')} with {printable(rule.text)} ({such})"
+                sample = f"{printable(example.old)} -> {printable(example.new)}"
+                text = f"renamed {counted(count, 'key')} with {printable(rule.text)} ({sample})"
                 yield Change("rename", text, count)
 
 
@@ -635,32 +676,31 @@ class Strip(Step):
         )  # the names in an optimizer may be in separate files
         plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
         options = self._options
-        parts = distinct(checkpoint.sections)
-        _check_path(checkpoint, parts, self.at)
-        for part in parts:
-            names = list_wrappable_keys(part.node)
-            if part.kind == "state_dict":
+        sections = list_distinct(checkpoint.sections)
+        _check_path(checkpoint, sections, self.at)
+        for section in sections:
+            names = list_wrappable_keys(section.node)
+            if section.kind == "state_dict":
                 result = strip_names(names, **options)
-                plan.rename(part, names, result.renamed, result.rename_module)
+                plan.rename(section, names, result.renamed, result.rename_module)
                 if result.renamed:
-                    plan.changes.append(_strip_change(part, result, result.renamed))
+                    plan.changes.append(_strip_change(section, result, result.renamed))
                 if self.at is None:
-                    left = [result.renamed.get(name, name) for name in names]
-                    plan.changes.extend(_warn_of_partial_wrapper(part, left, self.only))
-            elif part.kind == "module":
-                found = unwrapped_modules(part.holder, **options)
-                plan.instead.update(found.instead)
-                plan.note(names, found.renamed)
-                if found.instead and found.wanted is not None:
-                    plan.changes.append(_strip_change(part, found.wanted, found.renamed))
-                if found.keeps:
-                    where = describe_path(part.path)
-                    text = f"the pickled module at {where} keeps keys with wrapper prefixes"
-                    plan.changes.append(
-                        Change("warning", f"{text}: its class defines them", len(names))
-                    )
-        plan.follow(checkpoint.root, parts, lambda own: strip_names(own, **options).renamed)
-        return plan.applied(checkpoint)
+                    remaining = [result.renamed.get(name, name) for name in names]
+                    plan.changes.extend(_warn_of_partial_wrapper(section, remaining, self.only))
+            elif section.kind == "module":
+                unwrapped = unwrap_modules(section.holder, **options)
+                plan.instead.update(unwrapped.instead)
+                plan.note(names, unwrapped.renamed)
+                if unwrapped.instead and unwrapped.wanted is not None:
+                    plan.changes.append(_strip_change(section, unwrapped.wanted, unwrapped.renamed))
+                if unwrapped.keeps:
+                    path = describe_path(section.path)
+                    text = f"the pickled module at {path} keeps keys with wrapper prefixes: "
+                    text += "its class defines them"
+                    plan.changes.append(Change("warning", text, len(names)))
+        plan.follow(checkpoint.root, sections, lambda own: strip_names(own, **options).renamed)
+        return plan.apply_to(checkpoint)
 
 
 @dataclass(frozen=True)
@@ -697,65 +737,79 @@ class Wrap(Step):
         """
         checkpoint = checkpoint.with_late_values()
         plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
-        rename, every = make_prefixer(self.wrapper, self.at), distinct(checkpoint.sections)
-        parts = every if self.key is None else [find_model_state_dict(checkpoint, self.key)]
-        _check_path(checkpoint, parts, self.at)
-        for part in parts:
-            if part.kind == "state_dict":
-                _add(plan, part, self.wrapper, self.at)
-            elif part.kind == "module":
-                plan.changes.append(stays(part))
-        plan.follow(
-            checkpoint.root, every, lambda own: changed(own, rename) if self.key is None else {}
+        rename, all_sections = (
+            make_prefixer(self.wrapper, self.at),
+            list_distinct(checkpoint.sections),
         )
-        return plan.applied(checkpoint)
+        sections = (
+            all_sections if self.key is None else [find_model_state_dict(checkpoint, self.key)]
+        )
+        _check_path(checkpoint, sections, self.at)
+        for section in sections:
+            if section.kind == "state_dict":
+                _plan_prefix(plan, section, self.wrapper, self.at)
+            elif section.kind == "module":
+                plan.changes.append(unchanged_module_warning(section))
+        plan.follow(
+            checkpoint.root,
+            all_sections,
+            lambda own: find_changed(own, rename) if self.key is None else {},
+        )
+        return plan.apply_to(checkpoint)
 
 
-def _check_path(checkpoint: Checkpoint, parts: list[Section], at: str | None) -> None:
+def _check_path(checkpoint: Checkpoint, sections: list[Section], at: str | None) -> None:
+    """Refuse a path with which no key starts.
+
+    Raises:
+        NotFound: if there is no such key.
+    """
     if at is None:
         return
-    models = [part for part in parts if part.kind in MODEL_KINDS]
-    names = [name for part in models for name in list_wrappable_keys(part.node)]
+    models = [section for section in sections if section.kind in MODEL_KINDS]
+    names = [name for section in models for name in list_wrappable_keys(section.node)]
     if not any(name.startswith(f"{at}.") for name in names):
-        known = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
+        submodules = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
         raise NotFound(
-            f"no key starts with {printable(at)!r}; the submodules are {listed(known)}",
+            f"no key starts with {printable(at)!r}; the submodules are {listed(submodules)}",
             file=checkpoint.path or None,
         )
 
 
-def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
-    names = list_wrappable_keys(part.node)
-    renamed = changed(names, make_prefixer(wrapper, at))
-    before = f"{at}.{wrapper}." if at else f"{wrapper}."
-    own = [name for name in renamed if is_wrappable(name)]
-    if own and all(name.startswith(before) for name in own):
-        text = f'the keys{describe_location(part.path)} already started with "{before}"'
+def _plan_prefix(plan: NamePlan, section: Section, wrapper: str, at: str | None) -> None:
+    """Plan to add the wrapper prefix to the keys of a state dict."""
+    names = list_wrappable_keys(section.node)
+    renamed = find_changed(names, make_prefixer(wrapper, at))
+    prefix = f"{at}.{wrapper}." if at else f"{wrapper}."
+    own_keys = [name for name in renamed if is_wrappable(name)]
+    if own_keys and all(name.startswith(prefix) for name in own_keys):
+        text = f'the keys{describe_location(section.path)} already started with "{prefix}"'
         plan.changes.append(Change("warning", text, len(renamed)))
-    plan.rename(part, names, renamed, make_module_prefixer(wrapper, at))
+    plan.rename(section, names, renamed, make_module_prefixer(wrapper, at))
     if renamed:
         keys = counted(len(renamed), "key")
-        text = f'added "{before}" to {keys}{describe_location(part.path)}'
+        text = f'added "{prefix}" to {keys}{describe_location(section.path)}'
         plan.changes.append(Change("add", text, len(renamed)))
 
 
 def _warn_of_partial_wrapper(
-    part: Section, names: list[str], only: str | Sequence[str] | None
+    section: Section, names: list[str], only: str | Sequence[str] | None
 ) -> Iterator[Change]:
     """Warn if most keys have `module.`, which stays because not all keys have it."""
-    within, others = split_partly_wrapped(names, only=only)
-    if within:
+    with_prefix, others = split_partly_wrapped(names, only=only)
+    if with_prefix:
         text = (
-            f'kept "module." on {counted(len(within), "key")}{describe_location(part.path)}, '
-            f"because {printable(others[0])} does not have it; to remove it: "
-            "ckptool rename --prefix module.="
+            f'kept "module." on {counted(len(with_prefix), "key")}'
+            f"{describe_location(section.path)}, because {printable(others[0])} does "
+            "not have it; to remove it: ckptool rename --prefix module.="
         )
-        yield Change("warning", text, len(within))
+        yield Change("warning", text, len(with_prefix))
 
 
-def _strip_change(part: Section, result: StripResult, renamed: dict[str, str]) -> Change:
+def _strip_change(section: Section, result: StripResult, renamed: dict[str, str]) -> Change:
+    """Return the change for the removed prefixes of a section."""
     prefixes = " and ".join(f'"{wrapper}."' for wrapper in result.wrappers)
     levels = f" ({result.levels} levels)" if result.levels > 1 else ""
-    keys = f"{counted(len(renamed), 'key')}{describe_location(part.path)}"
+    keys = f"{counted(len(renamed), 'key')}{describe_location(section.path)}"
     text = f"removed {prefixes} from {keys}{levels}"
     return Change("strip", text, len(renamed))

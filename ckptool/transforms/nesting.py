@@ -34,25 +34,26 @@ class Flatten(Step):
             NameCollision: if two entries would get the same key.
             NotRepresentable: if tensors are in an object, whose class would be lost.
         """
-        root, lost = OrderedMap(), list[str]()
+        root, losses = OrderedMap(), list[str]()
 
-        def enter(path: Path, node: Any) -> bool:
-            here = describe_path(path)
+        def note_losses(path: Path, node: Any) -> bool:
+            """Note the losses of a container; refuse an object."""
+            shown = describe_path(path)
             if isinstance(node, Opaque):
                 raise NotRepresentable(
-                    f"{here} is an object of class {printable(node.class_name)} with tensors "
+                    f"{shown} is an object of class {printable(node.class_name)} with tensors "
                     "inside",
                     file=checkpoint.path or None,
                     hint="add --plain to convert objects to plain data, or choose one part "
                     "with --key",
                 )
             if isinstance(node, OrderedMap) and node.attributes:
-                lost.append(f"the attributes of {here}: {listed(map(str, node.attributes))}")
+                losses.append(f"the attributes of {shown}: {listed(map(str, node.attributes))}")
             if not node and path:
-                lost.append(f"{here} is empty")
+                losses.append(f"{shown} is empty")
             return True
 
-        for path, leaf in walk(checkpoint.root, enter=enter):
+        for path, leaf in walk(checkpoint.root, enter=note_losses):
             name = self.separator.join(map(str, path))
             if name in root:
                 raise NameCollision(
@@ -66,7 +67,7 @@ class Flatten(Step):
             f"flattened {counted(count, 'tensor')} into one dict, keys joined with "
             f"{self.separator!r}"
         )
-        left_out = [Change("left-out", one, 1) for one in lost]
+        left_out = [Change("left-out", loss, 1) for loss in losses]
         return checkpoint.with_root(root, Change("flatten", text, count), *left_out)
 
 

@@ -18,8 +18,8 @@ from ckptool.core.tree import describe_location
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.formats import Source, open_checkpoint
 from ckptool.transforms.extraction import plain_state_dict
-from ckptool.transforms.names import with_items
-from ckptool.transforms.step import Step, listed_option
+from ckptool.transforms.names import replace_entries
+from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import are, counted, listed, printable, shell
 
 _OPTIMIZER = "has an optimizer state, which belongs to the replaced weights"
@@ -56,7 +56,7 @@ class Overlay(Step):
         Raises:
             UsageError: if `include` is a single text, or `at` is empty.
         """
-        object.__setattr__(self, "include", listed_option("overlay_include", self.include))
+        object.__setattr__(self, "include", check_list_option("overlay_include", self.include))
         if self.at == "":
             raise UsageError(
                 "--overlay-at needs the path of a submodule", hint="for example --overlay-at vae"
@@ -72,35 +72,38 @@ class Overlay(Step):
             NotRepresentable: if a quantized weight would lose its companions.
             UsageError: if a shape or dtype differs, or a key is new and `add` is False.
         """
-        part = find_model_state_dict(checkpoint)
-        if not isinstance(part.holder, dict):
+        section = find_model_state_dict(checkpoint)
+        if not isinstance(section.holder, dict):
             raise UsageError(
                 "the model is a pickled module, whose class defines its tensors",
                 file=checkpoint.path or None,
                 hint="add --model-only to convert it to a state dict first",
             )
         if isinstance(self.source, Checkpoint):
-            return self._overlay_section(checkpoint, part, self.source)
+            return self._overlay_section(checkpoint, section, self.source)
         other = open_checkpoint(os.fspath(self.source))
         try:
-            return self._overlay_section(checkpoint, part, other)
+            return self._overlay_section(checkpoint, section, other)
         except BaseException:
             other.close()
             raise
 
     def _overlay_section(
-        self, checkpoint: Checkpoint, part: Section, other: Checkpoint
+        self, checkpoint: Checkpoint, section: Section, other: Checkpoint
     ) -> Checkpoint:
-        theirs = plain_state_dict(other, find_model_state_dict(other, self.key))
-        taken = self._select_tensors(theirs, other)
-        own = {name: one for name, one in part.node.items() if isinstance(one, TensorRef)}
-        bare = map_to_bare_names(own)
-        by_bare = {short: name for name, short in bare.items()}
-        wrapper = find_common_wrapper(bare)
-        pairs = {by_bare[short]: one for short, one in taken.items() if short in by_bare}
-        added = {wrapper + short: one for short, one in taken.items() if short not in by_bare}
+        """Return the checkpoint with the tensors of `other` in one state dict."""
+        other_state = plain_state_dict(other, find_model_state_dict(other, self.key))
+        selected = self._select_tensors(other_state, other)
+        model_tensors = {
+            name: node for name, node in section.node.items() if isinstance(node, TensorRef)
+        }
+        bare_keys = map_to_bare_names(model_tensors)
+        by_bare = {short: name for name, short in bare_keys.items()}
+        wrapper = find_common_wrapper(bare_keys)
+        pairs = {by_bare[short]: new for short, new in selected.items() if short in by_bare}
+        added = {wrapper + short: new for short, new in selected.items() if short not in by_bare}
         if not pairs:
-            raise self._no_common_key(checkpoint, part, taken, by_bare, other)
+            raise self._no_common_key_error(checkpoint, section, selected, by_bare, other)
         if added and not self.add:
             raise UsageError(
                 f"{counted(len(added), 'tensor')} of {printable(other.path)} "
@@ -109,16 +112,20 @@ class Overlay(Step):
                 file=checkpoint.path or None,
                 hint="add --overlay-add to add them, or choose with --overlay-include GLOB",
             )
-        _check_alike(checkpoint, own, pairs, other)
-        _check_companions(checkpoint, part.node, pairs.keys(), "the model")
-        chosen = {name for name, one in theirs.items() if any(one is it for it in taken.values())}
-        _check_companions(other, theirs, chosen, "the other file")
-        tied = _tied_replacements(own, pairs)
-        instead = {**pairs, **tied}
-        items = [(name, instead.get(name, value)) for name, value in part.holder.items()]
+        _check_alike(checkpoint, model_tensors, pairs, other)
+        _check_companions(checkpoint, section.node, pairs.keys(), "the model")
+        chosen = {
+            name
+            for name, node in other_state.items()
+            if any(node is tensor for tensor in selected.values())
+        }
+        _check_companions(other, other_state, chosen, "the other file")
+        tied = _replace_tied(model_tensors, pairs)
+        replacements = {**pairs, **tied}
+        items = [(name, replacements.get(name, value)) for name, value in section.holder.items()]
         text = (
-            f"replaced {counted(len(pairs), 'tensor')}{describe_location(part.path)} with those of "
-            f"{printable(other.path)}"
+            f"replaced {counted(len(pairs), 'tensor')}{describe_location(section.path)} "
+            f"with those of {printable(other.path)}"
         )
         changes = [Change("overlay", text, len(pairs))]
         if tied:
@@ -127,46 +134,46 @@ class Overlay(Step):
         if added:
             text = f"added {counted(len(added), 'tensor')}: {listed(map(printable, added), most=3)}"
             changes.append(Change("overlay", text, len(added)))
-        if any(one.kind == "optimizer" for one in checkpoint.sections):
+        if any(part.kind == "optimizer" for part in checkpoint.sections):
             changes.append(Change("warning", f"the file {_OPTIMIZER}"))
-        entries = {id(part.holder): [*items, *added.items()]}
-        made = with_items(checkpoint, entries, *changes)
-        return replace(made, sources=(*made.sources, *other.sources))
+        entries = {id(section.holder): [*items, *added.items()]}
+        result = replace_entries(checkpoint, entries, *changes)
+        return replace(result, sources=(*result.sources, *other.sources))
 
-    def _select_tensors(self, theirs: OrderedMap, other: Checkpoint) -> dict[str, TensorRef]:
+    def _select_tensors(self, other_state: OrderedMap, other: Checkpoint) -> dict[str, TensorRef]:
         """Return the tensors of the other file by their keys in the model."""
-        tensors = {name: one for name, one in theirs.items() if isinstance(one, TensorRef)}
-        bare = map_to_bare_names(tensors)
-        index = NameIndex([((bare[name],), one) for name, one in tensors.items()])
+        tensors = {name: node for name, node in other_state.items() if isinstance(node, TensorRef)}
+        bare_keys = map_to_bare_names(tensors)
+        index = NameIndex([((bare_keys[name],), tensor) for name, tensor in tensors.items()])
         chosen = select(index, tuple(self.include), (), endings=False)
-        for one in chosen.unmatched:
-            raise unmatched_error(one, other.path)
+        for unmatched in chosen.unmatched:
+            raise unmatched_error(unmatched, other.path)
         front = f"{self.at}." if self.at is not None else ""
-        return {front + path[0]: one for path, one in chosen.pick_from(index)}
+        return {front + path[0]: tensor for path, tensor in chosen.pick_from(index)}
 
-    def _no_common_key(
+    def _no_common_key_error(
         self,
         checkpoint: Checkpoint,
-        part: Section,
-        taken: Mapping[str, TensorRef],
+        section: Section,
+        selected: Mapping[str, TensorRef],
         by_bare: Mapping[str, str],
         other: Checkpoint,
     ) -> NotFound:
-        """Return the error for no common key, with the prefix that would give the most matches."""
+        """Return the error that no key is common, with the prefix that gives the most matches."""
         front = len(self.at) + 1 if self.at is not None else 0
         prefixes: Counter[str] = Counter()
-        shapes = {short: part.node[name].shape for short, name in by_bare.items()}
-        ends: dict[str, list[str]] = {}
+        shapes = {short: section.node[name].shape for short, name in by_bare.items()}
+        keys_by_last_part: dict[str, list[str]] = {}
         for short in shapes:
-            ends.setdefault(short.rpartition(".")[2], []).append(short)
-        for short, one in taken.items():
-            own = short[front:]
-            for there in ends.get(own.rpartition(".")[2], ()):
-                if there.endswith(f".{own}") and shapes[there] == one.shape:
-                    prefixes[there.removesuffix(f".{own}")] += 1
-        hint = f"the model has {listed(by_bare, 3)}; the other file {listed(taken, 3)}"
+            keys_by_last_part.setdefault(short.rpartition(".")[2], []).append(short)
+        for short, tensor in selected.items():
+            other_key = short[front:]
+            for model_key in keys_by_last_part.get(other_key.rpartition(".")[2], ()):
+                if model_key.endswith(f".{other_key}") and shapes[model_key] == tensor.shape:
+                    prefixes[model_key.removesuffix(f".{other_key}")] += 1
+        hint = f"the model has {listed(by_bare, 3)}; the other file {listed(selected, 3)}"
         for path, count in prefixes.most_common(1):
-            hint = f"add --overlay-at {path}, which matches {count:,} of {len(taken):,}"
+            hint = f"add --overlay-at {path}, which matches {count:,} of {len(selected):,}"
         return NotFound(
             f"no tensor of {printable(other.path)} has a key of the model",
             file=checkpoint.path or None,
@@ -176,54 +183,60 @@ class Overlay(Step):
 
 def _check_alike(
     checkpoint: Checkpoint,
-    own: Mapping[str, TensorRef],
+    model_tensors: Mapping[str, TensorRef],
     pairs: Mapping[str, TensorRef],
     other: Checkpoint,
 ) -> None:
     """Refuse tensors of another shape or dtype."""
-    wrong = [
-        f"{printable(name)} (file {one.dtype} {list(one.shape)}, model "
-        f"{own[name].dtype} {list(own[name].shape)})"
-        for name, one in pairs.items()
-        if (one.shape, one.dtype) != (own[name].shape, own[name].dtype)
+    differing = [
+        f"{printable(name)} (file {tensor.dtype} {list(tensor.shape)}, model "
+        f"{model_tensors[name].dtype} {list(model_tensors[name].shape)})"
+        for name, tensor in pairs.items()
+        if (tensor.shape, tensor.dtype) != (model_tensors[name].shape, model_tensors[name].dtype)
     ]
-    if wrong:
-        casts = all(one.shape == own[name].shape for name, one in pairs.items())
+    if differing:
+        only_dtypes_differ = all(
+            tensor.shape == model_tensors[name].shape for name, tensor in pairs.items()
+        )
         raise UsageError(
-            f"{counted(len(wrong), 'tensor')} of {printable(other.path)} have a different "
+            f"{counted(len(differing), 'tensor')} of {printable(other.path)} have a different "
             "shape or dtype in the model: "
-            f"{listed(wrong, most=3)}",
+            f"{listed(differing, most=3)}",
             file=checkpoint.path or None,
             hint=f"cast the other file first: ckptool cast {shell(other.path)} --dtype "
-            f"{own[next(iter(pairs))].dtype}"
-            if casts
+            f"{model_tensors[next(iter(pairs))].dtype}"
+            if only_dtypes_differ
             else None,
         )
 
 
 def _check_companions(
-    checkpoint: Checkpoint, state: Mapping[Any, Any], chosen: Iterable[str], what: str
+    checkpoint: Checkpoint, state: Mapping[Any, Any], chosen: Iterable[str], owner: str
 ) -> None:
     """Refuse to separate quantized weights from their scales."""
     names = {*chosen}
-    for weight, known in find_quantized(state).items():
-        group = {weight, *known.companions}
+    for weight, quantized in find_quantized(state).items():
+        group = {weight, *quantized.companions}
         if names & group and not group <= names:
             raise NotRepresentable(
-                f"{printable(weight)!r} of {what} {known}, and would be separated from "
+                f"{printable(weight)!r} of {owner} {quantized}, and would be separated from "
                 f"{listed(sorted(group - names), 3)}",
                 file=checkpoint.path or None,
                 hint="select them together with --overlay-include, or dequantize first",
             )
 
 
-def _tied_replacements(
-    own: Mapping[str, TensorRef], pairs: Mapping[str, TensorRef]
+def _replace_tied(
+    model_tensors: Mapping[str, TensorRef], pairs: Mapping[str, TensorRef]
 ) -> dict[str, TensorRef]:
     """Return the new tensors of keys that are only tied to a replaced one."""
-    places = {own[name].place: one for name, one in pairs.items() if own[name].place is not None}
+    by_place = {
+        model_tensors[name].place: tensor
+        for name, tensor in pairs.items()
+        if model_tensors[name].place is not None
+    }
     return {
-        name: places[one.place]
-        for name, one in own.items()
-        if name not in pairs and one.place is not None and one.place in places
+        name: by_place[tensor.place]
+        for name, tensor in model_tensors.items()
+        if name not in pairs and tensor.place is not None and tensor.place in by_place
     }

@@ -42,7 +42,7 @@ from ckptool.errors import NotRepresentable, UsageError
 from ckptool.symbolic.encoder import find_blocked_names
 from ckptool.symbolic.text import to_bytes
 from ckptool.transforms.extraction import plain_state_dict
-from ckptool.transforms.step import Step, option_words
+from ckptool.transforms.step import Step, format_option
 from ckptool.words import counted, listed, printable
 
 _COUNTER = "collections.Counter"
@@ -69,6 +69,7 @@ def is_refused(node: Any) -> bool:
 
 
 def _is_accepted(node: Opaque) -> bool:
+    """Return True if `torch.load(weights_only=True)` loads the object."""
     if not isinstance(node.func, Global) or is_refused(node.func):
         return False
     if node.maker == "persid" or node.kwargs is not None:
@@ -77,7 +78,7 @@ def _is_accepted(node: Opaque) -> bool:
     return {kind for kind, _ in node.steps} <= filled
 
 
-def class_of(node: Any) -> str:
+def name_class(node: Any) -> str:
     """Return the class name of an object, class or tensor, as in the file."""
     if isinstance(node, Opaque) and node.plain is not None:
         return f"numpy.{node.plain[0]}"
@@ -87,8 +88,8 @@ def class_of(node: Any) -> str:
     return str(name)
 
 
-def refusals(root: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every mention of a rejected node with its path, but not the content of the node."""
+def find_refused(root: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield every rejected node with its path, once for each mention, but not its content."""
     for link, node in walk_mentions(root, enter=lambda node: not is_refused(node)):
         if is_refused(node):
             yield to_path(link), node
@@ -97,7 +98,7 @@ def refusals(root: Any) -> Iterator[tuple[Path, Any]]:
 _NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
 
 
-def plain_form(node: Opaque) -> Any:
+def to_plain_data(node: Opaque) -> Any:
     """Return plain data equivalent to `node`, or `node` itself if there is none.
 
     Plain data are numbers, text, dicts, lists and sets. Their content is not converted yet.
@@ -106,34 +107,34 @@ def plain_form(node: Opaque) -> Any:
         return node.plain[1]
     if not is_refused(node):
         return node
-    home = node.class_name.partition(".")[0]
-    known = _KNOWN.get(node.class_name) or _KNOWN.get(f"{home}.*")
-    form = (known or _by_structure)(node)
-    if form is None:
+    package = node.class_name.partition(".")[0]
+    converter = _KNOWN.get(node.class_name) or _KNOWN.get(f"{package}.*")
+    plain = (converter or _convert_by_structure)(node)
+    if plain is None:
         return node
-    return None if form is _NOTHING else form
+    return None if plain is _NOTHING else plain
 
 
-def _by_structure(node: Opaque) -> Any:
+def _convert_by_structure(node: Opaque) -> Any:
     """Return the plain form of an object of an unknown class, by the way it is pickled."""
     kinds = {kind for kind, _ in node.steps}
-    base, inside = _base_of(node)
+    base, inside = _find_base(node)
     if base is None:
         return None
     if kinds <= {"build"} and base == "object":
-        return _attributes_of(node)
+        return _read_attributes(node)
     if kinds <= {"build", "set"} and base in ("object", "dict"):
-        return _as_dict(node, inside)
+        return _to_dict(node, inside)
     if kinds == {"append"} and base in ("object", "list"):
         return [*inside, *(value for _, value in list_items(node))]
     return list(inside) if base == "list" and not kinds else None
 
 
-def _base_of(node: Opaque) -> tuple[str | None, Any]:
+def _find_base(node: Opaque) -> tuple[str | None, Any]:
     """Return the base class from which an object was created, and its content.
 
     `cls.__new__(cls)`, `cls()` with later steps, or `copyreg._reconstructor(cls, base, content)` in
-    protocols 0 and 1. None: only the class knows the meaning of its arguments.
+    protocols 0 and 1. The base is None if only the class knows the meaning of its arguments.
     """
     if not isinstance(node.func, Global) or node.kwargs is not None or node.maker == "persid":
         return None, ()
@@ -147,7 +148,7 @@ def _base_of(node: Opaque) -> tuple[str | None, Any]:
     return None, ()
 
 
-def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
+def _read_attributes(node: Opaque) -> dict[Any, Any] | None:
     """Return the attributes of an object, or None if its state is not one dict."""
     if not node.steps:
         return {}
@@ -157,7 +158,7 @@ def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
     return node.attributes
 
 
-def _as_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
+def _to_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
     """Return the items of an instance of a dict subclass, with its attributes as items."""
     items = {**dict(content), **dict(list_items(node))}
     state, attributes = node.state, node.attributes
@@ -165,13 +166,13 @@ def _as_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
         return None
     if all(name in items and items[name] is value for name, value in attributes.items()):
         return items  # its attributes are its items
-    made = OrderedMap(items)
-    made.attributes = attributes
-    return made
+    mapping = OrderedMap(items)
+    mapping.attributes = attributes
+    return mapping
 
 
-def _tuple_items(node: Opaque) -> tuple[Any, ...] | None:
-    """Return the items of a namedtuple, or of another tuple subclass, else None.
+def _read_tuple_items(node: Opaque) -> tuple[Any, ...] | None:
+    """Return the items of an instance of a tuple subclass, or None for any other object.
 
     `cls.__new__(cls, *items)`, or `cls.__new__(cls, items)` if the class has no fields; in
     protocols 0 and 1, `copyreg._reconstructor(cls, tuple, items)`. Also None if the object has
@@ -189,7 +190,7 @@ def _tuple_items(node: Opaque) -> tuple[Any, ...] | None:
     return None
 
 
-def _plain_tensor(tensor: TensorRef) -> TensorRef:
+def _to_plain_tensor(tensor: TensorRef) -> TensorRef:
     """Return a numpy array or an instance of a tensor subclass as a plain tensor.
 
     Attributes stay, and an array that carries a TPU tensor becomes a tensor. The same tensor is
@@ -204,12 +205,12 @@ def _plain_tensor(tensor: TensorRef) -> TensorRef:
         return replace_elements(tensor)
     if tensor.storage is None or not any(is_refused(layer.type) for layer in tensor.wrapping):
         return tensor
-    layers = [_plain_layer(layer) for layer in tensor.wrapping]
+    layers = [_strip_layer(layer) for layer in tensor.wrapping]
     kind = "strided" if tensor.kind == "subclass" else tensor.kind
     return replace(tensor, kind=kind, wrapping=tuple(filter(None, layers)))
 
 
-def _plain_layer(layer: Wrapping) -> Wrapping | None:
+def _strip_layer(layer: Wrapping) -> Wrapping | None:
     """Return a layer without its rejected class; None if nothing of it remains.
 
     The state may not be complete yet.
@@ -224,28 +225,31 @@ def _plain_layer(layer: Wrapping) -> Wrapping | None:
 # Classes of the standard library and of numpy
 
 
-def _path(node: Opaque) -> str | None:
+def _convert_path(node: Opaque) -> str | None:
+    """Return the text of a `pathlib` path, or None if its arguments are not text."""
     if not isinstance(node.args, tuple) or not all(isinstance(part, str) for part in node.args):
         return None
     windows = "Windows" in node.class_name.rpartition(".")[2]
     return str((PureWindowsPath if windows else PurePosixPath)(*node.args))
 
 
-def _deque(node: Opaque) -> list[Any] | None:
+def _convert_deque(node: Opaque) -> list[Any] | None:
+    """Return the items of a `collections.deque`."""
     match node.args:
         case () | ((), _):
             return [value for _, value in list_items(node)]
     return None
 
 
-def _frozenset(node: Opaque) -> Opaque | None:
+def _convert_frozenset(node: Opaque) -> Opaque | None:
+    """Return a set with the items of a frozenset."""
     match node.args:
         case ([*items],):
             return Opaque(Global("builtins", "set"), (list(items),))
     return Opaque(Global("builtins", "set"), ([],)) if node.args == () else None
 
 
-def _dtype(node: Opaque) -> str | None:
+def _convert_dtype(node: Opaque) -> str | None:
     """Return the text for `numpy.dtype`, such as `<f4`; None for records and sub-arrays."""
     match node.args, node.state:
         case (str() as code, *_), (_, str() as order, None, None, None, *_):
@@ -254,11 +258,11 @@ def _dtype(node: Opaque) -> str | None:
     return None
 
 
-def _scalar(node: Opaque) -> str | bytes | None:
+def _convert_scalar(node: Opaque) -> str | bytes | None:
     """Return the value of a `numpy.str_` or `numpy.bytes_`; `Opaque.plain` has numbers already."""
     match node.args:
         case (Opaque() as dtype, payload) if dtype.class_name == "numpy.dtype":
-            code, raw = _dtype(dtype) or "", to_bytes(payload)
+            code, raw = _convert_dtype(dtype) or "", to_bytes(payload)
             if raw is None:
                 return None
             if code.startswith("S"):
@@ -270,28 +274,32 @@ def _scalar(node: Opaque) -> str | bytes | None:
     return None
 
 
-def _omegaconf(node: Opaque) -> Any:
+def _convert_omegaconf(node: Opaque) -> Any:
     """Return the items of a DictConfig or ListConfig, or the value of a node in one.
 
     The rest of it is types and references to its parent. Interpolations stay text.
     """
-    held = node.attributes
-    value = held.get("_content", held.get("_val"))
-    return _NOTHING if value is None and not held.keys().isdisjoint(("_content", "_val")) else value
+    attributes = node.attributes
+    value = attributes.get("_content", attributes.get("_val"))
+    return (
+        _NOTHING
+        if value is None and not attributes.keys().isdisjoint(("_content", "_val"))
+        else value
+    )
 
 
 _UTF32 = {"<U": "utf-32-le", ">U": "utf-32-be"}
 
 
 _KNOWN: dict[str, Callable[[Opaque], Any]] = {
-    "pathlib.*": _path,
-    "builtins.frozenset": _frozenset,
-    "collections.defaultdict": lambda node: _as_dict(node, ()),
-    "collections.deque": _deque,
-    "omegaconf.*": _omegaconf,
-    "numpy.dtype": _dtype,
-    "numpy.core.multiarray.scalar": _scalar,
-    "numpy._core.multiarray.scalar": _scalar,
+    "pathlib.*": _convert_path,
+    "builtins.frozenset": _convert_frozenset,
+    "collections.defaultdict": lambda node: _to_dict(node, ()),
+    "collections.deque": _convert_deque,
+    "omegaconf.*": _convert_omegaconf,
+    "numpy.dtype": _convert_dtype,
+    "numpy.core.multiarray.scalar": _convert_scalar,
+    "numpy._core.multiarray.scalar": _convert_scalar,
 }
 """Plain forms by class. The factory of a `defaultdict` and `maxlen` of a `deque` are lost."""
 
@@ -300,20 +308,22 @@ _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 _OF_EVERY_MODULE = frozenset({"training", "_version", "_is_full_backward_hook", "_backend"})
 
 
-def _content_outside_state(module: Opaque) -> tuple[list[str], list[str]]:
-    """Return the content of a module that is not in its `state_dict()`: tensors, and attributes.
+def _find_content_outside_state(module: Opaque) -> tuple[list[str], list[str]]:
+    """Return the content of a module outside its `state_dict()`: tensors, and attributes.
 
     Tensors with another key in the state dict (`_flat_weights` of an LSTM) do not count.
     """
     in_state = find_tensors(dict(to_module_state(module) or {}))
-    known = {tensor.place or id(tensor) for tensor in in_state}
-    lost = [describe_opaque_content(path, one) for path, one in find_opaque_content(module).items()]
+    places = {tensor.place or id(tensor) for tensor in in_state}
+    lost = [
+        describe_opaque_content(path, node) for path, node in find_opaque_content(module).items()
+    ]
     names: dict[str, None] = {}
-    for prefix, part in walk_modules(module):
-        rest = {name: one for name, one in part.attributes.items() if name not in _HELD}
-        for name, value in {**part.attributes.get("_buffers", {}), **rest}.items():
+    for prefix, submodule in walk_modules(module):
+        others = {name: node for name, node in submodule.attributes.items() if name not in _HELD}
+        for name, value in {**submodule.attributes.get("_buffers", {}), **others}.items():
             tensors = list(find_tensors(value))
-            hidden = [one for one in tensors if (one.place or id(one)) not in known]
+            hidden = [tensor for tensor in tensors if (tensor.place or id(tensor)) not in places]
             if hidden:
                 lost.append(f"{printable(f'{prefix}{name}')} ({counted(len(hidden), 'tensor')})")
             is_empty = value is None or (isinstance(value, (dict, list, tuple)) and not value)
@@ -365,7 +375,7 @@ class Plain(Step):
         """Yield the command-line words of this step for `convert`."""
         for name in ("plain", "drop_objects"):
             if getattr(self, name):
-                yield from option_words(name, True)
+                yield from format_option(name, True)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint without objects.
@@ -377,21 +387,28 @@ class Plain(Step):
         """
         if not self.drop_objects:
             return self._convert(checkpoint)
-        made = (
+        result = (
             self._convert(checkpoint)
             if self.plain
             else _drop_rejected(checkpoint, hint="add --plain to convert objects to plain data")
         )
-        asked = tuple(replace(one, wanted=one.wanted or one.needed) for one in made.changes)
-        return made if asked == made.changes else replace(made, changes=asked)
+        changes = tuple(
+            replace(change, wanted=change.wanted or change.needed) for change in result.changes
+        )
+        return result if changes == result.changes else replace(result, changes=changes)
 
     def _convert(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with plain data in place of objects.
+
+        Raises:
+            NotRepresentable: if objects without a plain form remain and `drop_objects` is False.
+        """
         checkpoint = checkpoint.with_late_values()
         refuse_placeholders(checkpoint)
-        result = _with_forms(checkpoint, _plain_forms(checkpoint, partly=self.drop_objects))
+        result = _convert_leaves(checkpoint, _make_converter(checkpoint, partly=self.drop_objects))
         if self.drop_objects:
             return _drop_rejected(result, hint=None)
-        remaining = [_describe_remaining(path, node) for path, node in refusals(result.root)]
+        remaining = [_describe_remaining(path, node) for path, node in find_refused(result.root)]
         if remaining:
             raise NotRepresentable(
                 f"{counted(len(remaining), 'object')} cannot be converted to plain data "
@@ -404,39 +421,50 @@ class Plain(Step):
 
 
 def _drop_rejected(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
-    kept = _with_forms(checkpoint, _kept_form)
-    found = [
-        Change("left-out", _sentence(path, node), 1, wanted=True)
-        for path, node in refusals(kept.root)
+    """Return the checkpoint without rejected objects; `hint` is for errors.
+
+    Raises:
+        NotRepresentable: if nothing, or no tensor of a model, would remain.
+    """
+    unwrapped = _convert_leaves(checkpoint, _unwrap_rejected)
+    changes = [
+        Change("left-out", _describe_rejected(path, node), 1, wanted=True)
+        for path, node in find_refused(unwrapped.root)
     ]
-    if not found:
-        return kept
-    if is_refused(kept.root):
+    if not changes:
+        return unwrapped
+    if is_refused(unwrapped.root):
         raise NotRepresentable(
-            f"the file is one object ({class_of(kept.root)}), so nothing would remain",
+            f"the file is one object ({name_class(unwrapped.root)}), so nothing would remain",
             file=checkpoint.path or None,
             hint=hint,
         )
-    result = kept.with_root(rebuild(kept.root, _strip_rejected, _with_kept_entries), *found)
-    _check_models(kept, result, hint)
-    _refuse_nothing(kept, result, hint)
+    result = unwrapped.with_root(rebuild(unwrapped.root, _strip_rejected, _strip_entries), *changes)
+    _refuse_lost_models(unwrapped, result, hint)
+    _refuse_nothing(unwrapped, result, hint)
     return result
 
 
-def _check_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
+def _refuse_lost_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
     """Refuse to lose every tensor of a state dict, or every model.
 
     Raises:
         NotRepresentable: if one would be lost.
     """
-    models = [part for part in before.sections if part.kind in MODEL_KINDS and part.tensors()]
-    staying = {path for path, _ in after.tensors()}
-    lost = [part for part in models if staying.isdisjoint(path for path, _ in part.tensors())]
-    for part in lost:
-        if part.kind == "state_dict" or len(lost) == len(models):
-            where = f"the {part.kind} {printable(part.name) or 'at the root'}"
+    models = [
+        section for section in before.sections if section.kind in MODEL_KINDS and section.tensors()
+    ]
+    remaining_paths = {path for path, _ in after.tensors()}
+    lost = [
+        section
+        for section in models
+        if remaining_paths.isdisjoint(path for path, _ in section.tensors())
+    ]
+    for section in lost:
+        if section.kind == "state_dict" or len(lost) == len(models):
+            subject = f"the {section.kind} {printable(section.name) or 'at the root'}"
             raise NotRepresentable(
-                f"{where} would lose {counted(len(part.tensors()), 'tensor')}, which are "
+                f"{subject} would lose {counted(len(section.tensors()), 'tensor')}, which are "
                 "in objects",
                 file=before.path or None,
                 hint=hint,
@@ -451,82 +479,87 @@ def _refuse_nothing(before: Checkpoint, after: Checkpoint, hint: str | None) -> 
     """
     had_tensors = has_tensors(before.root)
     if not (has_tensors(after.root) if had_tensors else _has_content(after)):
-        what = "every tensor of the file" if had_tensors else "all content"
-        classes = dict.fromkeys(class_of(node) for _, node in refusals(before.root))
+        subject = "every tensor of the file" if had_tensors else "all content"
+        classes = dict.fromkeys(name_class(node) for _, node in find_refused(before.root))
         raise NotRepresentable(
-            f"{what} is in objects, so nothing would remain: {listed(classes, most=4)}",
+            f"{subject} is in objects, so nothing would remain: {listed(classes, most=4)}",
             file=before.path or None,
             hint=hint,
         )
 
 
 def _has_content(checkpoint: Checkpoint) -> bool:
+    """Return True if the tree has a leaf that is not None."""
     return any(leaf is not None for _, leaf in checkpoint.leaves)
 
 
-def _sentence(path: Path, node: Any) -> str:
+def _describe_rejected(path: Path, node: Any) -> str:
+    """Return the path and class of a rejected node, with the number of tensors in it."""
     tensors = 0 if isinstance(node, (Global, TensorRef)) else sum(1 for _ in find_tensors(node))
     inside = f", with {tensors} tensor{'s' if tensors > 1 else ''}" if tensors else ""
-    return f"{describe_path(path)} ({printable(class_of(node))}{inside})"
+    return f"{describe_path(path)} ({printable(name_class(node))}{inside})"
 
 
 def _describe_remaining(path: Path, node: Any) -> str:
-    lost = _content_outside_state(node)[0] if is_module(node) else ()
-    beside = f", except for its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
-    return f"{describe_path(path)} ({class_of(node)}{beside})"
+    """Return the path and class of an object that remains, with the content of a module."""
+    lost = _find_content_outside_state(node)[0] if is_module(node) else ()
+    exception = f", except for its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
+    return f"{describe_path(path)} ({name_class(node)}{exception})"
 
 
 Forms = Callable[[Any], Any]
 """Returns the plain form of a tensor or object, or the node itself."""
 
 
-def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
-    """Return the plain forms; with `partly`, also those of modules with other tensors."""
+def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
+    """Return the function that converts a leaf; with `partly`, also modules with other tensors."""
 
-    def form(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
+        """Return the plain form of a leaf, or the leaf itself."""
         if isinstance(leaf, TensorRef):
-            return _plain_tensor(leaf)
+            return _to_plain_tensor(leaf)
         if not is_module(leaf):
-            return plain_form(leaf)
+            return to_plain_data(leaf)
         state = to_model_state(leaf)
-        if state is None or (not partly and _content_outside_state(leaf)[0]):
+        if state is None or (not partly and _find_content_outside_state(leaf)[0]):
             return leaf
         return plain_state_dict(checkpoint, Section((), "module", state, leaf))
 
-    return form
+    return convert
 
 
-def _kept_form(leaf: Any) -> Any:
+def _unwrap_rejected(leaf: Any) -> Any:
     """Return the elements of a rejected tensor, the items of a rejected tuple, or else the leaf."""
     if isinstance(leaf, TensorRef):
-        form = _plain_tensor(leaf) if is_refused(leaf) else leaf
-        return leaf if is_refused(form) else form
-    items = _tuple_items(leaf)
+        plain = _to_plain_tensor(leaf) if is_refused(leaf) else leaf
+        return leaf if is_refused(plain) else plain
+    items = _read_tuple_items(leaf)
     return leaf if items is None else items
 
 
-def _with_forms(checkpoint: Checkpoint, form_of: Forms) -> Checkpoint:
-    """Return the checkpoint with every plain form in place, or the same one if there are none."""
-    keys = _objects_in_keys(checkpoint.root)
+def _convert_leaves(checkpoint: Checkpoint, convert: Forms) -> Checkpoint:
+    """Return the checkpoint with all leaves converted, or the same one if none changes."""
+    key_ids = _find_objects_in_keys(checkpoint.root)
     forms: dict[int, Any] = {}
 
-    def form(leaf: Any) -> Any:
+    def convert_leaf(leaf: Any) -> Any:
+        """Convert a leaf, unless it is in a key and its plain form may be unhashable."""
         if not isinstance(leaf, (TensorRef, Opaque)):
             return leaf
-        found = form_of(leaf)
+        plain = convert(leaf)
         is_number = isinstance(leaf, Opaque) and leaf.plain is not None
-        if id(leaf) in keys and not is_number and not isinstance(found, tuple):
-            return leaf  # as a key, a plain form may be unhashable, or equal to another key
-        if found is not leaf:
-            forms[id(leaf)] = found
-        return found
+        if id(leaf) in key_ids and not is_number and not isinstance(plain, tuple):
+            return leaf  # A plain form may be unhashable, or equal to another key.
+        if plain is not leaf:
+            forms[id(leaf)] = plain
+        return plain
 
-    root = rebuild(checkpoint.root, form)
-    changes = list(_form_changes(checkpoint.root, form_of, forms))
+    root = rebuild(checkpoint.root, convert_leaf)
+    changes = list(_report_conversions(checkpoint.root, convert, forms))
     return checkpoint.with_root(root, *changes) if changes else checkpoint
 
 
-def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[Change]:
+def _report_conversions(root: Any, convert: Forms, forms: dict[int, Any]) -> Iterator[Change]:
     """Yield a change for every object and array with a plain form, in the order of the file."""
 
     def has_more(node: Any) -> bool:
@@ -536,15 +569,15 @@ def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[
 
     settings: dict[str, None] = {}
     for link, node in walk_mentions(root, enter=has_more):
-        form = form_of(node) if isinstance(node, TensorRef) else forms.get(id(node), node)
+        form = convert(node) if isinstance(node, TensorRef) else forms.get(id(node), node)
         if form is node:
             continue
         name = describe_path(to_path(link))
         yield Change(
-            "plain", f"{name}: converted {printable(class_of(node))} to {_describe_form(form)}", 1
+            "plain", f"{name}: converted {printable(name_class(node))} to {_describe_form(form)}", 1
         )
         if is_module(node):
-            tensors, attributes = _content_outside_state(node)
+            tensors, attributes = _find_content_outside_state(node)
             settings.update(dict.fromkeys(attributes))
             for lost in tensors:
                 yield Change("left-out", f"{name}: {lost}", 1, wanted=True)
@@ -553,7 +586,7 @@ def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[
         yield Change("left-out", text, len(settings), wanted=True)
 
 
-def _objects_in_keys(root: Any) -> set[int]:
+def _find_objects_in_keys(root: Any) -> set[int]:
     """Return the ids of objects in dict keys and items of sets, also inside tuples."""
     keys: list[Any] = []
     for node in walk_everything(root):
@@ -565,6 +598,7 @@ def _objects_in_keys(root: Any) -> set[int]:
 
 
 def _describe_form(form: Any) -> str:
+    """Return a phrase for a plain form, such as `a dict` or `text`."""
     names = {TensorRef: "tensor", Opaque: "set", OrderedMap: "OrderedDict", str: "text"}
     word = names.get(type(form), type(form).__name__)
     article = "an " if word[0] in "aeiouO" else "a "
@@ -575,7 +609,7 @@ def _describe_form(form: Any) -> str:
 
 
 def _strip_rejected(leaf: Any) -> Any:
-    """Return a leaf without rejected parts; None for a rejected leaf."""
+    """Return a leaf without its rejected parts, or None for a rejected leaf."""
     if is_refused(leaf):
         return None
     if isinstance(leaf, TensorRef):
@@ -585,27 +619,28 @@ def _strip_rejected(leaf: Any) -> Any:
         kind = "strided" if leaf.kind == "subclass" else leaf.kind
         return replace(leaf, kind=kind, wrapping=layers)
     if isinstance(leaf, Opaque) and leaf.class_name in _SETS and leaf.args:
-        items = [item for item in leaf.args[0] if not any(refusals(item))]
+        items = [item for item in leaf.args[0] if not any(find_refused(item))]
         return leaf if len(items) == len(leaf.args[0]) else replace(leaf, args=(items,))
     return leaf
 
 
-def _with_kept_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
+def _strip_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """Return a dict without the entries and attributes that have a rejected key or value."""
-    kept = _kept_entries(mapping)
+    kept = _filter_entries(mapping)
     attributes = mapping.attributes if isinstance(mapping, OrderedMap) else {}
-    rest = _kept_entries(attributes)
-    if len(kept) == len(mapping) and len(rest) == len(attributes):
+    kept_attributes = _filter_entries(attributes)
+    if len(kept) == len(mapping) and len(kept_attributes) == len(attributes):
         return mapping
-    made = copy_with_items(mapping, kept)
-    if isinstance(made, OrderedMap):
-        made.attributes = rest
-    return made
+    smaller = copy_with_items(mapping, kept)
+    if isinstance(smaller, OrderedMap):
+        smaller.attributes = kept_attributes
+    return smaller
 
 
-def _kept_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
+def _filter_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the entries whose key and value are not rejected."""
     return {
         key: value
         for key, value in mapping.items()
-        if not any(refusals(key)) and not is_refused(value)
+        if not any(find_refused(key)) and not is_refused(value)
     }

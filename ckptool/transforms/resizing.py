@@ -39,23 +39,31 @@ _One: TypeAlias = "Callable[[str, TensorRef, str], tuple[TensorRef, str]]"
 """Returns a tensor with another shape, and what was done to it."""
 
 
-def _by_glob(kind: str, glob: str, one: _One) -> SectionRule:
-    def step(part: Section, file: str) -> SectionWork:
-        tensors = get_named_tensors(part.node)
-        index = NameIndex([((*part.path, name), node) for name, node in tensors.items()], file)
-        places = {index.nodes[at][1].place for at in index.select(glob, endings=False)}
-        work, known = SectionWork(list(part.node.items()), set(), []), dict[Any, TensorRef]()
+def _make_glob_rule(kind: str, glob: str, resize: _One) -> SectionRule:
+    """Return the rule that applies `resize` to each tensor that matches the glob; ties stay."""
+
+    def apply(section: Section, file: str) -> SectionWork:
+        """Apply the rule to one state dict."""
+        tensors = get_named_tensors(section.node)
+        index = NameIndex([((*section.path, name), node) for name, node in tensors.items()], file)
+        chosen = {index.nodes[at][1].place for at in index.select(glob, endings=False)}
+        work, done_by_place = (
+            SectionWork(list(section.node.items()), set(), []),
+            dict[Any, TensorRef](),
+        )
         for at, (name, node) in enumerate(work.items):
-            if name not in tensors or node.place not in places:
+            if name not in tensors or node.place not in chosen:
                 continue
-            if node.place not in known:
-                _check(name, node, file)
-                known[node.place], text = one(name, node, file)
-                was, now = (made.sizes[0] for made in (node, known[node.place]))
-                is_new = node.kind == "numpy" and known[node.place] is not node
+            if node.place not in done_by_place:
+                _check_resizable(name, node, file)
+                done_by_place[node.place], text = resize(name, node, file)
+                old_rows, new_rows = (
+                    tensor.sizes[0] for tensor in (node, done_by_place[node.place])
+                )
+                is_new = node.kind == "numpy" and done_by_place[node.place] is not node
                 sentence = f"{printable(name)}: {text}"
                 sentence += "; a tensor takes the place of the numpy array" if is_new else ""
-                work.changes.append(Change(kind, sentence, 1, was=was, now=now))
+                work.changes.append(Change(kind, sentence, 1, was=old_rows, now=new_rows))
             else:
                 work.changes.append(
                     Change(
@@ -65,26 +73,27 @@ def _by_glob(kind: str, glob: str, one: _One) -> SectionRule:
                         1,
                     )
                 )
-            work.items[at] = name, known[node.place]
+            work.items[at] = name, done_by_place[node.place]
             work.used.add(id(node))
         return work
 
-    return step
+    return apply
 
 
-def resizing(rule: str) -> SectionRule:
+def parse_resize(rule: str) -> SectionRule:
     """Return the rule for `GLOB=ROWS`.
 
     Raises:
         UsageError: if the text has another form.
     """
-    found = re.fullmatch(r"(?s)(.+)=([0-9]{1,15})(:zero|:mean)?", rule)
-    if found is None:
+    match = re.fullmatch(r"(?s)(.+)=([0-9]{1,15})(:zero|:mean)?", rule)
+    if match is None:
         hint = "--resize '*.embed_tokens.weight=32001', or =32001:zero"
         raise UsageError(f"{printable(rule)!r} is not a glob with a number of rows", hint=hint)
-    rows, zero = int(found[2]), found[3] == ":zero"
+    rows, zero = int(match[2]), match[3] == ":zero"
 
-    def one(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
+    def resize(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
+        """Return a tensor with another number of rows, and a description of the change."""
         shape = tensor.sizes
         if not shape:
             raise UsageError(f"{printable(name)!r} is one number, without rows", file=file)
@@ -103,24 +112,25 @@ def resizing(rule: str) -> SectionRule:
             data = data.slice(0, rows * prod(shape[1:]) * tensor.itemsize)
             text = f"cut {counted(-count, 'row')} off the end"
         new = (rows, *shape[1:])
-        return _over_data(tensor, name, new, data), f"{list(shape)} -> {list(new)}, {text}"
+        return _with_data(tensor, name, new, data), f"{list(shape)} -> {list(new)}, {text}"
 
-    return _by_glob("resize", found[1], one)
+    return _make_glob_rule("resize", match[1], resize)
 
 
-def interpolating(rule: str) -> SectionRule:
+def parse_interpolation(rule: str) -> SectionRule:
     """Return the rule for `GLOB=HxW`.
 
     Raises:
         UsageError: if the text has another form.
     """
-    found = re.fullmatch(r"(?s)(.+)=([0-9]{1,6})x([0-9]{1,6})", rule)
-    if found is None or not (int(found[2]) and int(found[3])):
+    match = re.fullmatch(r"(?s)(.+)=([0-9]{1,6})x([0-9]{1,6})", rule)
+    if match is None or not (int(match[2]) and int(match[3])):
         hint = "--interpolate-pos 'pos_embed=24x24', in patches"
         raise UsageError(f"{printable(rule)!r} is not a glob with a grid", hint=hint)
-    grid = int(found[2]), int(found[3])
+    grid = int(match[2]), int(match[3])
 
-    def one(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
+    def interpolate(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
+        """Return a position embedding for another grid, and a description of the change."""
         shape = tensor.sizes
         tokens = shape[-2] if len(shape) > 1 and prod(shape[:-2]) == 1 else 0
         sides = [n for n in range(1, isqrt(tokens) + 1) if tokens - n * n <= _PREFIX]
@@ -128,8 +138,8 @@ def interpolating(rule: str) -> SectionRule:
             text = (
                 f"{printable(name)!r}, {tensor.dtype} {list(shape)}, cannot be a position embedding"
             )
-            why = f"of one square grid with at most {_PREFIX} tokens before it"
-            raise UsageError(f"{text} {why}", file=file)
+            expected = f"of one square grid with at most {_PREFIX} tokens before it"
+            raise UsageError(f"{text} {expected}", file=file)
         old, prefix = (sides[0], sides[0]), tokens - sides[0] ** 2
         data = row_major_data(tensor, printable(name), file)
         if grid != old:
@@ -137,12 +147,13 @@ def interpolating(rule: str) -> SectionRule:
         new = (*shape[:-2], prefix + prod(grid), shape[-1])
         text = f"a grid of {old[0]}x{old[1]} -> {grid[0]}x{grid[1]}, bicubic"
         kept = f", {counted(prefix, 'token')} before it kept" if prefix else ""
-        return _over_data(tensor, name, new, data), text + kept
+        return _with_data(tensor, name, new, data), text + kept
 
-    return _by_glob("interpolate", found[1], one)
+    return _make_glob_rule("interpolate", match[1], interpolate)
 
 
-def _check(name: str, tensor: TensorRef, file: str) -> None:
+def _check_resizable(name: str, tensor: TensorRef, file: str) -> None:
+    """Refuse a tensor without plain elements."""
     if not tensor.has_content or tensor.dtype in PACKED:
         text = (
             f"{printable(name)!r} is a {tensor.dtype} {tensor.kind} tensor, so its shape "
@@ -151,7 +162,7 @@ def _check(name: str, tensor: TensorRef, file: str) -> None:
         raise NotRepresentable(text, file=file)
 
 
-def _over_data(tensor: TensorRef, name: str, shape: tuple[int, ...], data: ByteRange) -> TensorRef:
+def _with_data(tensor: TensorRef, name: str, shape: tuple[int, ...], data: ByteRange) -> TensorRef:
     """Return the tensor with another shape and elements, in row-major order."""
     return replace_elements(
         tensor, shape=shape, stride=row_major_strides(shape), offset=0, flags=(),

@@ -23,7 +23,7 @@ from ckptool.core.tree import drop_ties as once
 from ckptool.errors import NotFound
 from ckptool.formats import load_format
 from ckptool.tensors.whole import Wholes, interpolate_linearly
-from ckptool.transforms.names import distinct
+from ckptool.transforms.names import list_distinct
 from ckptool.words import printable
 
 
@@ -37,7 +37,7 @@ def keeps_order(checkpoint: Checkpoint, names: list[str], metadata: object) -> b
     return (checkpoint.in_memory or load_format(checkpoint.format).keeps_order) and not is_sorted
 
 
-def weights_for_evaluation(
+def compute_eval_weights(
     checkpoint: Checkpoint,
 ) -> Iterator[tuple[Section, Section, dict[str, TensorRef]]]:
     """Yield each schedule-free optimizer in train mode, its model, and the weights by key.
@@ -45,22 +45,27 @@ def weights_for_evaluation(
     Raises:
         NotFound: if it is not certain which state belongs to which weight.
     """
-    optimizers = distinct(one for one in checkpoint.sections if one.kind == "optimizer")
-    models = distinct(one for one in checkpoint.sections if one.kind in MODEL_KINDS)
+    optimizers = list_distinct(one for one in checkpoint.sections if one.kind == "optimizer")
+    models = list_distinct(one for one in checkpoint.sections if one.kind in MODEL_KINDS)
     for section in filter(has_training_weights, optimizers):
         are_alone = len(models) == len(optimizers) == 1
         model = models[0] if are_alone else find_model(section, models, optimizers)
-        found = {} if model is None else keys_of_parameters(checkpoint, section, model)
+        model_keys = {} if model is None else match_parameters(checkpoint, section, model)
         tensors = {} if model is None else get_named_tensors(model.node)
-        wholes, made = Wholes(), {}
+        wholes, weights = Wholes(), {}
         for keys, group in zip(list_groups(section), section.node["param_groups"], strict=True):
             for key in keys if group.get("train_mode") is True else ():
-                held, name = section.node["state"].get(key), found.get(key)
-                end = held.get("z") if isinstance(held, dict) else None
-                if end is None:
+                state, name = section.node["state"].get(key), model_keys.get(key)
+                base = state.get("z") if isinstance(state, dict) else None
+                if base is None:
                     continue
-                start, beta = tensors.get(name or ""), _beta(group)
-                if name is None or start is None or end.shape != start.shape or not beta:
+                training_weight, beta = tensors.get(name or ""), _read_beta(group)
+                if (
+                    name is None
+                    or training_weight is None
+                    or base.shape != training_weight.shape
+                    or not beta
+                ):
                     raise NotFound(
                         f"the schedule-free optimizer {printable(section.name)} is in train mode, "
                         "and names, shapes and order do not prove which state belongs to which "
@@ -68,18 +73,19 @@ def weights_for_evaluation(
                         file=checkpoint.path or None,
                         hint="call optimizer.eval() before saving the checkpoint",
                     )
-                made[name] = interpolate_linearly(wholes, start, end, 1 - 1 / beta)
-        if model is not None and made:
-            yield section, model, made
+                weights[name] = interpolate_linearly(wholes, training_weight, base, 1 - 1 / beta)
+        if model is not None and weights:
+            yield section, model, weights
 
 
-def _beta(group: Mapping[Any, Any]) -> float:
+def _read_beta(group: Mapping[Any, Any]) -> float:
+    """Return the interpolation factor of a parameter group, or 0."""
     betas = group.get("betas", (group.get("momentum"),))
     beta = betas[0] if isinstance(betas, (list, tuple)) and betas else None
     return float(beta) if isinstance(beta, (int, float)) else 0.0
 
 
-def keys_of_parameters(checkpoint: Checkpoint, section: Section, model: Section) -> dict[Any, str]:
+def match_parameters(checkpoint: Checkpoint, section: Section, model: Section) -> dict[Any, str]:
     """Return the key in the model for each parameter of an optimizer, by its key in `state`.
 
     Matches by name or, with one group, by position; empty if neither is certain. A name that the
@@ -90,18 +96,21 @@ def keys_of_parameters(checkpoint: Checkpoint, section: Section, model: Section)
     names = list_names(section)
     if names:
         bare = map_to_bare_names(names)
-        own = {new: name for name, new in map_to_bare_names(tensors).items()}
-        return {key: own.get(bare[name], "") for key, name in zip(keys, names, strict=True)}
-    listed = once(((name,), one) for name, one in tensors.items())
-    held = [str(path[0]) for path, _ in listed if _last(path) not in STATISTICS]
+        model_keys = {new: name for name, new in map_to_bare_names(tensors).items()}
+        return {key: model_keys.get(bare[name], "") for key, name in zip(keys, names, strict=True)}
+    unique = once(((name,), tensor) for name, tensor in tensors.items())
+    parameter_keys = [str(path[0]) for path, _ in unique if _last_part(path) not in STATISTICS]
     metadata = getattr(model.node, "metadata", None)
     is_proved = (
-        len(groups) == 1 and len(held) == len(keys) and not list_optimizer_names(section.node)
+        len(groups) == 1
+        and len(parameter_keys) == len(keys)
+        and not list_optimizer_names(section.node)
     )
     if is_proved and keeps_order(checkpoint, list(tensors), metadata):
-        return dict(zip(keys, held, strict=True))
+        return dict(zip(keys, parameter_keys, strict=True))
     return {}
 
 
-def _last(path: tuple[Any, ...]) -> str:
+def _last_part(path: tuple[Any, ...]) -> str:
+    """Return the last part of a key."""
     return str(path[0]).rpartition(".")[2]

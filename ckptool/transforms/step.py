@@ -69,10 +69,13 @@ class Step:
         """Yield the command-line words of this step for `convert`."""
         if self.flag:
             yield from f"--{self.flag}".split("=")
-        for one in fields(self):
-            value, option = getattr(self, one.name), self.options.get(one.name, one.name)
-            if option and value not in (one.default, (), None):
-                yield from option_words(option, value)
+        for option_field in fields(self):
+            value, option = (
+                getattr(self, option_field.name),
+                self.options.get(option_field.name, option_field.name),
+            )
+            if option and value not in (option_field.default, (), None):
+                yield from format_option(option, value)
 
     @overload
     def __call__(self, state: Source) -> Checkpoint: ...
@@ -86,10 +89,10 @@ class Step:
             UsageError: if the argument is of another type, or the step needs a file.
         """
         if isinstance(state, Checkpoint):
-            return changed(state, [self])
+            return run_steps(state, [self])
         if isinstance(state, (str, os.PathLike)):
             opened = self.open(state, salvage=self.opens_damaged)
-            return changed_or_closed(opened, lambda one: changed(one, [self]))
+            return change_or_close(opened, lambda one: run_steps(one, [self]))
         if not isinstance(state, Mapping):
             raise UsageError(
                 f"expected a path, a state dict or an open checkpoint, not {a_class(state)}",
@@ -98,7 +101,7 @@ class Step:
         return self.applied_to_dict(state)
 
 
-def changed(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
+def run_steps(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     """Apply all steps. `Change.wanted` marks the losses that the user asked for.
 
     Raises:
@@ -111,55 +114,60 @@ def changed(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
                 raise UsageError(
                     f"expected a step, not {a_class(step)}", hint="for example ckptool.Strip()"
                 )
-            made = step.applied(checkpoint)
-            for source in opened_by([step], checkpoint, made):
+            result = step.applied(checkpoint)
+            for source in list_opened_sources([step], checkpoint, result):
                 stack.callback(source.close)
-            checkpoint = _marked(made, len(checkpoint.changes)) if step.selects else made
+            checkpoint = _mark_wanted(result, len(checkpoint.changes)) if step.selects else result
         stack.pop_all()
     return checkpoint
 
 
-def _marked(made: Checkpoint, before: int) -> Checkpoint:
-    """Return the checkpoint with all changes after the first `before` marked as wanted."""
-    marked = (replace(one, wanted=one.wanted or not one.needed) for one in made.changes[before:])
-    changes = (*made.changes[:before], *marked)
-    return made if changes == made.changes else replace(made, changes=changes)
+def _mark_wanted(result: Checkpoint, n_before: int) -> Checkpoint:
+    """Return the checkpoint with all changes after the first `n_before` marked as wanted."""
+    marked = (
+        replace(change, wanted=change.wanted or not change.needed)
+        for change in result.changes[n_before:]
+    )
+    changes = (*result.changes[:n_before], *marked)
+    return result if changes == result.changes else replace(result, changes=changes)
 
 
-def opened_by(steps: Iterable[Step], before: Checkpoint, made: Checkpoint) -> list[Bytes]:
+def list_opened_sources(
+    steps: Iterable[Step], before: Checkpoint, after: Checkpoint
+) -> list[Bytes]:
     """Return the sources that the steps opened, without those opened by the caller."""
-    values = (getattr(step, one.name) for step in steps for one in fields(step))
+    values = (getattr(step, option.name) for step in steps for option in fields(step))
     given = [before, *(value for value in values if isinstance(value, Checkpoint))]
-    known = {id(source) for one in given for source in one.sources}
-    return [source for source in made.sources if id(source) not in known]
+    known = {id(source) for checkpoint in given for source in checkpoint.sources}
+    return [source for source in after.sources if id(source) not in known]
 
 
-def opened_and_changed(
-    path: str | os.PathLike[str], change: Callable[[Checkpoint], Checkpoint], **how: Any
+def open_and_change(
+    path: str | os.PathLike[str], change: Callable[[Checkpoint], Checkpoint], **options: Any
 ) -> Checkpoint:
     """Open a file and change the checkpoint; close it again if that fails."""
-    return changed_or_closed(open_checkpoint(path, **how), change)
+    return change_or_close(open_checkpoint(path, **options), change)
 
 
-def changed_or_closed(opened: Checkpoint, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
+def change_or_close(opened: Checkpoint, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
     """Change an open checkpoint; close it if that fails."""
     with ExitStack() as stack:
-        made = change(stack.enter_context(opened))
+        result = change(stack.enter_context(opened))
         stack.pop_all()
-    return made
+    return result
 
 
-def option_words(option: str, value: Any) -> Iterator[str]:
+def format_option(option: str, value: Any) -> Iterator[str]:
     """Yield `--option VALUE` for each value; an item of a mapping becomes `A=B`."""
     if isinstance(value, Mapping):
         value = tuple(f"{old}={new}" for old, new in value.items())
-    for one in value if isinstance(value, tuple) else (value,):
+    for item in value if isinstance(value, tuple) else (value,):
         yield f"--{option.replace('_', '-')}"
-        if one is not True:
-            yield str(one)
+        if item is not True:
+            yield str(item)
 
 
-def listed_option(name: str, values: Iterable[_Item]) -> tuple[_Item, ...]:
+def check_list_option(name: str, values: Iterable[_Item]) -> tuple[_Item, ...]:
     """Return the items of an option that accepts several.
 
     Raises:

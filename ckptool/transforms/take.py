@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.errors import UsageError
-from ckptool.transforms.compacting import without_unseen
-from ckptool.transforms.extraction import chosen_of, part_of
+from ckptool.transforms.compacting import drop_unseen_bytes
+from ckptool.transforms.extraction import select_part, select_tensors
 from ckptool.transforms.step import Step
 
 
@@ -68,14 +68,16 @@ class Take(Step):
         """
         whole = checkpoint
         if self.ema:
-            from ckptool.transforms.ema import with_averages  # info needs none of its tables
+            from ckptool.transforms.ema import (
+                take_averages,
+            )  # Imported here: info does not need its tables.
 
-            whole = with_averages(checkpoint)
-        part, base = part_of(whole, self.key, self.model_only)
+            whole = take_averages(checkpoint)
+        part, base = select_part(whole, self.key, self.model_only)
         if self.include or self.exclude:
-            part = chosen_of(whole, part, base, tuple(self.include), tuple(self.exclude))
-        if self.model_only or self.key is not None:  # these are called weights; a copy is not
+            part = select_tensors(whole, part, base, tuple(self.include), tuple(self.exclude))
+        if self.model_only or self.key is not None:  # Weights need values; a copy does not.
             refuse_placeholders(part, kinds=("meta", "part", *(() if self.lazy else ("lazy",))))
         if all(change.kind == "warning" for change in part.changes[len(whole.changes) :]):
             return part
-        return without_unseen(whole, part)
+        return drop_unseen_bytes(whole, part)

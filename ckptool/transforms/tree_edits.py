@@ -18,7 +18,7 @@ from ckptool.core.sections import MODEL_KINDS, choose_only_model, find_likely_mo
 from ckptool.core.tree import is_within, name_of
 from ckptool.core.values import is_value, summarize
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.transforms.step import Step, listed_option
+from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import counted, listed, printable
 
 METADATA = "__metadata__"
@@ -27,7 +27,7 @@ _MOST_DEPTH = 64
 """The maximum nesting depth of a value."""
 
 
-def _first_key(path: str) -> tuple[str | None, str]:
+def _split_quoted_key(path: str) -> tuple[str | None, str]:
     """Return the quoted key at the start of a path, if any, and the rest after its slash."""
     if not path.startswith('"'):
         return None, path
@@ -39,29 +39,30 @@ def _first_key(path: str) -> tuple[str | None, str]:
     return (key, rest.removeprefix("/")) if not rest or rest[0] == "/" else (None, path)
 
 
-def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+def _list_children(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a container with their keys."""
     if isinstance(node, dict):
         yield from node.items()
     elif isinstance(node, (list, tuple)):
         yield from enumerate(node)
 
 
-def _find_nodes(node: Any, rest: str, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _find_nodes(node: Any, rest: str, parent: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield every node whose path is exactly `rest`."""
-    quoted, behind = _first_key(rest)
-    for key, child in _children(node):
+    quoted, after_quoted = _split_quoted_key(rest)
+    for key, child in _list_children(node):
         text = name_of((key,))
         if quoted is not None:
             if text == quoted:
                 yield from (
-                    [((*above, key), child)]
-                    if not behind
-                    else _find_nodes(child, behind, (*above, key))
+                    [((*parent, key), child)]
+                    if not after_quoted
+                    else _find_nodes(child, after_quoted, (*parent, key))
                 )
         elif text == rest:
-            yield (*above, key), child
+            yield (*parent, key), child
         elif rest.startswith(f"{text}/"):
-            yield from _find_nodes(child, rest[len(text) + 1 :], (*above, key))
+            yield from _find_nodes(child, rest[len(text) + 1 :], (*parent, key))
 
 
 def _find_at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
@@ -70,50 +71,55 @@ def _find_at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
     Raises:
         AmbiguousName: if several keys with slashes make the same path.
     """
-    found = list(_find_nodes(checkpoint.root, path)) if path else [((), checkpoint.root)]
-    if len(found) > 1:
+    matches = list(_find_nodes(checkpoint.root, path)) if path else [((), checkpoint.root)]
+    if len(matches) > 1:
         raise AmbiguousName(
             f"{printable(path)!r} is ambiguous: it could be "
-            f"{listed(repr(list(one)) for one, _ in found)}",
+            f"{listed(repr(list(keys)) for keys, _ in matches)}",
             file=checkpoint.path or None,
             hint='put a key with a slash in double quotes: model/"conv/kernel"',
         )
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def _require_at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
+    """Return the keys and node at an exact path.
+
+    Raises:
+        NotFound: if there is no node.
+    """
     found = _find_at(checkpoint, path)
     if found is None or not found[0]:
-        raise _not_found(checkpoint, path)
+        raise _not_found_error(checkpoint, path)
     return found
 
 
-def _not_found(checkpoint: Checkpoint, path: str) -> NotFound:
+def _not_found_error(checkpoint: Checkpoint, path: str) -> NotFound:
     """Return the error for a missing path, with the nearest existing paths."""
-    file, node, above = checkpoint.path or None, checkpoint.root, path
-    while "/" in above:
-        above = above.rpartition("/")[0]
-        found = _find_at(checkpoint, above)
+    file, node, parent = checkpoint.path or None, checkpoint.root, path
+    while "/" in parent:
+        parent = parent.rpartition("/")[0]
+        found = _find_at(checkpoint, parent)
         if found is not None:
             node = found[1]
             break
     else:
-        above = ""
-    within = f" in {printable(above)}" if above else ""
+        parent = ""
+    within = f" in {printable(parent)}" if parent else ""
     if isinstance(node, Opaque):
         return NotFound(
-            f"{printable(above)!r} is an object of class {printable(node.class_name)}, which "
+            f"{printable(parent)!r} is an object of class {printable(node.class_name)}, which "
             "cannot be edited inside",
             file=file,
             hint="convert it to a dict first with --plain",
         )
-    keys = [name_of((key,)) for key, _ in _children(node)]
+    keys = [name_of((key,)) for key, _ in _list_children(node)]
     near = get_close_matches(path.rpartition("/")[2], keys, 3, 0.6) or keys
-    there = f"; it has {listed(near, most=8)}" if near else "; it is empty"
-    return NotFound(f"no entry is at {printable(path)!r}{within}{there}", file=file)
+    content = f"; it has {listed(near, most=8)}" if near else "; it is empty"
+    return NotFound(f"no entry is at {printable(path)!r}{within}{content}", file=file)
 
 
-def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
+def _find_target(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
     """Return the path of the dict for a new entry, and the key of the entry.
 
     The key becomes an integer if all keys of the dict are, as in the state of an optimizer.
@@ -122,21 +128,21 @@ def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
         NotFound: if the dict does not exist.
         UsageError: if it is not a dict.
     """
-    above, key = _split(path)
-    found = _find_at(checkpoint, above)
-    if found is None:
-        raise _not_found(checkpoint, above)
-    if isinstance(found[1], Opaque):
-        raise _not_found(checkpoint, path)
-    if not isinstance(found[1], dict):
-        what = "the root" if not above else printable(above)
+    parent, key = _split(path)
+    holder = _find_at(checkpoint, parent)
+    if holder is None:
+        raise _not_found_error(checkpoint, parent)
+    if isinstance(holder[1], Opaque):
+        raise _not_found_error(checkpoint, path)
+    if not isinstance(holder[1], dict):
+        subject = "the root" if not parent else printable(parent)
         raise UsageError(
-            f"{what} is not a dict, so it cannot have a new key", file=checkpoint.path or None
+            f"{subject} is not a dict, so it cannot have a new key", file=checkpoint.path or None
         )
-    same = next((one for one in found[1] if name_of((one,)) == key), None)
-    if same is None and found[1] and all(type(one) is int for one in found[1]):
-        same = int(key) if key.isdecimal() and key.isascii() and len(key) < 10 else None
-    return found[0], key if same is None else same
+    existing = next((other for other in holder[1] if name_of((other,)) == key), None)
+    if existing is None and holder[1] and all(type(other) is int for other in holder[1]):
+        existing = int(key) if key.isdecimal() and key.isascii() and len(key) < 10 else None
+    return holder[0], key if existing is None else existing
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -144,7 +150,7 @@ def _split(path: str) -> tuple[str, str]:
     if path.endswith('"') and len(path) > 1:
         start = path.rfind('/"')
         above, last = (path[:start], path[start + 1 :]) if start >= 0 else ("", path)
-        key, rest = _first_key(last)
+        key, rest = _split_quoted_key(last)
         if key is not None and not rest:
             return above, key
     above, _, last = path.rpartition("/")
@@ -163,7 +169,7 @@ class _Edit:
 def _apply_edits(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
     """Return the node with all edits below it; nodes without edits are the same objects."""
     edit = edits.get(path)
-    if edit is None and not any(is_within(one, path) for one in edits):
+    if edit is None and not any(is_within(edited, path) for edited in edits):
         return node
     edit = edit or _Edit()
     if isinstance(node, dict):
@@ -175,8 +181,8 @@ def _apply_edits(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any
                 items.append((edit.renamed.get(key, key), _apply_edits(value, edits, (*path, key))))
         return copy_with_items(node, [*items, *added.items()])
     values = [
-        edit.added[at] if at in edit.added else _apply_edits(value, edits, (*path, at))
-        for at, value in enumerate(node)
+        edit.added[index] if index in edit.added else _apply_edits(value, edits, (*path, index))
+        for index, value in enumerate(node)
     ]
     return values if isinstance(node, list) else type(node)(values)
 
@@ -194,7 +200,7 @@ def _refuse_item(checkpoint: Checkpoint, path: Path, verb: str) -> None:
         )
 
 
-def _rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
+def _parse_rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
     """Return the pairs of a mapping, or of texts `OLD=NEW`.
 
     Raises:
@@ -203,8 +209,8 @@ def _rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, s
     if isinstance(rules, Mapping):
         pairs = list(rules.items())
     else:
-        texts = listed_option(option, rules)
-        pairs = [(old, new) for text in texts for old, _, new in [parted(text)]]
+        texts = check_list_option(option, rules)
+        pairs = [(old, new) for text in texts for old, _, new in [split_rule(text)]]
     for old, new in pairs:
         if not (old and new):
             raise UsageError(
@@ -216,14 +222,14 @@ def _rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, s
     return dict(pairs)
 
 
-def parted(text: str) -> tuple[str, str, str]:
+def split_rule(text: str) -> tuple[str, str, str]:
     """Split `OLD=NEW` at the first `=` outside quotes."""
     quoted = False
-    for at, letter in enumerate(text):
-        if letter == '"' and text[at - 1 : at] != "\\":
+    for index, letter in enumerate(text):
+        if letter == '"' and text[index - 1 : index] != "\\":
             quoted = not quoted
         elif letter == "=" and not quoted:
-            return text[:at], "=", text[at + 1 :]
+            return text[:index], "=", text[index + 1 :]
     return text, "", ""
 
 
@@ -242,7 +248,7 @@ class Move(Step):
         Raises:
             UsageError: if one is empty or repeated, or two have the same new path.
         """
-        rules = _rules("move", self.paths)
+        rules = _parse_rules("move", self.paths)
         if len(set(rules.values())) < len(rules):
             raise UsageError("two entries cannot move to one path")
         object.__setattr__(self, "paths", rules)
@@ -256,32 +262,32 @@ class Move(Step):
         """
         rules = cast("dict[str, str]", self.paths)  # set by __post_init__
         file = checkpoint.path or None
-        olds = {old: _require_at(checkpoint, old) for old in rules}
-        moving = {path for path, _ in olds.values()}
+        old_nodes = {old: _require_at(checkpoint, old) for old in rules}
+        moving = {path for path, _ in old_nodes.values()}
         edits: dict[Path, _Edit] = {}
         for old, new in rules.items():
-            path, node = olds[old]
+            path, node = old_nodes[old]
             _refuse_item(checkpoint, path, "moved")
-            above, key = _place_of(checkpoint, new)
-            inside = next((one for one in moving if is_within(above, one)), None)
-            if inside is not None:
+            parent, key = _find_target(checkpoint, new)
+            container = next((other for other in moving if is_within(parent, other)), None)
+            if container is not None:
                 raise UsageError(
-                    f"{printable(new)!r} is inside {printable(name_of(inside))!r}, which moves",
+                    f"{printable(new)!r} is inside {printable(name_of(container))!r}, which moves",
                     file=file,
                 )
-            there = _find_at(checkpoint, new)
-            if there is not None and there[0] not in moving:
+            existing = _find_at(checkpoint, new)
+            if existing is not None and existing[0] not in moving:
                 raise UsageError(
                     f"{printable(new)!r} already exists",
                     file=file,
                     hint=f"add --drop {new} to remove it, or --move {new}=OTHER to keep it",
                 )
             old_key = path[-1]
-            if path[:-1] == above and there is None:  # it keeps its position
-                edits.setdefault(above, _Edit()).renamed[old_key] = key
+            if path[:-1] == parent and existing is None:  # it keeps its position
+                edits.setdefault(parent, _Edit()).renamed[old_key] = key
             else:
                 edits.setdefault(path[:-1], _Edit()).gone.add(old_key)
-                edits.setdefault(above, _Edit()).added[key] = node
+                edits.setdefault(parent, _Edit()).added[key] = node
         changes = [
             Change("move", f"moved {printable(old)} to {printable(new)}", 1)
             for old, new in rules.items()
@@ -289,18 +295,18 @@ class Move(Step):
         return checkpoint.with_root(_apply_edits(checkpoint.root, edits), *changes)
 
 
-def plain_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Return the value of a strict JSON text.
 
     Raises:
         UsageError: if it is not JSON, or nested too deeply.
     """
 
-    def constant(word: str) -> Any:
+    def refuse_constant(word: str) -> Any:
         raise ValueError(f"{word} is not valid JSON")
 
     try:
-        value = json.loads(text, parse_constant=constant)
+        value = json.loads(text, parse_constant=refuse_constant)
     except RecursionError as error:
         raise UsageError("a value is nested too deeply") from error
     except ValueError as error:
@@ -311,27 +317,29 @@ def plain_json(text: str) -> Any:
 
 
 def _check_value(value: Any, depth: int = 0) -> None:
+    """Refuse a value that is not plain data, or is nested too deeply."""
     if depth > _MOST_DEPTH:
         raise UsageError("a value is nested too deeply")
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise UsageError("the keys of a value must be strings")
-        inside: Iterable[Any] = value.values()
+        items: Iterable[Any] = value.values()
     elif isinstance(value, (list, tuple)):
-        inside = value
+        items = value
     elif value is None or isinstance(value, (bool, int, float, str)):
         return
     else:
         raise UsageError(f"Set takes plain values, not {type(value).__name__}")
-    for one in inside:
-        _check_value(one, depth + 1)
+    for item in items:
+        _check_value(item, depth + 1)
 
 
 def _restore_tuples(old: Any, new: Any) -> Any:
     """Return the new value with tuples where the old one has them, because JSON has only lists."""
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         values = [
-            _restore_tuples(old[at] if at < len(old) else None, one) for at, one in enumerate(new)
+            _restore_tuples(old[index] if index < len(old) else None, item)
+            for index, item in enumerate(new)
         ]
         return values if isinstance(old, list) else type(old)(values)
     return new
@@ -378,7 +386,7 @@ class Set(Step):
             text = summarize(value)
             if isinstance(value, (dict, list)):
                 text = f"a {type(value).__name__} of {counted(len(value), 'entry')}"
-            if is_of_header(checkpoint, path):
+            if is_in_header(checkpoint, path):
                 if not isinstance(value, str):
                     raise UsageError(
                         f"{printable(path)} must be a string, not {value!r}",
@@ -388,47 +396,49 @@ class Set(Step):
                 before = repr(header[key]) if key in header else None
                 header[key] = value
             else:
-                found = _find_at(checkpoint, path)
-                if found is not None:
-                    where, old = found
-                    _refuse_over(checkpoint, path, old)
+                existing = _find_at(checkpoint, path)
+                if existing is not None:
+                    target, old = existing
+                    _refuse_replacement(checkpoint, path, old)
                     before = summarize(old)
                     value = _restore_tuples(old, value)
                 else:
-                    above, key = _place_of(checkpoint, path)
-                    where, before = (*above, key), None
-                edits.setdefault(where[:-1], _Edit()).added[where[-1]] = value
-            was = f" (was {before})" if before is not None else ""
-            changes.append(Change("set", f"set {printable(path)} to {text}{was}", 1))
+                    parent, key = _find_target(checkpoint, path)
+                    target, before = (*parent, key), None
+                edits.setdefault(target[:-1], _Edit()).added[target[-1]] = value
+            note = f" (was {before})" if before is not None else ""
+            changes.append(Change("set", f"set {printable(path)} to {text}{note}", 1))
         details = replace(checkpoint.details, header=header)
-        made = replace(checkpoint, details=details)
+        result = replace(checkpoint, details=details)
         root = _apply_edits(checkpoint.root, edits) if edits else checkpoint.root
         if root is checkpoint.root and isinstance(root, dict):
             root = copy_with_items(root, root)  # a new tree, so that the file counts as changed
-        return made.with_root(root, *changes)
+        return result.with_root(root, *changes)
 
 
-def is_of_header(checkpoint: Checkpoint, path: str) -> bool:
+def is_in_header(checkpoint: Checkpoint, path: str) -> bool:
     """Return True if a path leads into the header of a file, not into its tree."""
     root = checkpoint.root
     return path.startswith(f"{METADATA}/") and not (isinstance(root, dict) and METADATA in root)
 
 
 def _is_plain(node: Any) -> bool:
+    """Return True for a plain value, or a list or tuple of these."""
     if isinstance(node, (list, tuple)):
         return all(map(_is_plain, node))
     return is_value(node) or (isinstance(node, Opaque) and node.plain is not None)
 
 
-def _refuse_over(checkpoint: Checkpoint, path: str, node: Any) -> None:
+def _refuse_replacement(checkpoint: Checkpoint, path: str, node: Any) -> None:
+    """Refuse to replace a tensor, an object or a container."""
     if not _is_plain(node):
-        what = "a tensor" if isinstance(node, TensorRef) else "an object"
-        what = "a container" if isinstance(node, (dict, list, tuple)) else what
+        noun = "a tensor" if isinstance(node, TensorRef) else "an object"
+        noun = "a container" if isinstance(node, (dict, list, tuple)) else noun
         raise UsageError(
-            f"{printable(path)!r} is {what}; --set only replaces plain values",
+            f"{printable(path)!r} is {noun}; --set only replaces plain values",
             file=checkpoint.path or None,
             hint=f"set a value inside it with --set {path}/KEY=VALUE"
-            if what == "a container"
+            if noun == "a container"
             else None,
         )
 
@@ -451,7 +461,7 @@ class Drop(Step):
         Raises:
             UsageError: if it is a single string, or one path is empty.
         """
-        paths = listed_option("drop", self.paths)
+        paths = check_list_option("drop", self.paths)
         if not all(paths):
             raise UsageError(
                 "--drop needs the path of an entry", hint="for example --drop optimizer"
@@ -477,9 +487,9 @@ class Drop(Step):
             kinds = [part.kind for part in checkpoint.sections if part.path == path]
             count = sum(1 for at, _ in checkpoint.tensors() if is_within(at, path))
             facts = [*kinds[:1], counted(count, "tensor")] if count else [*kinds[:1]]
-            what = f" ({', '.join(facts)})" if facts and not isinstance(node, TensorRef) else ""
+            note = f" ({', '.join(facts)})" if facts and not isinstance(node, TensorRef) else ""
             changes.append(
-                Change("left-out", f"{printable(text)}{what}", max(count, 1), wanted=True)
+                Change("left-out", f"{printable(text)}{note}", max(count, 1), wanted=True)
             )
         root = _apply_edits(checkpoint.root, edits)
         if not root:
@@ -494,11 +504,15 @@ def _refuse_parameters(checkpoint: Checkpoint, text: str, path: Path) -> None:
         UsageError: if the path leads to one.
     """
     models = find_likely_models(checkpoint)
-    main = choose_only_model(models)
-    for part in checkpoint.sections:
-        is_inside = part.kind in MODEL_KINDS and is_within(path, part.path)
-        is_main = main is not None and part.path == main.path and is_within(part.path, path)
-        if (is_inside and path != part.path) or is_main:
+    main_model = choose_only_model(models)
+    for section in checkpoint.sections:
+        is_inside = section.kind in MODEL_KINDS and is_within(path, section.path)
+        is_main = (
+            main_model is not None
+            and section.path == main_model.path
+            and is_within(section.path, path)
+        )
+        if (is_inside and path != section.path) or is_main:
             tensors = [at for at, _ in checkpoint.tensors() if is_within(at, path)]
             if tensors:
                 raise UsageError(

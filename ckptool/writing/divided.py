@@ -42,10 +42,10 @@ class WriterGroup(Protocol):
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """Raise an error in every process if the block raises in one of them."""
 
-    def first(self, work: Callable[[], _Result]) -> _Result:
+    def run_on_first(self, work: Callable[[], _Result]) -> _Result:
         """Do the work only in process 0, and return its result in all processes."""
 
-    def all(self, own: _Result) -> list[_Result]:
+    def collect(self, own: _Result) -> list[_Result]:
         """Return the value of each process, in the order of ranks."""
 
 
@@ -64,7 +64,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
     _check_same_sources(job, group)
     target = os.path.realpath(plan.index)
     parts = plan_parts(target, {file.path: file.size for file in plan.files}, job.mode)
-    token = group.first(lambda: _hash_write(plan, job, options))
+    token = group.run_on_first(lambda: _hash_write(plan, job, options))
     names = {
         part.path: temporary_name(target, f".ckptool-{token}-{number:05}.whole")
         for number, part in enumerate(parts[:-1], 1)
@@ -84,14 +84,14 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
         return frozenset(part.path for part in complete)
 
     with ExitStack() as stack:
-        complete = group.first(begin)
+        complete = group.run_on_first(begin)
         pending = [part for part in parts[:-1] if part.path not in complete]
-        shares = _distribute(pending, len(group.all(0)))
+        shares = _distribute(pending, len(group.collect(0)))
         with group.raise_on_all_ranks():
             files = {file.path: file for file in plan.files}
             own_files = [(files[part.path], part) for part in shares[group.own]]
             _write(job, own_files, names, plan.format, group)
-        group.first(lambda: _finish(plan, target, parts, names, job))
+        group.run_on_first(lambda: _finish(plan, target, parts, names, job))
 
 
 def finish_divided(plan: WritePlan, job: Job, options: str) -> bool:
@@ -113,7 +113,7 @@ def _check_same_sources(job: Job, group: WriterGroup) -> None:
     Raises:
         UnreadableFile: if one differs; the message shows the first.
     """
-    versions_by_rank = group.all([source.version() for source in job.checkpoint.sources])
+    versions_by_rank = group.collect([source.version() for source in job.checkpoint.sources])
     for number, source in enumerate(job.checkpoint.sources):
         if len({versions[number] for versions in versions_by_rank}) > 1:
             raise UnreadableFile(

@@ -173,7 +173,7 @@ def save(
         checkpoint = checkpoint.with_root(checkpoint.root, *warnings)
         job = replace(job, checkpoint=checkpoint)
     is_divided = plan.index and apart is None and not (dry_run or is_far)
-    if group and is_divided and group.first(lambda: finish_divided(plan, job, options)):
+    if group and is_divided and group.run_on_first(lambda: finish_divided(plan, job, options)):
         return _make_receipt(plan, job, group, dry_run=False)
     for file in plan.files if plan.index else ():
         check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
@@ -199,8 +199,8 @@ def save(
         elif is_divided and len(plan.files) > 2:
             write_divided(plan, job, group, options)
         else:
-            group.all(0)  # so that every process looks before the first one writes
-            group.first(lambda: _execute_by_folder(plan, job))
+            group.collect(0)  # so that every process looks before the run_on_first one writes
+            group.run_on_first(lambda: _execute_by_folder(plan, job))
     receipt = _make_receipt(plan, job, group, dry_run=dry_run)
     return receipt if apart is None else replace(receipt, path=os.path.dirname(path))
 
@@ -410,7 +410,7 @@ def _make_receipt(
 ) -> Receipt:
     """Return the receipt of a write, with the facts that are only known after it."""
     reports = () if dry_run else job.checkpoint.reports
-    gather = group.all if group is not None and plan.index else gather_alone
+    gather = group.collect if group is not None and plan.index else gather_alone
     return Receipt(
         path=plan.index or job.path,
         format=plan.format,

@@ -9,7 +9,7 @@ import torch
 from ckptool.cli.like import build_model, resolve_reference
 from ckptool.errors import FileMissing, UsageError
 from ckptool.factories import HINT
-from ckptool.loading.plan import target_like
+from ckptool.loading.plan import describe_like
 
 NET = """
 import torch
@@ -87,8 +87,8 @@ def home(tmp_path, monkeypatch):
 def test_a_class_is_built_on_the_meta_device(home):
     net = build_model(f"{home}:Net")
     assert {value.device.type for value in net.state_dict().values()} == {"meta"}
-    assert target_like(net).label == "Net"
-    assert target_like(net).slots["fc.weight"].shape == (8, 4)
+    assert describe_like(net).label == "Net"
+    assert describe_like(net).slots["fc.weight"].shape == (8, 4)
 
 
 def test_a_function_is_called_once_where_that_works(home):
@@ -102,7 +102,7 @@ def test_what_needs_numbers_is_built_as_it_is(home):
 
 @pytest.mark.parametrize(("name", "width"), [("wide", 16), ("Box.small", 2)])
 def test_a_model_that_is_there_is_taken(home, name, width):
-    assert target_like(resolve_reference(f"{home}:{name}")).slots["fc.bias"].shape == (width,)
+    assert describe_like(resolve_reference(f"{home}:{name}")).slots["fc.bias"].shape == (width,)
 
 
 def test_a_state_dict_that_is_there_is_taken(home):
@@ -166,7 +166,7 @@ def test_a_module_that_is_not_there_or_is_a_file_name(home):
 def test_a_file_of_that_name_wins(home, tmp_path):
     torch.save({"w.x": torch.ones(2)}, tmp_path / "net:Net")
     assert resolve_reference("net:Net") == "net:Net"
-    assert list(target_like("net:Net").slots) == ["w.x"]
+    assert list(describe_like("net:Net").slots) == ["w.x"]
 
 
 def test_other_words_are_files_and_where_there_is_none_both_forms_are_told():
@@ -178,7 +178,7 @@ def test_other_words_are_files_and_where_there_is_none_both_forms_are_told():
 
 def test_the_library_takes_no_such_word(home):
     with pytest.raises(FileMissing):
-        target_like(f"{home}:Net")
+        describe_like(f"{home}:Net")
     assert home not in sys.modules
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool as library
 from ckptool.errors import CheckpointError, UsageError
-from ckptool.recipes import Relayout, looks_like
+from ckptool.recipes import Relayout, guess_layout
 from tests.recipes.test_shipped import (
     EXAMPLES,
     FOLDER,
@@ -303,7 +303,7 @@ def test_info_notes_a_recipe_that_takes_all_keys(ckptool, file, words):
 def test_keys_of_a_large_model_are_sampled(monkeypatch):
     tried = []
     module = sys.modules["ckptool.recipes.relayout"]  # the package has a function of its name
-    monkeypatch.setattr(module, "left_over", lambda _, keys: tried.extend(keys))
+    monkeypatch.setattr(module, "find_left_over", lambda _, keys: tried.extend(keys))
     keys = [f"layers.{n}.experts.{e}.w{w}" for n in range(40) for e in range(64) for w in range(2)]
-    assert looks_like(keys) is None
+    assert guess_layout(keys) is None
     assert len(set(tried)) <= 16 * 2

@@ -9,7 +9,7 @@ import torch
 from ckptool.core.model import OrderedMap
 from ckptool.core.tree import rebuild
 from ckptool.formats import load_format, open_checkpoint
-from ckptool.transforms import Strip, Wrap, remapping
+from ckptool.transforms import Strip, Wrap, make_remap
 from tests.test_fixtures import judge
 from tests.test_written import offsets
 
@@ -17,8 +17,8 @@ CHANGES = {
     "as it is": lambda checkpoint: checkpoint,
     "strip": Strip(),
     "add": Wrap(),
-    "to cpu": lambda checkpoint: remapping({"*": "cpu"})(checkpoint),
-    "to cuda:0": lambda checkpoint: remapping({"*": "cuda:0"})(checkpoint),
+    "to cpu": lambda checkpoint: make_remap({"*": "cpu"})(checkpoint),
+    "to cuda:0": lambda checkpoint: make_remap({"*": "cuda:0"})(checkpoint),
     "turned round": lambda checkpoint: mapped(checkpoint, lambda items: reversed(list(items))),
 }
 

@@ -16,7 +16,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
 from ckptool.formats.safetensors import SAFETENSORS
-from ckptool.transforms import Strip, Untie, Wrap, remapping
+from ckptool.transforms import Strip, Untie, Wrap, make_remap
 from tests.formats.edits import edit, mapped
 from tests.formats.safetensors_files import entry, raw_file
 from tests.test_written import listing
@@ -205,7 +205,7 @@ def in_memory(tensor):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda checkpoint: remapping({"*": "cuda:0"})(checkpoint),
+        lambda checkpoint: make_remap({"*": "cuda:0"})(checkpoint),
         with_root(lambda root: {**root, "epoch": 3}),
         with_root(lambda root: {name: root[name] for name in list(root)[1:]}),
         with_root(lambda root: {**root, "copy": replace(root["module.w"], dtype="int32")}),

@@ -26,7 +26,7 @@ from ckptool.formats.archive import find_end, read_raw_entries
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.zip_writer import literal_record, plan_zip
 from ckptool.symbolic.encoder import encode
-from ckptool.transforms import Strip, Untie, Wrap, remapping
+from ckptool.transforms import Strip, Untie, Wrap, make_remap
 from tests.formats.edits import (
     CHANGES,
     apply,
@@ -502,7 +502,7 @@ def test_any_order_and_names_of_any_tensors(described_tensors, random, alignment
         with patch.object(torch.utils.serialization.config.save, "storage_alignment", alignment):
             torch.save(tensors, path)
         shuffled = lambda old: [(name, dict(old)[before]) for before, name in new]  # noqa: E731
-        edit(path, lambda checkpoint: remapping({"*": device})(mapped(checkpoint, shuffled)))
+        edit(path, lambda checkpoint: make_remap({"*": device})(mapped(checkpoint, shuffled)))
         for _, found in every_way(path, safe=True):
             rows = {row["path"][0]: row for row in found["tensors"]}
             assert list(rows) == [name for _, name in new]

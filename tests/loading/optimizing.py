@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ckptool.loading.optimizer import planned_optimizer
+from ckptool.loading.optimizer import plan_optimizer
 from ckptool.loading.plan import plan_load
 from ckptool.loading.source import open_state_dict
 from ckptool.loading.target import describe_target
@@ -19,9 +19,7 @@ def plan_for(model, optimizer, source, *, state_key=None, allow_lossy_cast=False
     with open_state_dict(source, key=state_key) as state:
         match = plan_load(state, target)
         allowance = Allowance(lossy_cast=allow_lossy_cast)
-        yield planned_optimizer(
-            optimizer, model, state, target, match, allowance=allowance, **options
-        )
+        yield plan_optimizer(optimizer, model, state, target, match, allowance=allowance, **options)
 
 
 def report_of(model, optimizer, source, **options):

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import ckptool
 from ckptool.errors import MatchError
-from ckptool.matching import Allowance, Slot, matched
+from ckptool.matching import Allowance, Slot, match_keys
 from ckptool.render.text import to_option_words, to_options_text
 from ckptool.transforms import regex_rule
 from tests.loading.test_temptations import WRONG, built, layers, state_of
@@ -126,7 +126,7 @@ def followed(have, want, arguments):
     allowed = {
         name.removeprefix("allow_"): value for name, value in given.items() if name != "prefixes"
     }
-    return Allowance(**allowed).judged(matched(have, want, rules=rules).report).problems
+    return Allowance(**allowed).judge(match_keys(have, want, rules=rules).report).problems
 
 
 def pasted(text):
@@ -152,7 +152,7 @@ def check_texts(remedy):
 def check_advice(have, want):
     """Follow each way; return what each pairs."""
     have, want = ({name: Slot(shape) for name, shape in side.items()} for side in (have, want))
-    judgement = Allowance().judged(matched(have, want).report)
+    judgement = Allowance().judge(match_keys(have, want).report)
     remedy = judgement.remedy
     check_texts(remedy)
     assert not (judgement.accepted and remedy)
@@ -160,7 +160,7 @@ def check_advice(have, want):
         if way.arguments and not way.to_fill_in:
             assert followed(have, want, way.arguments) == (), str(remedy)
             rules = map(regex_rule, dict(way.arguments).get("rename", ()))
-            yield matched(have, want, rules=rules).pairs
+            yield match_keys(have, want, rules=rules).pairs
 
 
 @pytest.mark.parametrize("case", {**WRONG, **PROPOSED})

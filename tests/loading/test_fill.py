@@ -12,11 +12,11 @@ from ckptool.loading import fill as reading
 from ckptool.loading.fill import (
     Assigned,
     Fill,
-    are_apart,
     can_fill,
     check_bytes,
+    count_stored_bytes,
     fill,
-    stored_bytes,
+    have_separate_memory,
 )
 from ckptool.loading.load_into import load_into
 from ckptool.tensors.live import is_expanded, iterate_blocks, span_of_strides
@@ -105,15 +105,15 @@ def test_tensors_that_share_memory_are_found():
     first, over, rest, touching, other = (
         memory[:4], memory[2:3], memory[4:8], memory[8:], torch.zeros(4)
     )  # fmt: skip
-    assert are_apart([first, rest, touching, other, torch.zeros(0), memory[1:1]])
-    assert not are_apart([first, rest, over])
-    assert not are_apart([memory, memory[1:2]])
+    assert have_separate_memory([first, rest, touching, other, torch.zeros(0), memory[1:1]])
+    assert not have_separate_memory([first, rest, over])
+    assert not have_separate_memory([memory, memory[1:2]])
 
 
 def test_bytes_are_held_against_their_checksum(stored, tmp_path):
     refs = stored({"a": torch.arange(9.0), "b": torch.zeros(3)})
     check_bytes(refs.items())
-    assert stored_bytes(refs.items()) == 48
+    assert count_stored_bytes(refs.items()) == 48
     where = refs["a"].data
     data = bytearray((tmp_path / "f.pth").read_bytes())
     data[where.offset + 5] ^= 8
@@ -128,7 +128,7 @@ def test_parts_of_a_tensor_are_checked_and_a_storage_only_once(stored):
     whole = torch.zeros(6)
     refs = stored({"a": whole[:2], "b": whole[3:], "s": torch.eye(3).to_sparse()})
     sparse = sum(tensor.nbytes for tensor in refs["s"].tensors_inside())
-    assert stored_bytes(refs.items()) == 24 + sparse
+    assert count_stored_bytes(refs.items()) == 24 + sparse
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 40), st.randoms())
@@ -158,9 +158,9 @@ def parameter(*shape, **options):
 def test_a_tie_is_one_object_and_another_tensor_another():
     made = Assigned(cast=True)
     value = torch.ones(2)
-    one = made.made(parameter(2), "tie", value)
-    assert made.made(parameter(2), "tie", torch.zeros(2)) is one
-    other = made.made(parameter(2), None, value)
+    one = made.make(parameter(2), "tie", value)
+    assert made.make(parameter(2), "tie", torch.zeros(2)) is one
+    other = made.make(parameter(2), None, value)
     assert one.data_ptr() == value.data_ptr() != other.data_ptr()
     assert other.tolist() == [1, 1]
 
@@ -170,7 +170,7 @@ def test_memory_is_given_away_once():
     memory = torch.arange(10.0)
     cuts = [memory[2:5], memory[5:], memory[:2], memory[4:6], memory[0:1], torch.ones(1).expand(3)]
     wanted = [parameter(*cut.shape) for cut in cuts]
-    got = [made.made(one, None, cut) for one, cut in zip(wanted, cuts, strict=True)]
+    got = [made.make(one, None, cut) for one, cut in zip(wanted, cuts, strict=True)]
     assert [one.data_ptr() == cut.data_ptr() for one, cut in zip(got, cuts, strict=True)] == [
         True, True, True, False, False, False
     ]  # fmt: skip
@@ -179,20 +179,20 @@ def test_memory_is_given_away_once():
 
 def test_types_are_the_models_unless_they_are_to_be_the_files():
     wide = parameter(2, dtype=torch.float64)
-    assert Assigned(cast=True).made(wide, None, torch.ones(2)).dtype == torch.float64
-    assert Assigned(cast=False).made(wide, None, torch.ones(2)).dtype == torch.float32
+    assert Assigned(cast=True).make(wide, None, torch.ones(2)).dtype == torch.float64
+    assert Assigned(cast=False).make(wide, None, torch.ones(2)).dtype == torch.float32
 
 
 def test_parameters_and_buffers_stay_what_they_are():
     frozen = parameter(1)
     frozen.requires_grad_(False)
-    made = Assigned(cast=True).made(frozen, None, torch.ones(1))
+    made = Assigned(cast=True).make(frozen, None, torch.ones(1))
     assert (type(made), made.requires_grad) == (nn.Parameter, False)
     buffer = torch.empty(1, device="meta")
-    made = Assigned(cast=True).made(buffer, None, nn.Parameter(torch.ones(1)))
+    made = Assigned(cast=True).make(buffer, None, nn.Parameter(torch.ones(1)))
     assert (type(made), made.requires_grad) == (torch.Tensor, False)
     held = nn.Parameter(torch.ones(1))
-    assert Assigned(cast=True).made(parameter(1), None, held) is held
+    assert Assigned(cast=True).make(parameter(1), None, held) is held
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -209,7 +209,7 @@ def test_what_is_trained_is_the_models_choice_as_in_torch(tmp_path, trained):
 
 
 def test_a_scalar_that_was_a_list_of_one():
-    assert Assigned(cast=True).made(parameter(), None, torch.ones(1)).shape == ()
+    assert Assigned(cast=True).make(parameter(), None, torch.ones(1)).shape == ()
 
 
 def test_what_is_assigned_in_inference_mode_can_be_trained(tmp_path):

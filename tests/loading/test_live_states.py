@@ -8,7 +8,7 @@ from torch.optim.swa_utils import AveragedModel
 import ckptool
 from ckptool import save
 from ckptool.errors import CheckpointWarning, NameCollision
-from ckptool.loading.save import _counters, _renamed_state, bare_names
+from ckptool.loading.save import _find_counters, _rename_state, make_wrapper_remover
 from tests.loading.test_save import loaded, loaded_again, net, trained
 from tests.tensors.judge import assert_same
 
@@ -247,8 +247,8 @@ WRAPPED = {
 @pytest.mark.parametrize("wrapping", WRAPPED)
 def test_all_wrappers_go_from_tensors_parameters_and_modules(wrapping):
     plain, model = two_deep(), WRAPPED[wrapping](two_deep())
-    bare = bare_names(model)
-    state = _renamed_state(model.state_dict(), bare)
+    bare = make_wrapper_remover(model)
+    state = _rename_state(model.state_dict(), bare)
     state.pop("n_averaged", None)
     assert list(state) == list(plain.state_dict())
     assert state._metadata == plain.state_dict()._metadata
@@ -268,12 +268,15 @@ class Holder(torch.nn.Module):
 def test_a_real_layer_called_module_stays(wrap):
     state = wrap(Holder()).state_dict()
     model = wrap(Holder())
-    assert list(_renamed_state(state, bare_names(model))) == ["module.weight", "module.bias"]
+    assert list(_rename_state(state, make_wrapper_remover(model))) == [
+        "module.weight",
+        "module.bias",
+    ]
 
 
 def test_an_average_may_count_as_a_model_of_its_own():
     model = AveragedModel(torch.nn.DataParallel(two_deep()))
-    bare = bare_names(model, averages=False)
+    bare = make_wrapper_remover(model, averages=False)
     assert bare("module.module.0.weight") == "module.0.weight"
     assert bare("n_averaged") == "n_averaged"
 
@@ -284,15 +287,15 @@ def test_two_names_that_become_one_are_refused():
     model.add_module("_orig_mod", torch.nn.Module())
     model._orig_mod.net = torch.nn.Linear(2, 2)
     with pytest.raises(NameCollision, match=r"'net.weight' and '_orig_mod.net.weight'"):
-        _renamed_state(model.state_dict(), bare_names(model))
+        _rename_state(model.state_dict(), make_wrapper_remover(model))
 
 
 @pytest.mark.parametrize("made", [torch.jit.script, lambda one: torch.jit.trace(one, ones())])
 def test_modules_of_torchscript_have_their_names(made):
     model = made(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    bare = bare_names(model)
+    bare = make_wrapper_remover(model)
     assert bare("0.weight") == "0.weight"
-    assert _counters(model, bare) == []
+    assert _find_counters(model, bare) == []
 
 
 def ones():

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import ckptool
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UnsupportedFormat, UsageError
 from ckptool.loading import plan
-from ckptool.loading.plan import loss_of, target_like
+from ckptool.loading.plan import describe_like, describe_loss
 from tests.loading.bits import saved
 
 
@@ -351,21 +351,21 @@ def test_several_state_dicts_of_a_reference_are_not_guessed_between(tmp_path):
     state = torch.nn.Linear(2, 2).state_dict()
     torch.save({"model": state, "ema": torch.nn.Linear(2, 3).state_dict()}, tmp_path / "ref.pth")
     with pytest.raises(AmbiguousName, match=r"the reference: .*2 state dicts") as caught:
-        target_like(tmp_path / "ref.pth")
+        describe_like(tmp_path / "ref.pth")
     assert caught.value.hint == "choose one with `like_key='model'` or `like_key='ema'`"
-    assert target_like(tmp_path / "ref.pth", key="ema").slots["bias"].shape == (3,)
+    assert describe_like(tmp_path / "ref.pth", key="ema").slots["bias"].shape == (3,)
     with pytest.raises(NotFound):
-        target_like(tmp_path / "ref.pth", key="gone")
+        describe_like(tmp_path / "ref.pth", key="gone")
 
 
 def test_what_is_open_or_in_memory_is_a_reference_too(tmp_path):
     net = torch.nn.Linear(2, 2)
     torch.save(net.state_dict(), tmp_path / "ref.pth")
     with ckptool.open(tmp_path / "ref.pth") as checkpoint:
-        assert target_like(checkpoint).label == str(tmp_path / "ref.pth")
-    assert list(target_like(net).slots) == list(target_like(net.state_dict()).slots)
+        assert describe_like(checkpoint).label == str(tmp_path / "ref.pth")
+    assert list(describe_like(net).slots) == list(describe_like(net.state_dict()).slots)
     with pytest.raises(UsageError, match="like is a int, expected a model or a description of one"):
-        target_like(3)
+        describe_like(3)
 
 
 @pytest.mark.parametrize("sizes", [None, 3, (2.0,), (-1,), (2, "x")])
@@ -373,7 +373,7 @@ def test_of_what_is_no_shape_it_is_said_what_one_is(sizes):
     with pytest.raises(
         NotFound, match="the reference is not a state dict or a dict of shapes"
     ) as caught:
-        target_like({"weight": sizes})
+        describe_like({"weight": sizes})
     assert caught.value.hint.endswith("{'weight': (4, 3)}")
 
 
@@ -478,14 +478,14 @@ LOSSES = [
 def test_what_is_lost_is_counted_and_told():
     for values, before, after, words in LOSSES:
         block = torch.tensor(values, dtype=getattr(torch, before))
-        assert loss_of(block, after) == words, (values, before, after)
+        assert describe_loss(block, after) == words, (values, before, after)
 
 
 def test_an_infinity_is_no_integer_whatever_is_made_of_it_on_the_way_back():
     block = torch.tensor([-(2**63), 1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of a type that it calls experimental
-        assert loss_of(block, "complex32") == "1 of 2 change"
+        assert describe_loss(block, "complex32") == "1 of 2 change"
 
 
 KEPT = [
@@ -502,24 +502,26 @@ KEPT = [
 def test_what_is_not_lost_is_not_told():
     for values, before, after in KEPT:
         block = torch.tensor(values, dtype=getattr(torch, before))
-        assert loss_of(block, after) == "", (values, before, after)
+        assert describe_loss(block, after) == "", (values, before, after)
 
 
 def test_losses_of_blocks_add_up(monkeypatch):
     monkeypatch.setattr(plan, "CHUNK", 2)
-    assert loss_of(torch.tensor([1e9, 1.0, 0.1]), "float16") == "1 of 3 overflow, 1 of 3 change"
+    assert (
+        describe_loss(torch.tensor([1e9, 1.0, 0.1]), "float16") == "1 of 3 overflow, 1 of 3 change"
+    )
 
 
 def test_what_has_no_elements_here_is_not_known():
-    assert loss_of(torch.ones(2, device="meta"), "float16") is None
-    assert loss_of(torch.eye(2).to_sparse(), "float16") is None
+    assert describe_loss(torch.ones(2, device="meta"), "float16") is None
+    assert describe_loss(torch.eye(2).to_sparse(), "float16") is None
 
 
 def test_the_elements_of_a_parameter_are_known_too(tmp_path):
     torch.save({"weight": torch.nn.Parameter(torch.tensor([1.0, 0.1]))}, tmp_path / "f.pth")
     with ckptool.open(tmp_path / "f.pth") as checkpoint:
-        assert loss_of(checkpoint["weight"], "float16") == "1 of 2 change"
-        assert loss_of(checkpoint["weight"][:1], "float16") == ""
+        assert describe_loss(checkpoint["weight"], "float16") == "1 of 2 change"
+        assert describe_loss(checkpoint["weight"][:1], "float16") == ""
 
 
 class Scale(nn.Module):

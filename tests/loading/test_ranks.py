@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptool.errors import CheckpointWarning, MatchError, NotFound, WriteError
 from ckptool.loading.load_into import load_into
-from ckptool.loading.ranks import Ranks, is_spread, ranks_of, spread_like
+from ckptool.loading.ranks import Ranks, distribute_like, find_ranks, is_spread
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def alone():
 
 def test_a_process_alone_asks_nobody():
     ranks = alone()
-    assert (ranks.own, ranks.all(3), ranks.first(lambda: 4)) == (0, [3], 4)
+    assert (ranks.own, ranks.collect(3), ranks.run_on_first(lambda: 4)) == (0, [3], 4)
     with pytest.raises(KeyError), ranks.raise_on_all_ranks():
         raise KeyError
 
 
 def test_a_process_alone_agrees_with_itself():
-    together = ranks_of(nn.Linear(2, 2))
-    assert together.all(3) == [3]
+    together = find_ranks(nn.Linear(2, 2))
+    assert together.collect(3) == [3]
     with pytest.raises(KeyError), together.raise_on_all_ranks():
         raise KeyError
 
@@ -81,14 +81,14 @@ def test_who_does_not_answer_is_an_error_of_ours(answers):
 
 def test_what_the_first_has_done_is_handed_on(answers):
     answers += [{}, None]
-    assert pair().first(lambda: "receipt") == "receipt"
+    assert pair().run_on_first(lambda: "receipt") == "receipt"
 
 
 @pytest.mark.parametrize("before", [[], [{}]])
 def test_what_is_done_is_done_though_nobody_hears_of_it(answers, before):
     answers += [*before, RuntimeError("Connection closed by peer")]
     with pytest.warns(CheckpointWarning, match="it succeeded, but another rank did not"):
-        assert pair().first(lambda: "receipt") == "receipt"
+        assert pair().run_on_first(lambda: "receipt") == "receipt"
 
 
 def test_what_fails_elsewhere_after_it_is_raised(answers):
@@ -96,7 +96,7 @@ def test_what_fails_elsewhere_after_it_is_raised(answers):
     with pytest.raises(
         WriteError, match="nothing is done, because rank 1 failed: KeyboardInterrupt"
     ):
-        pair().first(lambda: "receipt")
+        pair().run_on_first(lambda: "receipt")
 
 
 def test_a_process_that_calls_something_else_is_told_of(answers):
@@ -108,7 +108,7 @@ def test_a_process_that_calls_something_else_is_told_of(answers):
     with pytest.raises(
         WriteError, match="nothing is done, because rank 1 is in something else, but rank 0 in it"
     ):
-        pair().all(3)
+        pair().collect(3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,7 +164,7 @@ def test_parts_are_put_back(tmp_path):
 
 def test_what_is_not_spread_stays_as_it_is():
     value = torch.ones(2)
-    assert spread_like(torch.zeros(2), value) is value
+    assert distribute_like(torch.zeros(2), value) is value
     spread = sharded(net())[0].bias
     assert not is_spread(value)
-    assert spread_like(spread, spread) is spread
+    assert distribute_like(spread, spread) is spread

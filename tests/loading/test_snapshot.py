@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckptool.errors import CheckpointWarning
-from ckptool.loading.snapshot import Snapshot, held_back, tensors_of
+from ckptool.loading.snapshot import Snapshot, delay_signals, list_tensors
 from tests.loading.bits import Untouched
 
 
@@ -110,7 +110,7 @@ def test_what_is_not_copied_keeps_its_elements():
 def test_tensors_are_met_once_each():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     model[1].weight = model[0].weight
-    assert len(list(tensors_of(model))) == 3
+    assert len(list(list_tensors(model))) == 3
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
@@ -118,14 +118,14 @@ def test_signals_wait(error):
     came = []
     before = signal.signal(signal.SIGINT, lambda *_: came.append("now"))
     try:
-        with held_back():
+        with delay_signals():
             signal.raise_signal(signal.SIGINT)
             assert came == []
         assert came == ["now"]
         signal.raise_signal(signal.SIGINT)
         assert came == ["now", "now"]
         if error is not None:
-            with pytest.raises(error), held_back():
+            with pytest.raises(error), delay_signals():
                 raise error
             signal.raise_signal(signal.SIGINT)
             assert len(came) == 3
@@ -153,7 +153,7 @@ def test_every_signal_that_came_is_handled_whatever_the_first_raises(error):
 
 
 def two_signals_come(numbers, error):
-    with held_back():
+    with delay_signals():
         for number in numbers:
             signal.raise_signal(number)
         if error is not None:
@@ -194,7 +194,7 @@ def test_other_threads_have_no_signals_to_hold():
     ran = []
 
     def work():
-        with held_back():
+        with delay_signals():
             ran.append(True)
 
     thread = threading.Thread(target=work)

@@ -97,21 +97,21 @@ def test_any_node_of_the_tree_can_be_made(tmp_path):
     whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "odd": object()}
     with open_state_dict(whole) as state:
         assert state.slots.keys() == whole["model"].keys()
-        made = state.made(state.tree.root["optimizer"])
+        made = state.make_node(state.tree.root["optimizer"])
         assert made["state"][0]["exp_avg"] is whole["optimizer"]["state"][0]["exp_avg"]
         assert made["param_groups"] == whole["optimizer"]["param_groups"]
         assert made["param_groups"][0] is not whole["optimizer"]["param_groups"][0]
-        assert state.made(state.tree.root["odd"]) is whole["odd"]
+        assert state.make_node(state.tree.root["odd"]) is whole["odd"]
     del whole["odd"]
     with open_state_dict(saved(tmp_path / "f.pt", whole)) as state:
-        made = state.made(state.tree.root["optimizer"])
+        made = state.make_node(state.tree.root["optimizer"])
         assert torch.equal(made["state"][0]["exp_avg"], whole["optimizer"]["state"][0]["exp_avg"])
 
 
 def test_plain_values_beside_the_tensors_are_no_entries():
     with open_state_dict({"weight": torch.ones(2), "epoch": 3}) as state:
         assert list(state.slots) == ["weight"]
-        assert state.beside == ("epoch",)
+        assert state.plain_values == ("epoch",)
 
 
 def test_an_open_checkpoint_or_a_part_of_it_will_do(tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import MatchError
 from ckptool.loading.load_into import load_into
-from ckptool.loading.plan import opaque_kind
+from ckptool.loading.plan import describe_opaque
 from tests.conftest import FIXTURES
 from tests.loading.bits import Untouched, untouched_by
 
@@ -199,7 +199,7 @@ def stored(value, path):
 
 def test_what_is_made_is_as_it_was(tmp_path):
     with stored(MADE, tmp_path / "a.pth") as checkpoint:
-        assert [opaque_kind(value) for value in checkpoint.root["x"]] == [""] * len(MADE)
+        assert [describe_opaque(value) for value in checkpoint.root["x"]] == [""] * len(MADE)
     for made, value in zip(ckptool.load(tmp_path / "a.pth")["x"], MADE, strict=True):
         assert type(made) is type(value) or isinstance(value, np.float64)
         assert torch.equal(made, value) if isinstance(value, torch.Tensor) else made == value
@@ -208,13 +208,13 @@ def test_what_is_made_is_as_it_was(tmp_path):
 def test_what_is_not_is_named(tmp_path):
     with stored([value for value, _ in NOT_MADE], tmp_path / "a.pth") as checkpoint:
         for value, (_, said) in zip(checkpoint.root["x"], NOT_MADE, strict=True):
-            assert said in opaque_kind(value)
+            assert said in describe_opaque(value)
 
 
 def test_what_holds_itself_ends():
     node = [1]
     node.append(node)
-    assert opaque_kind(node) == ""
+    assert describe_opaque(node) == ""
 
 
 class Teacher(nn.Module):

@@ -116,7 +116,7 @@ def a_hook(folder, rank, wrap):
 
 def a_read(folder, rank, wrap):
     """The last step fails in one rank: the tensors of the other are filled already."""
-    before = installing.fill, installing._Loading._finish
+    before = installing.fill, installing._Loading._fill_and_replace
 
     def finish(self, given):
         before[1](self, given)
@@ -125,10 +125,10 @@ def a_read(folder, rank, wrap):
 
     try:
         if rank:
-            installing.fill, installing._Loading._finish = raises, finish
+            installing.fill, installing._Loading._fill_and_replace = raises, finish
         return told(wrap(plain()), whole(folder))
     finally:
-        installing.fill, installing._Loading._finish = before
+        installing.fill, installing._Loading._fill_and_replace = before
 
 
 def a_read_of_many(folder, rank, wrap):

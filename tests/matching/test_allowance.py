@@ -30,13 +30,13 @@ def large(**fields):
 
 
 def kinds(allowance, found):
-    return [problem.kind for problem in allowance.judged(found).problems]
+    return [problem.kind for problem in allowance.judge(found).problems]
 
 
 def test_what_fits_is_accepted():
     whole = report(loaded=100, fitting=10)
-    assert Allowance().judged(whole).problems == ()
-    assert Allowance().refusal(whole) is None
+    assert Allowance().judge(whole).problems == ()
+    assert Allowance().refusal_error(whole) is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,9 @@ def test_what_fits_is_accepted():
 def test_what_is_refused_has_a_reason(fields):
     for least in (None, 0, 0.75, 1):
         found, allowance = report(**fields), Allowance(min_coverage=least)
-        assert (allowance.refusal(found) is None) == (allowance.judged(found).problems == ()), least
+        assert (allowance.refusal_error(found) is None) == (
+            allowance.judge(found).problems == ()
+        ), least
 
 
 def test_strict_refuses_missing_and_unexpected_names_and_not_strict_allows_them():
@@ -75,7 +77,7 @@ def test_globs_allow_the_names_that_they_match(globs):
     assert kinds(Allowance(missing=globs), found) == ["unexpected"]
     assert kinds(Allowance(unexpected=globs), found) == ["missing"]
     more = report(missing_keys=["head.weight", "my.head.weight"])
-    (problem,) = Allowance(missing=globs).judged(more).problems
+    (problem,) = Allowance(missing=globs).judge(more).problems
     assert problem.text == "1 tensor is missing from the file: my.head.weight"
 
 
@@ -95,7 +97,7 @@ def test_only_lossy_casts_are_refused():
     exact = DtypeChange("a", "a", "bfloat16", "float32", lossy=False)
     lossy = DtypeChange("b", "b", "float32", "float16", lossy=True, loss="2 of 4 overflow")
     found = report(cast=(exact, lossy))
-    (problem,) = Allowance(strict=False).judged(found).problems
+    (problem,) = Allowance(strict=False).judge(found).problems
     assert problem.text == ("1 tensor is changed by a cast: b float32 -> float16 (2 of 4 overflow)")
     assert problem.remedy.arguments == (("allow_lossy_cast", ("b",)),)
     assert kinds(Allowance(lossy_cast=True), found) == []
@@ -105,30 +107,30 @@ def test_only_lossy_casts_are_refused():
 def test_ties_that_the_file_has_not_are_refused_whatever_is_allowed():
     found = report(untied=(("embed.weight", "head.weight"),))
     allowance = Allowance(strict=False, mismatched=True, lossy_cast=True)
-    (problem,) = allowance.judged(found).problems
+    (problem,) = allowance.judge(found).problems
     assert "embed.weight, head.weight are tied in the model, but differ in the file" in problem.text
     refused = report(missing_keys=["a"], untied=found.untied)
-    hint = Allowance().refusal(refused).hint
+    hint = Allowance().refusal_error(refused).hint
     assert hint.startswith("untie them in the model, or keep only one of them in the file")
-    assert not Allowance().judged(refused).remedy.arguments
+    assert not Allowance().judge(refused).remedy.arguments
 
 
 def test_where_nothing_fits_nothing_is_accepted_unless_no_coverage_is_asked_for():
     found = report(missing_keys=["a", "b"], unexpected_keys=["c"], fitting=0, names=2, loaded=0)
     assert kinds(Allowance(strict=False), found) == ["coverage"]
     assert kinds(Allowance(strict=False, min_coverage=0), found) == []
-    error = Allowance(strict=False).refusal(found)
+    error = Allowance(strict=False).refusal_error(found)
     assert "the file has c; the model has a, b" in str(error)
     assert "rename=" in error.hint
 
 
 def test_a_model_without_tensors_takes_a_file_without_any():
-    assert Allowance().judged(MatchReport()).problems == ()
+    assert Allowance().judge(MatchReport()).problems == ()
 
 
 def test_a_share_that_is_too_small_is_refused():
     found = report(missing_keys=["a"])
-    (problem,) = Allowance(strict=False, min_coverage=0.99).judged(found).problems
+    (problem,) = Allowance(strict=False, min_coverage=0.99).judge(found).problems
     assert problem.kind == "coverage"
     assert problem.text == (
         "98.0% of the model's parameters would be loaded, expected at least 99%"
@@ -143,14 +145,14 @@ LEFT = {"missing_keys": ["a.w", "b.w"], "unexpected_keys": ["s.a.w", "s.b.w", "t
 
 def test_what_is_ambiguous_is_refused_while_one_of_its_names_is():
     found = report(**LEFT, ambiguous=(UNCLEAR,), proposed=(PROPOSED,))
-    first, *_ = Allowance().judged(found).problems
+    first, *_ = Allowance().judge(found).problems
     assert first.kind == "ambiguous"
     assert first.text == "ambiguous: s.a.w, s.b.w, t.a.w could be a.w, b.w"
     assert str(first.remedy) == (
         r"`rename=[r'^s\.=>'], allow_unexpected=['t.a.w']` (left out: t.a.w)"
     )
-    assert Allowance().refusal(found).remedy == first.remedy
-    assert Allowance().refusal(found).hint == str(first.remedy)
+    assert Allowance().refusal_error(found).remedy == first.remedy
+    assert Allowance().refusal_error(found).hint == str(first.remedy)
     assert kinds(Allowance(strict=False), found) == []
     assert kinds(Allowance(unexpected=True), found) == ["ambiguous", "missing"]
 
@@ -159,7 +161,9 @@ def test_each_way_to_decide_a_question_is_told():
     other = Renaming("proposed", "", (("t.a.w", "a.w"),), r"^t\.=>")
     asked = Ambiguity(UNCLEAR.names, UNCLEAR.candidates, (r"^s\.=>", r"^t\.=>"))
     remedy = (
-        Allowance().refusal(report(**LEFT, ambiguous=(asked,), proposed=(PROPOSED, other))).remedy
+        Allowance()
+        .refusal_error(report(**LEFT, ambiguous=(asked,), proposed=(PROPOSED, other)))
+        .remedy
     )
     assert dict(remedy.arguments)["rename"] == (r"^s\.=>",)
     (way,) = remedy.instead
@@ -177,34 +181,34 @@ def test_rules_that_are_proposed_are_told_together_with_what_is_left():
         unexpected_keys=LEFT["unexpected_keys"],
         proposed=(PROPOSED, other),
     )
-    error = Allowance().refusal(found)
+    error = Allowance().refusal_error(found)
     assert error.remedy.arguments == (
         ("rename", (r"^s\.=>", r"^t\.a\.=>c.")), ("allow_missing", ("d",)),
     )  # fmt: skip
     assert error.message.endswith("the rules in the hint match more, but were not applied")
-    allowed = Allowance(missing="d").refusal(found)
+    allowed = Allowance(missing="d").refusal_error(found)
     assert allowed.remedy.arguments == (("rename", (r"^s\.=>", r"^t\.a\.=>c.")),)
 
 
 def test_where_a_model_is_of_another_size_its_shapes_are_told():
     wrong = tuple(Mismatch(name, name, (3,), (2,)) for name in LAYERS)
     found = report(mismatched=wrong, fitting=0, names=8, loaded=0)
-    (first,) = Allowance().judged(found).problems
+    (first,) = Allowance().judge(found).problems
     assert (
         first.text == "8 tensors are of another shape: layers.{0..7}.weight (file [3], model [2])"
     )
     assert not first.remedy
-    assert Allowance().refusal(found).hint == (
+    assert Allowance().refusal_error(found).hint == (
         "the architectures differ: 8 of the model's 8 tensors are not in the file"
     )
-    (second,) = Allowance(mismatched=True).judged(found).problems
+    (second,) = Allowance(mismatched=True).judge(found).problems
     assert second.text == "nothing is left to load: the common keys have other shapes"
-    assert Allowance(mismatched=True, min_coverage=0).judged(found).problems == ()
+    assert Allowance(mismatched=True, min_coverage=0).judge(found).problems == ()
 
 
 def test_buffers_alone_are_nothing_of_a_model():
     found = report(missing_keys=["1.weight"], fitting=1, names=2, loaded=0, parameters=9)
-    (problem,) = Allowance(strict=False).judged(found).problems
+    (problem,) = Allowance(strict=False).judge(found).problems
     assert problem.text.startswith("the file has none of the model's parameters; only 1 other ")
 
 
@@ -221,7 +225,7 @@ def test_what_is_no_share_is_none_and_what_is_allowed_is_yes_or_no_or_globs():
 
 def test_of_very_many_names_only_the_first_are_folded():
     found = report(missing_keys=[f"l.{n}.weight" for n in range(20_000)])
-    (problem,) = Allowance().judged(found).problems
+    (problem,) = Allowance().judge(found).problems
     assert problem.text == (
         "20,000 tensors are missing from the file: l.{0..1999}.weight, l.2000.weight, "
         "l.2001.weight, l.2002.weight, and 17,997 more"
@@ -230,17 +234,17 @@ def test_of_very_many_names_only_the_first_are_folded():
 
 def test_what_the_optimizer_refuses():
     optimizer = OptimizerReport("names", 0, 2, ("the file has 3 parameters, the optimizer 2",))
-    (problem,) = Allowance(strict=False).judged(report(optimizer=optimizer)).problems
+    (problem,) = Allowance(strict=False).judge(report(optimizer=optimizer)).problems
     assert (problem.kind, problem.text) == ("optimizer", optimizer.problems[0])
 
 
 def test_what_helps_against_the_optimizers_first_problem_is_in_the_hint():
     optimizer = OptimizerReport("names", 0, 2, ("one", "two"), remedy="optimizer_key='a'")
     found = report(missing_keys=["b"], optimizer=optimizer)
-    assert [str(one.remedy) for one in Allowance(strict=False).judged(found).problems] == [
+    assert [str(one.remedy) for one in Allowance(strict=False).judge(found).problems] == [
         "optimizer_key='a'", "",
     ]  # fmt: skip
-    assert Allowance().refusal(found).hint == "`allow_missing=['b']`, optimizer_key='a'"
+    assert Allowance().refusal_error(found).hint == "`allow_missing=['b']`, optimizer_key='a'"
 
 
 def test_a_refusal_is_three_lines_a_hint_and_the_report():
@@ -250,7 +254,7 @@ def test_a_refusal_is_three_lines_a_hint_and_the_report():
         mismatched=(Mismatch("c", "c", (3,), (2,)),),
         untied=(("d", "e"),),
     )
-    error = Allowance().refusal(found)
+    error = Allowance().refusal_error(found)
     assert isinstance(error, MatchError)
     assert str(error).splitlines() == [
         "a.pth does not fit Net: 9 of 10 tensors match (98.0% of the parameters)",
@@ -263,18 +267,19 @@ def test_a_refusal_is_three_lines_a_hint_and_the_report():
 
 def test_its_hint_is_what_has_to_be_allowed():
     missing = large(missing_keys=LAYERS)
-    assert Allowance().refusal(missing).hint == "allow_missing='layers.*'"
+    assert Allowance().refusal_error(missing).hint == "allow_missing='layers.*'"
     both = large(missing_keys=["a", "b.c", "d", "e"], unexpected_keys=["f"])
-    assert Allowance().refusal(both).hint == (
+    assert Allowance().refusal_error(both).hint == (
         "allow_missing=['a', 'b.c', 'd', 'e'], allow_unexpected=['f']"
     )
 
 
 def test_what_the_hint_says_helps():
     found = large(missing_keys=LAYERS, unexpected_keys=["b[0]"])
-    assert Allowance(missing="layers.*", unexpected="b[[]0]").judged(found).problems == ()
+    assert Allowance(missing="layers.*", unexpected="b[[]0]").judge(found).problems == ()
     assert (
-        Allowance().refusal(found).hint == "allow_missing='layers.*', allow_unexpected=['b[[]0]']"
+        Allowance().refusal_error(found).hint
+        == "allow_missing='layers.*', allow_unexpected=['b[[]0]']"
     )
 
 
@@ -298,7 +303,7 @@ WRONG = tuple(Mismatch(f"w.{n}", f"w.{n}", (3,), (2,)) for n in range(4))
 )
 def test_more_than_a_tenth_of_a_model_is_never_hinted_away(fields):
     found = large(**fields)
-    judgement = Allowance().judged(found)
+    judgement = Allowance().judge(found)
     assert judgement.remedy.note.startswith("the architectures differ: ")
     assert not any(one.arguments for one in (judgement.remedy, *judgement.remedy.instead))
     assert not any(problem.remedy.arguments for problem in judgement.problems)
@@ -312,7 +317,7 @@ def test_what_a_part_of_a_larger_file_has_beside_it_may_be_left_out():
         unexpected_keys=[*(own for own, _ in rule.names), *(f"text.{n}" for n in range(90))],
         proposed=(rule,),
     )
-    assert str(Allowance().judged(found).remedy) == (
+    assert str(Allowance().judge(found).remedy) == (
         "`rename=['^a=>b'], allow_unexpected='text.*'` (left out: text.{0..89})"
     )
 
@@ -324,24 +329,24 @@ def test_a_name_that_may_be_another_one_is_not_hinted_away():
         unexpected_keys=["fc.weight", "aux.weight"],
         ambiguous=(asked,),
     )
-    judgement = Allowance().judged(found)
+    judgement = Allowance().judge(found)
     assert judgement.problems[0].text == "ambiguous: fc.weight, aux.weight could be head.weight"
     assert str(judgement.remedy) == (
         "rename=['REGEX=>REPL'] if these are the same tensors; otherwise the architectures differ"
     )
     assert not judgement.remedy.arguments
     assert not any(problem.remedy.arguments for problem in judgement.problems)
-    assert Allowance(strict=False).judged(found).problems == ()
+    assert Allowance(strict=False).judge(found).problems == ()
 
 
 def test_where_more_has_to_be_loaded_no_allowance_helps():
     found = large(missing_keys=["a"])
-    assert not Allowance(min_coverage=0.99).judged(found).remedy
+    assert not Allowance(min_coverage=0.99).judge(found).remedy
 
 
 def test_names_that_look_like_arguments_are_only_names():
     name = "x', rename='a=>b\", allow_mismatched=True"
-    error = Allowance().refusal(report(missing_keys=[name], unexpected_keys=["min_coverage"]))
+    error = Allowance().refusal_error(report(missing_keys=[name], unexpected_keys=["min_coverage"]))
     assert error.remedy.arguments == (
         ("allow_missing", (name,)),
         ("allow_unexpected", ("min_coverage",)),
@@ -350,27 +355,31 @@ def test_names_that_look_like_arguments_are_only_names():
 
 
 def test_a_name_with_a_control_character_is_in_an_argument_what_it_is():
-    error = Allowance().refusal(report(missing_keys=["a\x1bb"]))
+    error = Allowance().refusal_error(report(missing_keys=["a\x1bb"]))
     assert error.remedy.arguments == (("allow_missing", ("a\x1bb",)),)
     assert error.hint == r"allow_missing=['a\x1bb']"
 
 
 def test_a_name_that_no_one_could_read_is_not_given_to_an_argument():
     long = "x" * 5000
-    error = Allowance().refusal(report(missing_keys=[f"a.{long}"], unexpected_keys=[f"{long}.b"]))
+    error = Allowance().refusal_error(
+        report(missing_keys=[f"a.{long}"], unexpected_keys=[f"{long}.b"])
+    )
     assert error.hint.startswith("too many differences for a few globs")
-    error = Allowance().refusal(report(missing_keys=[f"a.{long}"]))
+    error = Allowance().refusal_error(report(missing_keys=[f"a.{long}"]))
     assert error.remedy.arguments == (("allow_missing", ("a.*",)),)
 
 
 def test_a_coverage_is_never_rounded_up_to_all():
     found = report(missing_keys=["a"], loaded=99_999_999, parameters=100_000_000)
-    assert "(>99.9% of the parameters)" in str(Allowance().refusal(found))
+    assert "(>99.9% of the parameters)" in str(Allowance().refusal_error(found))
 
 
 def test_a_state_dict_in_memory_has_no_name():
     found = report(file="", model="", missing_keys=["a"])
-    assert str(Allowance().refusal(found)).startswith("the state dict does not fit the model: 9 of")
+    assert str(Allowance().refusal_error(found)).startswith(
+        "the state dict does not fit the model: 9 of"
+    )
 
 
 def test_names_that_control_the_terminal_are_escaped_and_long_lists_cut():
@@ -379,7 +388,7 @@ def test_names_that_control_the_terminal_are_escaped_and_long_lists_cut():
         missing_keys=["a\x1b[0m", *map(str, "bcdefghij")],
         unexpected_keys=["x" * 5000],
     )
-    text = str(Allowance().refusal(found).message)
+    text = str(Allowance().refusal_error(found).message)
     assert "\x1b" not in text
     assert "and 6 more" in text
     assert len(text) < 600

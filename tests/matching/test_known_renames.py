@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from ckptool.matching import Allowance, Slot, matched
-from ckptool.matching.known_renames import respellings
+from ckptool.matching import Allowance, Slot, match_keys
+from ckptool.matching.known_renames import find_respellings
 from ckptool.transforms import regex_rule
 
 
 def today(*names):
-    return {name: how.of(name) for name, how in respellings(names).items()}
+    return {name: how.respell(name) for name, how in find_respellings(names).items()}
 
 
 def test_weight_norm():
@@ -55,7 +55,7 @@ def test_gamma_and_beta():
     ],
 )
 def test_what_is_not_whole_or_would_collide_is_no_spelling(names):
-    assert respellings(names) == {}
+    assert find_respellings(names) == {}
 
 
 def test_the_name_of_the_only_adapter_and_the_layer_that_it_is_around():
@@ -92,7 +92,7 @@ def test_what_may_be_another_adapters_is_no_spelling():
         ["base_layer.weight", "base_layer.0.weight", "a.base_layer.0.weight"],
         ["a.default.weight", "a.lora_A.defaults.weight"],
     ):
-        assert respellings(names) == {}, names
+        assert find_respellings(names) == {}, names
 
 
 def adapted(*ends, layers=2):
@@ -104,7 +104,7 @@ def adapted(*ends, layers=2):
 def test_an_adapter_fits_under_each_of_its_names():
     files = (("A.weight", "B.weight"), ("A.default.weight", "B.default.weight"))
     for have, want in itertools.product(files, files):
-        found = matched(adapted(*have), adapted(*want))
+        found = match_keys(adapted(*have), adapted(*want))
         assert found.report.fits, (have, want)
         rules = [regex_rule(one.rule) for one in found.report.renamed]
         for wanted, name in found.pairs.items():
@@ -123,16 +123,16 @@ def test_a_layer_with_an_adapter_fits_a_model_without_and_the_reverse():
         for n in range(3)
         for end, shape in (("A", (2, 8)), ("B", (8, 2)))
     }
-    off, on = matched(peft, plain).report, matched(plain, peft)
+    off, on = match_keys(peft, plain).report, match_keys(plain, peft)
     assert (off.missing_keys, off.fitting) == ([], 9)
     assert all("lora" in name for name in off.unexpected_keys)
     assert on.report.unexpected_keys == []
-    hint = Allowance().judged(on.report).remedy
+    hint = Allowance().judge(on.report).remedy
     assert str(hint) == "the architectures differ: 6 of the model's 15 tensors are not in the file"
 
 
 def test_a_name_that_the_other_side_has_too_is_meant_as_it_is():
     scale = {"n.gamma": Slot((3,)), "n.beta": Slot((3,))}
     both = {**scale, "n.weight": Slot((3,)), "n.bias": Slot((3,))}
-    assert matched(scale, both).pairs == {"n.gamma": "n.gamma", "n.beta": "n.beta"}
-    assert matched(scale, scale).report.renamed == ()
+    assert match_keys(scale, both).pairs == {"n.gamma": "n.gamma", "n.beta": "n.beta"}
+    assert match_keys(scale, scale).report.renamed == ()

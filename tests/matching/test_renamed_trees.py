@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import ckptool
-from ckptool.matching import Slot, matched
+from ckptool.matching import Slot, match_keys
 
 WORDS = ["encoder", "decoder", "attn", "mlp", "fc1", "fc2", "q", "k", "v", "norm", "model", "net"]
 NEW = {
@@ -181,7 +181,7 @@ def test_a_part_that_is_missing_is_not_filled_with_another():
         if have.keys().isdisjoint(want):
             continue  # one part alone may well be the other, under a new name
         fronts = chance.sample(FRONTS, 2)
-        found = matched(slots(have, fronts[0]), slots(want, fronts[1])).pairs
+        found = match_keys(slots(have, fronts[0]), slots(want, fronts[1])).pairs
         for name, own in found.items():
             assert name.removeprefix(fronts[1]) == own.removeprefix(fronts[0]), (name, own)
 
@@ -191,6 +191,6 @@ def test_with_nothing_missing_another_front_is_all_that_differs():
     for _ in range(400):
         whole = tree(chance)
         fronts = chance.sample(FRONTS, 2)
-        match = matched(slots(whole, fronts[0]), slots(whole, fronts[1]))
+        match = match_keys(slots(whole, fronts[0]), slots(whole, fronts[1]))
         concluded += match.report.fits
     assert concluded >= LEAST_CONCLUDED

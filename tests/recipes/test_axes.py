@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 import ckptool
 from ckptool.errors import UsageError
 from ckptool.recipes import Recipe, assembling, relayout
-from ckptool.recipes.axes import Equation, Misfit, Product, Sum, size_of
+from ckptool.recipes.axes import Equation, Misfit, Product, Sum, compute_size
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.complex128, torch.float64]
 
@@ -28,11 +28,11 @@ def taken_apart(tensor, dims, sizes):
         if isinstance(one, str):
             todo.insert(0, ([*names, one], rest, held))
         elif isinstance(one, Product):
-            shape = [size_of(factor, sizes) for factor in one.factors]
+            shape = [compute_size(factor, sizes) for factor in one.factors]
             opened = held.reshape(*held.shape[:at], *shape, *held.shape[at + 1 :])
             todo.insert(0, (names, [*zip(one.factors, shape, strict=True), *rest], opened))
         else:
-            shape = [size_of(term, sizes) for term in one.terms]
+            shape = [compute_size(term, sizes) for term in one.terms]
             pieces = zip(one.terms, torch.split(held, shape, at), strict=True)
             todo[:0] = [(names, [(term, 0), *rest], piece) for term, piece in pieces]
     return parts
@@ -62,12 +62,12 @@ def put_together(dims, sizes, parts):
         return 1
 
     def sizes_of(name):
-        return size_of(name, sizes)
+        return compute_size(name, sizes)
 
     def head(some):
-        return [size_of(one, sizes) for one in some]
+        return [compute_size(one, sizes) for one in some]
 
-    return built(list(dims), []).reshape([size_of(one, sizes) for one in dims])
+    return built(list(dims), []).reshape([compute_size(one, sizes) for one in dims])
 
 
 def judged(equation, tensors, sizes):
@@ -144,19 +144,19 @@ def test_any_equation_does_what_torch_does_and_leads_back(tmp_path_factory, data
         [[f"{side}{n}" for n in range(len(getattr(equation, side)))] for side in ("left", "right")],
     )
     for name, dims in zip(names[0], equation.left, strict=True):
-        shape = [size_of(one, sizes) for one in dims]
+        shape = [compute_size(one, sizes) for one in dims]
         flat = torch.randint(-100, 100, (prod(shape),)).to(dtype)
         order = data.draw(st.permutations(range(len(shape))))
         strided = flat.reshape([shape[axis] for axis in order])  # saved with other strides
         state[name] = strided.permute([order.index(axis) for axis in range(len(shape))])
-    recipe = Recipe.of_rule(names[0], names[1], text)
+    recipe = Recipe.from_rule(names[0], names[1], text)
     with saved(tmp_path_factory.mktemp("axes"), state) as checkpoint:
         made = relayout(checkpoint, recipe, sizes)
         found = {path[-1]: tensor.torch() for path, tensor in made.tensors()}
         expected = judged(equation, list(state.values()), sizes)
         for name, one in zip(names[1], expected, strict=True):
             assert torch.equal(found[name], one), text
-        back = relayout(made, recipe.reversed(), sizes)
+        back = relayout(made, recipe.invert(), sizes)
         for name, one in back.by_name.items():
             assert torch.equal(one.torch(), state[name]), text
         assert made.changes[-1].count == 1
@@ -169,14 +169,14 @@ def test_any_equation_does_what_torch_does_and_leads_back(tmp_path_factory, data
 def test_variables_of_keys_are_axes_of_the_other_side(tmp_path):
     whole = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
     state = {f"{a}.{b}.w": whole[a, b].clone() for a in range(2) for b in range(3)}
-    recipe = Recipe.of_rule("{a}.{b}.w", "{w:x|y|z|u}.v", "w i -> (a i) b")
+    recipe = Recipe.from_rule("{a}.{b}.w", "{w:x|y|z|u}.v", "w i -> (a i) b")
     with saved(tmp_path, state) as checkpoint:
         made = relayout(checkpoint, recipe, {})
         for at, name in enumerate("xyzu"):
             expected = whole[:, :, at].permute(0, 2, 1).reshape(10, 3)
             assert torch.equal(made.by_name[f"{name}.v"].torch(), expected)
         assert made.changes[-1].text == "reversible with --reverse --param a=2"
-        back = relayout(made, recipe.reversed(), {"a": 2})
+        back = relayout(made, recipe.invert(), {"a": 2})
         assert {name: one.read() for name, one in back.by_name.items()} == {
             name: one.read() for name, one in checkpoint.by_name.items()
         }
@@ -199,11 +199,14 @@ CASES = [
 def test_shapes_decide_the_sizes_of_axes(text, known, shapes, targets):
     if targets is None:
         with pytest.raises(UsageError, match="no part on the left"):
-            Recipe.of_rule("a", "b", text)
+            Recipe.from_rule("a", "b", text)
         return
-    equation, sizes = Equation.parse(text).spread([len(one) for one in shapes]), dict(known)
+    equation, sizes = (
+        Equation.parse(text).expand_ellipsis([len(one) for one in shapes]),
+        dict(known),
+    )
     equation.solve(shapes, sizes)
-    assert equation.right_shapes(sizes) == targets
+    assert equation.compute_right_shapes(sizes) == targets
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_shapes_decide_the_sizes_of_axes(text, known, shapes, targets):
 def test_a_shape_that_does_not_fit_is_told(text, shape, match):
     equation = Equation.parse(text)
     with pytest.raises(Misfit, match=match):
-        equation.spread([len(shape)]).solve([shape], {})
+        equation.expand_ellipsis([len(shape)]).solve([shape], {})
 
 
 @pytest.mark.parametrize(
@@ -262,4 +265,4 @@ def test_what_is_no_equation_is_refused(text, match):
 )
 def test_a_rule_that_leaves_something_over_is_refused(left, right, text, match):
     with pytest.raises(UsageError, match=match):
-        Recipe.of_rule(left, right, text)
+        Recipe.from_rule(left, right, text)

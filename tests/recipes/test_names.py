@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ckptool.errors import UsageError
-from ckptool.recipes.names import Pattern, patterns
+from ckptool.recipes.names import Pattern, parse_patterns
 
 MATCHES = [
     ("layers.{n}.w", "layers.10.w", {"n": "10"}),
@@ -51,14 +51,14 @@ def test_a_number_of_some_digits_comes_back(number, width):
 
 
 def test_parameters_shift_numbers():
-    pattern = Pattern.parse("mtp.{n+layers}.{last-m}").bound({"layers": 61, "last": 3})
+    pattern = Pattern.parse("mtp.{n+layers}.{last-m}").bind({"layers": 61, "last": 3})
     assert pattern.match("mtp.62.1") == {"n": "1", "m": "2"}
     with pytest.raises(UsageError, match="needs the parameter 'layers'"):
-        Pattern.parse("mtp.{n+layers}").bound({})
+        Pattern.parse("mtp.{n+layers}").bind({})
 
 
 def test_a_list_of_words_holds_for_the_other_side_too():
-    left, right = patterns(["{w:q|k}.w", "{w}.w"])
+    left, right = parse_patterns(["{w:q|k}.w", "{w}.w"])
     assert right.match("k.w") == left.match("k.w") == {"w": 1}
     assert right.match("v.w") is None
 
@@ -85,7 +85,7 @@ def test_what_is_no_pattern_is_refused(text):
 
 def test_lists_of_other_lengths_are_refused():
     with pytest.raises(UsageError, match="2 and 3 words"):
-        patterns(["{w:a|b}", "{w:a|b|c}"])
+        parse_patterns(["{w:a|b}", "{w:a|b|c}"])
 
 
 def test_a_negative_number_has_no_key():

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from ckptool.errors import UsageError
-from ckptool.recipes import Recipe, shipped_recipes
+from ckptool.recipes import Recipe, list_shipped
 
 WHOLE = """
 about = "two layouts"
@@ -41,17 +41,17 @@ def test_a_recipe_is_the_same_in_toml_and_json():
         "model.{rank:02}.pth",
     )
     assert recipe.uses_paths
-    assert not recipe.reversed().uses_paths
-    assert recipe.reversed().reversed() == recipe
-    assert [rule.text for rule in recipe.reversed().passes[0]] == [
+    assert not recipe.invert().uses_paths
+    assert recipe.invert().invert() == recipe
+    assert [rule.text for rule in recipe.invert().passes[0]] == [
         "d.{n} -> {rank:02}/c.{n}",
         "b.{n} -> {rank:02}/a.{n}",
     ]
-    assert recipe.reversed().passes[0][0].equations[1].text == "o (rank i) -> o i"
+    assert recipe.invert().passes[0][0].equations[1].text == "o (rank i) -> o i"
 
 
 def test_a_recipe_is_loaded_by_its_name_or_its_path(tmp_path):
-    for name, about in shipped_recipes():
+    for name, about in list_shipped():
         assert Recipe.load(name).about == about
     (tmp_path / "mine.toml").write_text(WHOLE)
     assert Recipe.load(tmp_path / "mine.toml").name == "mine"

@@ -18,7 +18,7 @@ from ckptool.errors import (
     NotRepresentable,
     UsageError,
 )
-from ckptool.recipes import Recipe, looks_like, open_files, relayout, split_files
+from ckptool.recipes import Recipe, guess_layout, open_files, relayout, split_files
 
 FOLDER = Path(__file__).parent.parent.parent / "fixtures" / "layouts"
 ORACLES = {one.parent.name: json.loads(one.read_text()) for one in FOLDER.glob("*/oracle.json")}
@@ -68,7 +68,7 @@ def test_layouts_of_other_libraries_are_reached_and_left_again(name):
         assert texts(made, "reversible") == ["reversible with --reverse"]
     with ckptool.open(folder / "target.safetensors") as target:
         params, configs = oracle["parameters_for_reverse"], [folder / "source"]
-        back = relayout(target, recipe.reversed(), params, configs=configs)
+        back = relayout(target, recipe.invert(), params, configs=configs)
         lost = oracle["not_in_the_reverse"]
         expected = oracle["source_tensors"].items()
         assert sums(back) == {key: one for key, one in expected if key not in lost}
@@ -157,7 +157,7 @@ def test_ranks_are_joined_and_divided_again(tmp_path, ranks):
         made.save(tmp_path / "whole.safetensors")
     with ckptool.open(tmp_path / "whole.safetensors") as target:
         params = {"rank": str(ranks), "_pad": "1", "half": 3}
-        files = split_files(relayout(target, recipe.reversed(), params), recipe.reversed())
+        files = split_files(relayout(target, recipe.invert(), params), recipe.invert())
         assert list(files) == [f"part.{rank:02}.pth" for rank in range(ranks)]
         for one, state in zip(files.values(), states, strict=True):
             assert same(loaded(one), {key: t for key, t in state.items() if key != "freqs"})
@@ -176,7 +176,7 @@ def test_a_missing_file_of_a_set_is_named(tmp_path):
     with pytest.raises(FileMissing, match="has no file part"):
         open_files(tmp_path, recipe, ckptool.open)
     with pytest.raises(UsageError, match="recipe rule does not read several files"):
-        open_files(tmp_path, Recipe.of_rule("a", "b"), ckptool.open)
+        open_files(tmp_path, Recipe.from_rule("a", "b"), ckptool.open)
     with pytest.raises(NotFound, match="'embed' does not belong to a file"):
         split_files(opened(tmp_path, {"embed": numbers(2)}), recipe)
 
@@ -213,7 +213,7 @@ def test_experts_are_stacked_by_number_not_by_text(tmp_path):
         ]
         assert torch.equal(loaded(made)[f"{n}.gate_up"], torch.stack(every))
     assert texts(made, "reversible") == ["reversible with --reverse"]
-    assert same(loaded(relayout(made, recipe.reversed(), {})), {**state, "step": torch.tensor(3)})
+    assert same(loaded(relayout(made, recipe.invert(), {})), {**state, "step": torch.tensor(3)})
 
 
 A, B = "(c + c) i -> c i, c i", "i o -> o i"
@@ -291,9 +291,9 @@ def test_tensors_that_no_rule_takes_are_refused_the_first_five_by_name(tmp_path)
 
 def test_one_dtype_and_plain_elements_are_needed(tmp_path):
     state = {"0.w": numbers(2), "1.w": numbers(2).half()}
-    rule = Recipe.of_rule("{r}.w", "{r}.v", "i ... -> ... i")
+    rule = Recipe.from_rule("{r}.w", "{r}.v", "i ... -> ... i")
     with pytest.raises(UsageError, match=r"'1\.w' is float16 .*'0\.w' is float32"):
-        relayout(opened(tmp_path, state), Recipe.of_rule("{r}.w", "w", "i -> (r i)"), {})
+        relayout(opened(tmp_path, state), Recipe.from_rule("{r}.w", "w", "i -> (r i)"), {})
     sparse = {"0.w": torch.eye(3).to_sparse(), "1.w": torch.eye(3).to_sparse(), "b.w": numbers(2)}
     with pytest.raises(NotRepresentable, match="sparse"):
         relayout(opened(tmp_path, sparse), rule, {})
@@ -385,7 +385,7 @@ def test_what_is_tied_stays_tied_and_stands_for_the_other(tmp_path):
         made = relayout(opened(tmp_path, state), recipe, {})
         assert same(loaded(made), {"tokens": weight.t()})
         assert texts(made, "reversible") == ["reversible with --reverse"]
-        assert same(loaded(relayout(made, recipe.reversed(), {})), {"embed": weight})
+        assert same(loaded(relayout(made, recipe.invert(), {})), {"embed": weight})
     apart = {"embed": weight, "head": weight.clone()}
     assert same(
         loaded(relayout(opened(tmp_path, apart), recipe, {})),
@@ -393,7 +393,7 @@ def test_what_is_tied_stays_tied_and_stands_for_the_other(tmp_path):
     )
     both = relayout(
         opened(tmp_path, {"a": weight, "b": weight}),
-        Recipe.of_rule("{w:a|b}", "{w:c|d}", "i o -> o i"),
+        Recipe.from_rule("{w:a|b}", "{w:c|d}", "i o -> o i"),
         {},
     )
     assert both.by_name["c"].storage is both.by_name["d"].storage
@@ -466,7 +466,7 @@ def test_moments_of_named_parameters_are_rearranged_as_the_parameters_are(tmp_pa
 )
 def test_an_optimizer_that_cannot_follow_is_refused(tmp_path, named, rule):
     with pytest.raises(UsageError, match="has an optimizer") as error:
-        relayout(opened(tmp_path, trained(named)), Recipe.of_rule(*rule), {})
+        relayout(opened(tmp_path, trained(named)), Recipe.from_rule(*rule), {})
     assert "--model-only" in error.value.hint
 
 
@@ -490,7 +490,7 @@ def test_lazily_conjugated_and_big_endian_elements_are_read_right(tmp_path):
     whole = torch.view_as_complex(numbers(4, 3, 2))
     made = relayout(
         opened(tmp_path, {"a": whole.conj(), "b": whole}),
-        Recipe.of_rule(["a", "b"], "c", "i o, i o -> o (i + i)"),
+        Recipe.from_rule(["a", "b"], "c", "i o, i o -> o (i + i)"),
         {},
     )
     assert torch.equal(made.by_name["c"].torch(), torch.cat([whole.conj(), whole]).t())
@@ -500,7 +500,7 @@ def test_arrays_and_parameters_are_read_as_tensors_and_keep_what_they_are(tmp_pa
     weight = torch.nn.Parameter(numbers(2, 3))
     source = opened(tmp_path, {"a.w": numpy.arange(6.0).reshape(2, 3), "b.w": weight})
     for axes, expected in (("i o -> o i", weight.t()), ("i o -> (i o)", weight.flatten())):
-        made = relayout(source, Recipe.of_rule("{n}.w", "{n}.v", axes), {})
+        made = relayout(source, Recipe.from_rule("{n}.w", "{n}.v", axes), {})
         made.save(tmp_path / "out.pth", overwrite=True)
         found = torch.load(tmp_path / "out.pth")
         assert isinstance(found["b.v"], torch.nn.Parameter)
@@ -518,7 +518,7 @@ def test_a_plan_that_makes_too_much_is_refused(tmp_path):
         (("w", "w", "x -> (x + _pad)"), {"_pad": 1 << 61}),
     ):
         with pytest.raises(CheckpointError):
-            relayout(source, Recipe.of_rule(*rule), params).by_name["w"].torch()
+            relayout(source, Recipe.from_rule(*rule), params).by_name["w"].torch()
 
 
 def test_a_hundred_thousand_tensors_are_stacked_and_come_back(tmp_path):
@@ -537,7 +537,7 @@ def test_a_hundred_thousand_tensors_are_stacked_and_come_back(tmp_path):
     made = relayout(Checkpoint(root, "safetensors", "many.safetensors"), recipe, {})
     assert {one.sizes for one in made.by_name.values()} == {(500, 4, 4)}
     assert made.by_name["99.gate_up"].read() == bytes(range(16)) * 500
-    back = relayout(made, recipe.reversed(), {})
+    back = relayout(made, recipe.invert(), {})
     assert back.by_name.keys() == root.keys()
     assert back.by_name["99.experts.499.w3"].read() == bytes(range(8, 16))
 
@@ -549,16 +549,18 @@ def test_a_layout_is_recognized_only_if_one_recipe_leaves_nothing_over(tmp_path)
     parts += [f"feed_forward.{w}" for w in ("w1", "w2", "w3")]
     meta += [f"{layer}.{part}.weight" for layer in layers for part in parts]
     shapes = dict.fromkeys(meta, (2, 2))
-    assert looks_like({f"00/{key}": one for key, one in shapes.items()}) == "llama-meta-to-hf"
-    assert looks_like({**shapes, "more.weight": (2,)}) is None
-    assert looks_like({"a": (1,)}) is None
-    assert looks_like({}) is None
+    assert guess_layout({f"00/{key}": one for key, one in shapes.items()}) == "llama-meta-to-hf"
+    assert guess_layout({**shapes, "more.weight": (2,)}) is None
+    assert guess_layout({"a": (1,)}) is None
+    assert guess_layout({}) is None
 
 
 def test_safetensors_of_the_result_are_those_of_torch(tmp_path):
     weight = numbers(6, 4).bfloat16()
     save_file({"w": weight}, tmp_path / "in.safetensors")
     with ckptool.open(tmp_path / "in.safetensors") as source:
-        relayout(source, Recipe.of_rule("w", ["a", "b"], A), {}).save(tmp_path / "out.safetensors")
+        relayout(source, Recipe.from_rule("w", ["a", "b"], A), {}).save(
+            tmp_path / "out.safetensors"
+        )
     with ckptool.open(tmp_path / "out.safetensors") as made:
         assert same(loaded(made), dict(zip("ab", weight.chunk(2), strict=True)))

@@ -17,7 +17,7 @@ from ckptool.core.sections import find_model_state_dict
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import list_tensors
-from ckptool.recipes import Recipe, open_files, relayout, shipped_recipes
+from ckptool.recipes import Recipe, list_shipped, open_files, relayout
 
 PROJECT = Path(__file__).parent.parent.parent
 FOLDER = PROJECT / "fixtures" / "recipes"
@@ -98,7 +98,7 @@ def source_state(name):
 def reversed_contents(name, target):
     """What the way back makes of a file."""
     proof = PROOFS[name]
-    recipe = recipe_of(name).reversed()
+    recipe = recipe_of(name).invert()
     with open_checkpoint(target) as checkpoint:
         made = relayout(checkpoint, recipe, proof["back"], configs=[FOLDER / name / "source"])
         return contents(made)
@@ -116,10 +116,10 @@ def expected_source(name):
 
 
 def test_each_shipped_recipe_and_example_is_proven():
-    assert [name for name, _ in shipped_recipes()] == OWNED
+    assert [name for name, _ in list_shipped()] == OWNED
     assert {proof["recipe"] for proof in PROOFS.values()} == {*OWNED, *EXAMPLES}
     assert len(EXAMPLES) == 10
-    assert all(10 < len(about) < 120 for _, about in shipped_recipes())
+    assert all(10 < len(about) < 120 for _, about in list_shipped())
 
 
 @every_proof
@@ -169,7 +169,7 @@ def test_one_file_with_the_keys_of_meta_needs_no_number(tmp_path):
 
 def test_megatron_rows_are_padded_as_megatron_pads_them():
     name = "llama-megatron-two"
-    recipe = Recipe.load("llama-megatron-to-hf").reversed()
+    recipe = Recipe.load("llama-megatron-to-hf").invert()
     with open_checkpoint(FOLDER / name / "target.safetensors") as checkpoint:
         configs = [FOLDER / name / "source"]
         made = contents(relayout(checkpoint, recipe, {"rank": 2}, configs=configs))
@@ -230,7 +230,7 @@ def test_experts_of_gpt_oss_are_not_cut_as_those_of_qwen(tmp_path):
         open_checkpoint(tmp_path / "model.safetensors") as checkpoint,
         pytest.raises(UsageError, match="width"),
     ):
-        relayout(checkpoint, Recipe.load("experts-qwen").reversed(), {})
+        relayout(checkpoint, Recipe.load("experts-qwen").invert(), {})
 
 
 def test_the_page_teaches_what_the_errors_say(tmp_path):

@@ -289,9 +289,9 @@ def test_where_all_of_the_model_is_met_the_first_line_has_the_reason():
     found = report(cast=(cast,), names=9, fitting=9)
     reason = "1 tensor is changed by a cast: a.w float64 -> float32 (2 of 4 overflow)"
     assert str(found).splitlines()[0] == f"model.pth does not fit Net: {reason}"
-    error = Allowance().refusal(found)
+    error = Allowance().refusal_error(found)
     assert str(error) == f"model.pth does not fit Net: {reason}"
-    more = Allowance().refusal(replace(found, unexpected_keys=["x"]))
+    more = Allowance().refusal_error(replace(found, unexpected_keys=["x"]))
     assert str(more).splitlines() == [
         "model.pth does not fit Net: 1 tensor is not in the model: x", reason,
     ]  # fmt: skip

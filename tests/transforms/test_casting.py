@@ -15,8 +15,8 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import CorruptFile, NotFound, NotRepresentable, UsageError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
-from ckptool.transforms import Cast, floating_type, single_state_dict
-from ckptool.transforms.casting import FLOATING, kept
+from ckptool.transforms import Cast, parse_floating_dtype, single_state_dict
+from ckptool.transforms.casting import FLOATING, parse_keep
 from ckptool.writing import save
 from tests import trees
 
@@ -55,13 +55,13 @@ def test_words_for_types():
         ("fp8_e4m3fnuz", "float8_e4m3fnuz"),
         ("Float8_E8M0FNU", "float8_e8m0fnu"),
     ]:
-        assert floating_type(word) == name, word
+        assert parse_floating_dtype(word) == name, word
 
 
 def test_other_words_are_refused_with_a_list():
     for word in ["int8", "float7", "", "complex64", "float4_e2m1fn_x2", "fp"]:
         with pytest.raises(UsageError) as caught:
-            floating_type(word)
+            parse_floating_dtype(word)
         assert all(name in caught.value.hint for name in FLOATING), word
 
 
@@ -437,13 +437,13 @@ def test_a_damaged_source_is_refused_and_nothing_written(tmp_path, target):
 
 def test_exceptions_are_a_mapping_or_pairs_or_globs():
     for keep in [{"b": "float32", "c": None}, [("b", "fp32"), "c"], (("b", "F32"), ("c", None))]:
-        assert kept(keep) == (("b", "float32"), ("c", None)), keep
+        assert parse_keep(keep) == (("b", "float32"), ("c", None)), keep
 
 
 @pytest.mark.parametrize("keep", ["b", 5, None, [5], [("b",)], [("b", "int8")], [(1, "half")]])
 def test_other_exceptions_are_refused(keep):
     with pytest.raises(UsageError):
-        kept(keep)
+        parse_keep(keep)
     checkpoint = trees.checkpoint({"w": trees.tensor()})
     with pytest.raises(UsageError):
         Cast("half", keep=keep)(checkpoint)

@@ -8,19 +8,19 @@ import pytest
 
 from ckptool.core.model import DeviceValue, Global, Opaque, Storage, StorageRef, TensorRef, Wrapping
 from ckptool.errors import DeviceError, UsageError
-from ckptool.transforms import Remap, remapping
-from ckptool.transforms.devices import Rules, device_tags
+from ckptool.transforms import Remap, make_remap
+from ckptool.transforms.devices import Rules, count_device_tags
 from tests.trees import checkpoint, module, opened, storage, tensor
 
 
 def moved(root, rules):
-    return remapping(rules)(checkpoint(root)).root
+    return make_remap(rules)(checkpoint(root)).root
 
 
 def test_storages_and_tensors_move_and_what_was_shared_stays_shared():
     over = storage(16, "cuda:3")
     root = {"a": tensor(over=over), "b": tensor(over=over), "c": tensor(device="cpu")}
-    made = remapping({"cuda:3": "cpu"})(checkpoint(root))
+    made = make_remap({"cuda:3": "cpu"})(checkpoint(root))
     a, b = made.root["a"], made.root["b"]
     assert a.device == a.storage.device == "cpu"
     assert a.storage is b.storage
@@ -92,11 +92,11 @@ def test_nothing_is_moved_to_meta():
 
 def test_a_rule_that_matches_nothing_is_reported_with_what_there_is():
     read = checkpoint([tensor(device="cuda:0")])
-    made = remapping({"cuda:1": "cpu"})(read)
+    made = make_remap({"cuda:1": "cpu"})(read)
     assert [(change.kind, change.text) for change in made.changes] == [
         ("warning", "no tensor is on cuda:1; the file uses cuda:0")
     ]
-    assert remapping({"*": "cuda:0"})(read) is read
+    assert make_remap({"*": "cuda:0"})(read) is read
 
 
 def test_devices_hide_in_objects_parts_wrappings_and_values():
@@ -116,12 +116,12 @@ def test_devices_hide_in_objects_parts_wrappings_and_values():
         "net": module(parameters={"w": tensor(device="cuda:1")}, hidden=tensor(device="cuda:1")),
         DeviceValue("cuda:1"): 1,
     }  # fmt: skip
-    assert set(device_tags(root)) == {"cuda:1"}
+    assert set(count_device_tags(root)) == {"cuda:1"}
     made = moved(root, {"cuda:1": "cpu"})
-    assert set(device_tags(made)) == {"cpu"}
+    assert set(count_device_tags(made)) == {"cpu"}
     assert made["sparse"].parts["values"].storage.device == "cpu"
     assert made["quantized"].parts["quantizer"][1].device == "cpu"
-    assert set(device_tags(root)) == {"cuda:1"}
+    assert set(count_device_tags(root)) == {"cuda:1"}
 
 
 def test_arrays_and_meta_tensors_stay_what_they_are():
@@ -188,7 +188,7 @@ def test_what_is_tied_to_other_processes_is_named_and_refused():
     for kind in ["DeviceMesh", "ShardMetadata", "ProcessGroupState"]:
         root = {"model": {"w": placed(kind), "b": tensor(device="cpu")}}
         with pytest.raises(DeviceError) as caught:
-            remapping({"cuda:*": "cpu"})(checkpoint(root))
+            make_remap({"cuda:*": "cpu"})(checkpoint(root))
         assert "model/w cannot be moved" in str(caught.value), kind
         assert kind in str(caught.value), kind
         made = moved(root, {"cpu": "cuda:9"})
@@ -199,7 +199,7 @@ def test_what_is_tied_to_other_processes_is_named_and_refused():
 def test_what_is_tied_inside_an_object_is_found_too():
     hidden = module(parameters={"w": tensor()}, hidden=placed("DeviceMesh"))
     with pytest.raises(DeviceError, match="a part of an object cannot be moved"):
-        remapping({"*": "cpu"})(checkpoint([hidden]))
+        make_remap({"*": "cpu"})(checkpoint([hidden]))
 
 
 def test_visible_devices_renumbers_as_the_variable_does():
@@ -230,4 +230,4 @@ def test_a_list_of_devices_that_makes_no_sense(numbers):
 def test_real_files_end_up_on_the_cpu(fixtures):
     for file in ["dp_cuda3.pth", "dp_full_cuda0.pth", "odd.pth", "misc.pth"]:
         with opened(fixtures / "torch-2.13.0" / file) as read:
-            assert set(device_tags(remapping({"*": "cpu"})(read).root)) == {"cpu"}, file
+            assert set(count_device_tags(make_remap({"*": "cpu"})(read).root)) == {"cpu"}, file

@@ -144,13 +144,13 @@ def test_what_shared_a_storage_shares_the_new_one():
     every = [weight[1:3], weight[4:], torch.nn.Parameter(weight), torch.zeros(2)]
     # `meta` stands in for a GPU: users cannot ask for it, and torch has it everywhere.
     relocation = _Relocation(lambda tag: "meta", every)
-    first, second, parameter, alone = map(relocation.moved, every)
+    first, second, parameter, alone = map(relocation.move, every)
     assert {value.device.type for value in (first, second, parameter, alone)} == {"meta"}
     storages = [value.untyped_storage()._cdata for value in (first, second, parameter, alone)]
     assert storages[0] == storages[1] == storages[2] != storages[3]
     assert (first.storage_offset(), second.storage_offset(), first.shape) == (1, 4, (2,))
     assert isinstance(parameter, torch.nn.Parameter)
-    assert relocation.moved("cpu") == "cpu"
+    assert relocation.move("cpu") == "cpu"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

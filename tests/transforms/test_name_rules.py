@@ -9,7 +9,7 @@ import pytest
 from ckptool.core.names import find_similar
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.transforms import prefix_rule, read_map_file, regex_rule, table_rule
-from ckptool.transforms.name_rules import prefix_regex, rules_of
+from ckptool.transforms.name_rules import parse_rules, to_regex_text
 
 
 def test_a_regular_expression():
@@ -150,12 +150,12 @@ def test_a_json_table_may_say_names_in_escapes(tmp_path):
 @pytest.mark.parametrize("given", ["a=>b", regex_rule("a=>b")])
 def test_one_rule_is_no_list_of_them(given):
     with pytest.raises(UsageError, match="expected a list of rules, "):
-        rules_of(given)
+        parse_rules(given)
 
 
 def test_a_prefix_as_a_regex_does_the_same():
     for text in ["a=b", "a.=", "=m.", "a.b=c", "a=b.c", "(=[", r"a=\1"]:
-        prefix, regex = prefix_rule(text), regex_rule(prefix_regex(text))
+        prefix, regex = prefix_rule(text), regex_rule(to_regex_text(text))
         for name in ("a.w", "a.a.w", "a.b.w", "ab.w", "x.a.w", "(.w", "w"):
             assert regex.apply(name) == prefix.apply(name), text
 

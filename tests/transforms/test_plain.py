@@ -30,7 +30,7 @@ from ckptool.files import ByteRange, MemorySource
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.encoder import encode
 from ckptool.transforms import Plain
-from ckptool.transforms.plain import plain_form
+from ckptool.transforms.plain import to_plain_data
 from tests.conftest import FIXTURES
 from tests.trees import checkpoint, module, opened, tensor
 
@@ -512,12 +512,12 @@ def unpickled(value, protocol=2):
 
 def form(value, protocol=2):
     node = unpickled(value, protocol)
-    return plain_form(node) if isinstance(node, Opaque) else node
+    return to_plain_data(node) if isinstance(node, Opaque) else node
 
 
 def remains(value, protocol=2):
     node = unpickled(value, protocol)
-    return plain_form(node) is node
+    return to_plain_data(node) is node
 
 
 class Color(enum.Enum):
@@ -660,9 +660,9 @@ def test_what_would_lose_something_remains():
 def test_a_call_of_a_function_is_no_value():
     for func in (Global("operator", "itemgetter"), Global("net", "make_thing")):
         node = Opaque(func, (1,))
-        assert plain_form(node) is node
+        assert to_plain_data(node) is node
     made = Opaque(Global("net", "get_backend"), ())
-    assert plain_form(made) is made
+    assert to_plain_data(made) is made
 
 
 def test_what_is_accepted_stays():

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.errors import AmbiguousName, CheckpointError, NotFound, UsageError
-from ckptool.transforms.tree_edits import parted, plain_json
+from ckptool.transforms.tree_edits import parse_json, split_rule
 
 
 def run():
@@ -216,7 +216,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_what_json_says_is_what_is_set(value):
-    assert plain_json(json.dumps(value)) == value
+    assert parse_json(json.dumps(value)) == value
     state = {"w": torch.ones(1), "x": 1}
     assert ckptool.Set({"new": value})(state)["new"] == value
 
@@ -224,7 +224,7 @@ def test_what_json_says_is_what_is_set(value):
 @pytest.mark.parametrize("text", ["abc", "NaN", "{", "1 2", "", "'a'", "[" * 100_000, "Infinity"])
 def test_what_is_no_json_is_refused(text):
     with pytest.raises(UsageError):
-        plain_json(text)
+        parse_json(text)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_what_is_no_json_is_refused(text):
     [("a=b", ("a", "b")), ('"a=b"=c', ('"a=b"', "c")), ("a=b=c", ("a", "b=c"))],
 )
 def test_a_rule_is_parted_at_the_first_sign_outside_quotes(text, parts):
-    old, _, new = parted(text)
+    old, _, new = split_rule(text)
     assert (old, new) == parts
 
 

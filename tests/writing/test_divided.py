@@ -30,10 +30,10 @@ class Alone:
     def raise_on_all_ranks(self):
         yield
 
-    def first(self, work):
+    def run_on_first(self, work):
         return work()
 
-    def all(self, own):
+    def collect(self, own):
         return [own] if self.seen_elsewhere is None else [own, self.seen_elsewhere]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
-from ckptool.loading.ranks import sendable
+from ckptool.loading.ranks import to_sendable
 from ckptool.trainer.data import select_share
 from ckptool.trainer.devices import resolve_device
 from ckptool.trainer.launching import connection_error
@@ -256,7 +256,7 @@ class ParameterServer(Strategy):
         try:
             yield
         except BaseException as error:
-            failure = sendable(error)
+            failure = to_sendable(error)
             raise
         finally:
             _release_workers(self.processes, _RunEnd(self._result, failure))
@@ -271,7 +271,7 @@ class ParameterServer(Strategy):
         except BaseException as error:
             if self._end is None:
                 with suppress(RuntimeError):  # the server is gone, or ends
-                    failure = self._rank, sendable(error)
+                    failure = self._rank, to_sendable(error)
                     rpc.rpc_sync(_SERVER, _receive, args=(failure,), timeout=_PATIENCE)
             raise
         finally:
