@@ -150,7 +150,7 @@ def merge_entries(
     recipe: Recipe,
     result: Plan[TensorRef],
     node: Mapping[Any, Any],
-    own: Collection[str],
+    tensor_keys: Collection[str],
     file: str,
 ) -> dict[Any, Any]:
     """Return the entries of the new state dict: the tensors of the result, and the old values.
@@ -159,8 +159,8 @@ def merge_entries(
         recipe: The recipe.
         result: The result of the recipe.
         node: The old state dict.
-        own: The keys of its tensors.
-        file: The file, for messages.
+        tensor_keys: The keys of the old tensors.
+        file: The path for messages.
 
     Raises:
         NameCollision: if a tensor gets the key of a value.
@@ -169,7 +169,7 @@ def merge_entries(
     values = {
         key: entry
         for key, entry in node.items()
-        if key not in own
+        if key not in tensor_keys
         and not (isinstance(key, str) and any(pattern.covers(key) for pattern in drop))
     }
     if both := result.tensors.keys() & values.keys():

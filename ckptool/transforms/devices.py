@@ -231,6 +231,7 @@ class _Mover:
         return leaf
 
     def _move_storage(self, storage: Storage, target: str) -> Storage:
+        """Return the storage with another device tag; a shared storage is replaced once."""
         if storage.device == target:
             return storage
         key = id(storage), target
@@ -266,7 +267,7 @@ class _Mover:
         return replace(tensor, device=target, storage=storage, hooks=None, parts=parts)
 
     def _target_of(self, tag: str, subject: str) -> str:
-        """Return the new tag of an object that a back end without storages cannot have.
+        """Return the new tag of an object that cannot move to a back end without storages.
 
         Raises:
             DeviceError: if the target is one of these back ends.
