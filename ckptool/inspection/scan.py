@@ -191,7 +191,7 @@ def scan(
 ) -> Scan:
     """Find every call that loading a file would run, without running it.
 
-    The verdict is `data`, `needs code` (classes are imported and filled), `runs` (something else is
+    The verdict is `data`, `needs code` (loading imports classes), `runs` (something else is
     called) or `cannot tell`. It follows from what is called, not from a list of bad names.
 
     Args:

@@ -59,22 +59,22 @@ PARTS = {
 
 HEAD = """# Every public name
 
-`python -m tests.pages` made this page from the sources; a test holds it against them.
-[docs/cli.md](cli.md) is the same for the command line.
+This page is generated from the sources by `make docs`. For the command line, see [docs/cli.md](cli.md).
 
-- A **shape** is a tuple of ints, one a dimension, `()` for a scalar; None is a ragged dimension.
-  **Strides** and **offsets** count elements, **sizes** (`nbytes`, `size`, limits) bytes, shares go
-  from 0 to 1.
+- A **shape** is a tuple of ints, one per dimension, `()` for a scalar; None stands for a ragged
+  dimension. **Strides** and **offsets** count elements; **sizes** (`nbytes`, `size`, limits) count
+  bytes; shares range from 0 to 1.
 - A **device** is the tag in the file: `"cpu"`, `"cuda:3"`, `"xla:0"`, ...; a **dtype** is torch's
   name without `torch.`: `"float32"`.
-- A **path** into a file is a tuple of keys, `("state_dict", "conv1.weight")`; a **key** as an
-  argument is such a tuple, or the keys joined by `/`.
-- A **Source** is a path or an open checkpoint, a **MapLocation** what `torch.load` takes. A
-  **Keep** is a list of globs, or a dict of globs and types, **Words** is one text or several.
-  **Rules** are texts, or rules of `transforms`. Of a path or a checkpoint the changed checkpoint is
-  returned, to be closed or used as a context manager; of a dict in memory a dict.
-- torch is imported by what makes or takes tensors (`load_state_dict`, `load_into`, `match`,
-  `load`, `save`, `TensorRef.torch`, figures, casts), and by nothing else.
+- A **path** into a file is a tuple of keys, `("state_dict", "conv1.weight")`. A **key** argument is
+  such a tuple, or the keys joined by `/`.
+- A **Source** is a path or an open checkpoint. A **MapLocation** is a `map_location` as in
+  `torch.load`. A **Keep** is a list of globs, or a dict from globs to dtypes. **Words** is one
+  string or several. **Rules** are strings, or rules of `transforms`.
+- Functions that change a path or a checkpoint return the changed checkpoint: close it, or use it as
+  a context manager. For a dict in memory they return a dict.
+- Only functions that create or accept tensors import torch (`load_state_dict`, `load_into`,
+  `match`, `load`, `save`, `TensorRef.torch`, statistics, casts).
 """
 
 
