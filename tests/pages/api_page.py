@@ -59,7 +59,8 @@ PARTS = {
 
 HEAD = """# Every public name
 
-This page is generated from the sources by `make docs`. For the command line, see [docs/cli.md](cli.md).
+This page is generated from the sources by `make docs`. For the command line, see
+[docs/cli.md](cli.md).
 
 - A **shape** is a tuple of ints, one per dimension, `()` for a scalar; None stands for a ragged
   dimension. **Strides** and **offsets** count elements; **sizes** (`nbytes`, `size`, limits) count
