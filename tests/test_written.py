@@ -9,7 +9,7 @@ import torch
 import ckptool
 from ckptool.errors import NotRepresentable
 from ckptool.inspection.listing import list_tensors
-from ckptool.transforms import single_state_dict
+from ckptool.transforms import extract_state_dict
 from tests.test_fixtures import FIXTURES, ORACLES, every_fixture, judge
 
 REMADE = ("storage",)
@@ -112,7 +112,7 @@ def test_to_safetensors_and_back(name, tmp_path):
     there, back = tmp_path / "there.safetensors", tmp_path / "back.pth"
     with ckptool.open(FIXTURES / name) as checkpoint:
         try:
-            alone = single_state_dict(checkpoint)
+            alone = extract_state_dict(checkpoint)
         except ckptool.NotFound:
             pytest.skip("not one state dict")
         try:

@@ -32,7 +32,7 @@ from ckptool.matching.align import align as pair_keys
 from ckptool.matching.report import slots_of
 from ckptool.transforms.extraction import select_part
 from ckptool.transforms.name_rules import AppliedRules, Rule
-from ckptool.transforms.names import follow_names, unwrap_modules
+from ckptool.transforms.names import find_new_names, unwrap_modules
 from ckptool.words import listed, printable
 
 _SORTS = {"state_dict": "model", "module": "model"}
@@ -90,12 +90,12 @@ class _SideNames:
     def resolve_optimizer_names(self, part: Section) -> _NewNames:
         """Return the compared names of an optimizer: those of its model."""
         names_of_optimizer = list_optimizer_names(part.node)
-        shown = follow_names(
+        shown = find_new_names(
             names_of_optimizer, [(names, resolved.shown) for names, resolved in self._namings]
         )
         if shown:
             namings = [(names, resolved.compared) for names, resolved in self._namings]
-            return _NewNames(shown, follow_names(names_of_optimizer, namings))
+            return _NewNames(shown, find_new_names(names_of_optimizer, namings))
         stripped = self.strip(names_of_optimizer)
         return _NewNames(stripped, self._apply_rules(names_of_optimizer, stripped))
 
@@ -114,7 +114,7 @@ class _SideNames:
 
     def _apply_rules(self, names: Sequence[str], stripped: Renamed) -> Renamed:
         """Return the names that change by removing prefixes and applying rules: old -> new."""
-        ruled = self.rules.rename_all(stripped.get(name, name) for name in names)
+        ruled = self.rules.rename_keys(stripped.get(name, name) for name in names)
         new_names = {name: ruled[stripped.get(name, name)] for name in names}
         return {name: new_name for name, new_name in new_names.items() if new_name != name}
 
@@ -515,7 +515,7 @@ def _unwrap_module(holder: Opaque) -> Opaque:
     """Return a pickled module without the pickled wrappers around it."""
     if not is_module(holder):
         return holder
-    instead = unwrap_modules(holder).instead
+    instead = unwrap_modules(holder).replacements
     while id(holder) in instead:
         holder = instead[id(holder)]
     return holder

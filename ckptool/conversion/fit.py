@@ -27,7 +27,7 @@ from ckptool.loading.target import ModelTarget
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import TransposeRules
 from ckptool.remedies import Remedy
-from ckptool.transforms.names import NamePlan, list_distinct
+from ckptool.transforms.names import NamePlan, list_distinct_sections
 from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import counted, listed, printable
 
@@ -125,7 +125,7 @@ class Fit(Step):
             min_coverage=self.min_coverage,
         )
         plan = NamePlan(checkpoint.path, _HINT)
-        sections = list_distinct(checkpoint.sections)
+        sections = list_distinct_sections(checkpoint.sections)
         like = self.like
         if isinstance(like, Reference):
             target = like.target
@@ -135,7 +135,7 @@ class Fit(Step):
         _refuse_mismatches(namings, allowance)
         for naming in namings:
             naming.add_to_plan(plan)
-        plan.follow(checkpoint.root, sections, lambda own: _match_bare_names(own, namings))
+        plan.plan_optimizers(checkpoint.root, sections, lambda own: _match_bare_names(own, namings))
         return plan.apply_to(checkpoint)
 
 
@@ -175,15 +175,15 @@ class _Naming:
                 file=plan.file or None,
                 hint="add --model-only to convert it to a state dict",
             )
-        plan.rename(part, list(self.names), renamed)
+        plan.plan_state_dict(part, list(self.names), renamed)
         if part.kind != "module" and (removed_keys or self.tied_names):
-            holder = plan.instead.get(id(part.holder), part.holder)
-            plan.instead[id(part.holder)] = self._complete_state_dict(
+            holder = plan.replacements.get(id(part.holder), part.holder)
+            plan.replacements[id(part.holder)] = self._complete_state_dict(
                 plan, holder, frozenset(self.names[name] for name in removed_keys)
             )
         for layout in self.fit.report.layouts:
             node = part.node[layout.own]
-            plan.instead[id(node)] = node.permuted(layout.axes)
+            plan.replacements[id(node)] = node.permuted(layout.axes)
         plan.changes.extend(self._describe_changes())
 
     def _complete_state_dict(

@@ -32,8 +32,8 @@ from ckptool.transforms import (
     Take,
     Untie,
     Wrap,
+    extract_state_dict,
     run_steps,
-    single_state_dict,
 )
 from ckptool.transforms.tree_edits import METADATA, is_in_header
 from ckptool.words import listed
@@ -176,7 +176,7 @@ class _OnlyStateDict(Step):
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the state dict as its root."""
         try:
-            return single_state_dict(checkpoint)
+            return extract_state_dict(checkpoint)
         except AmbiguousName:
             raise
         except NotFound:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, find_tensors
-from ckptool.transforms.plain import name_class
+from ckptool.transforms.plain import get_class_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def recognize_companion(checkpoint: Checkpoint) -> Companion | None:
                 description = "it is the state of random number generators, not a model"
                 return Companion(description, reader)
     if isinstance(root, Opaque) and not any(find_tensors(root)):
-        name = name_class(root)
+        name = get_class_name(root)
         if name.partition(".")[0] in _ARGUMENTS or name.endswith("TrainingArguments"):
             description = f"it contains training arguments ({name}), not a model"
             owner = name.partition(".")[0]

@@ -51,7 +51,7 @@ from ckptool.loading.plan import describe_like
 from ckptool.loading.target import ModelTarget
 from ckptool.symbolic.encoder import find_blockers
 from ckptool.transforms import Plain, Rename, Step, Strip, Take
-from ckptool.transforms.plain import is_refused
+from ckptool.transforms.plain import is_rejected
 from ckptool.words import as_argument, counted, listed, shell
 from ckptool.writing.save import refuse_empty
 from ckptool.writing.target import choose_format, make_default_target
@@ -534,7 +534,7 @@ def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, is_model_only
     kinds = MODEL_KINDS if is_model_only else (*MODEL_KINDS, "optimizer")
     tensors = collect_weights(before.root, kinds)
     if len(collect_weights(after.root, kinds)) < len(tensors):
-        refused = [pair for pair in tensors if is_refused(pair[1])] or tensors
+        refused = [pair for pair in tensors if is_rejected(pair[1])] or tensors
         names = [name_of(path) for path, _ in refused]
         raise NotRepresentable(
             f"dropping the objects would drop {counted(len(names), 'tensor')} of the weights: "

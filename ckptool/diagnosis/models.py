@@ -37,7 +37,7 @@ from ckptool.quotes import Quote, quote
 from ckptool.symbolic.encoder import find_blocked_names
 from ckptool.transforms import Flatten, Plain, Rename, Strip, Take
 from ckptool.transforms.ema import AVERAGED, find_average_prefix, has_online_model
-from ckptool.transforms.plain import find_refused, name_class
+from ckptool.transforms.plain import find_rejected, get_class_name
 from ckptool.words import counted, listed, printable, shell
 
 INTEGERS = frozenset(
@@ -226,24 +226,26 @@ def _describe_root(root: Any, tensors: int) -> str:
         kind = "dict" if isinstance(root, dict) else type(root).__name__
         return f"a {kind} of {counted(len(root), 'entry')} with {counted(tensors, 'tensor')}"
     if isinstance(root, Opaque):
-        return f"an object of class {printable(name_class(root))}"
+        return f"an object of class {printable(get_class_name(root))}"
     return f"a value of type {type(root).__name__}"
 
 
 def check_objects(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about objects that `torch.load` rejects, or that need their classes."""
-    rejected = list(find_refused(subject.checkpoint.root))
+    rejected = list(find_rejected(subject.checkpoint.root))
     modules = [(name_of(path), node) for path, node in rejected if to_model_state(node) is not None]
     module_ids = {id(node) for _, node in modules}
     other_objects = [
-        (name_of(path), name_class(node)) for path, node in rejected if id(node) not in module_ids
+        (name_of(path), get_class_name(node))
+        for path, node in rejected
+        if id(node) not in module_ids
     ]
     names = subject.checkpoint.details.globals
     blocked = next(iter(find_blocked_names(names)), None) or next(iter(subject.blocked), "")
     kind = "blocked-global" if blocked.partition(".")[0] in _BLOCKED else "global"
     load_error = quote(kind, printable(blocked))
     if modules:
-        classes = dict.fromkeys(name_class(node) for _, node in modules)
+        classes = dict.fromkeys(get_class_name(node) for _, node in modules)
         candidates = [*classes, *subject.blocked]
         custom_class = next(
             (name for name in candidates if name.partition(".")[0] not in _EVERYWHERE), None

@@ -36,7 +36,7 @@ from ckptool.loading.inert import InertObject
 from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors import Materializer, is_one_part, only_part_error, set_attributes
 from ckptool.tensors.materialize import MapLocation
-from ckptool.transforms.extraction import plain_state_dict
+from ckptool.transforms.extraction import copy_state_dict
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def load_state_dict(
         if section.unread:
             unread = listed(section.unread)
             warn(f"{checkpoint.path}: left out of the state dict: {unread}")
-        chosen = checkpoint.with_root(plain_state_dict(checkpoint, section))
+        chosen = checkpoint.with_root(copy_state_dict(checkpoint, section))
         if wrappers == "strip":
             chosen = _strip_wrappers(chosen)
         for name, value in chosen.root.items():

@@ -50,8 +50,8 @@ from ckptool.matching.report import is_exact_cast
 from ckptool.remedies import Remedy
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
-from ckptool.transforms.names import list_distinct
-from ckptool.transforms.schedule_free import keeps_order
+from ckptool.transforms.names import list_distinct_sections
+from ckptool.transforms.schedule_free import is_in_model_order
 from ckptool.words import a_class, counted, listed, printable
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _find_optimizer(state: StateDict, key: Any) -> _Saved:
 def _list_optimizers(tree: Checkpoint) -> list[Section]:
     """Return the states of torch's optimizers."""
     sections = (section for section in tree.sections if section.kind == "optimizer")
-    return list_distinct(section for section in sections if not section.is_foreign)
+    return list_distinct_sections(section for section in sections if not section.is_foreign)
 
 
 def _list_optimizer_files(folder: str) -> list[str]:
@@ -272,7 +272,9 @@ def _select_optimizer(tree: Checkpoint, model: Section | None, key: Any, file: s
         )
         return Section(path, "optimizer", node, node)
     optimizers = _list_optimizers(tree)
-    models = list_distinct(section for section in tree.sections if section.kind in MODEL_KINDS)
+    models = list_distinct_sections(
+        section for section in tree.sections if section.kind in MODEL_KINDS
+    )
     owners = [find_model(optimizer, models, optimizers) for optimizer in optimizers]
     holder, pairs = model and model.holder, zip(optimizers, owners, strict=True)
     of_model = [
@@ -402,7 +404,7 @@ def _refuse_uncertain_order(
         doubt = _describe_misfit(saved, wanted)
     if doubt:
         is_vouched = len(keys) == len(wanted.names)
-        is_ordered = keeps_order(state.tree, list(state.slots), state.metadata)
+        is_ordered = is_in_model_order(state.tree, list(state.slots), state.metadata)
         can_name = is_ordered and len(file_parameters) == len(keys)
         raise MatchError(
             f'{_NAMELESS}: {doubt}; optimizer_order="position" loads it in the order of the file',
@@ -431,7 +433,7 @@ def _match_by_position(
         and {*numbers} != {*live_numbers.values()}
         and {*numbers} != {None}
         and len(file_parameters) == len(keys)
-        and keeps_order(state.tree, list(state.slots), state.metadata)
+        and is_in_model_order(state.tree, list(state.slots), state.metadata)
         and all(
             shape_kept(saved.state_of(key)) in (None, shape)
             for key, shape in zip(keys, shapes, strict=True)
@@ -445,7 +447,7 @@ def _match_by_position(
 
 def _warn_of_schedulers(saved: _Saved, state: StateDict) -> Iterator[str]:
     """Yield a note for each scheduler with a value for each group of the file's optimizer."""
-    for section in list_distinct((*state.tree.sections, *saved.tree.sections)):
+    for section in list_distinct_sections((*state.tree.sections, *saved.tree.sections)):
         nodes = walk_everything(section.node) if section.kind == "scheduler" else ()
         if any(isinstance(node, dict) and "base_lrs" in node for node in nodes):
             yield (

@@ -17,7 +17,7 @@ from ckptool.loading.plan import LoadPlan
 from ckptool.loading.source import StateDict
 from ckptool.loading.target import ModelTarget
 from ckptool.tensors.live import shape_of
-from ckptool.transforms.schedule_free import keeps_order
+from ckptool.transforms.schedule_free import is_in_model_order
 from ckptool.words import counted, printable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def find_doubt(
     order = {id(parameter): position for position, parameter in enumerate(model.parameters())}
     groups: list[Mapping[str, Any]] = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
-    if not keeps_order(state.tree, list(state.slots), state.metadata):
+    if not is_in_model_order(state.tree, list(state.slots), state.metadata):
         return "the model's file is sorted by key, so the original order of parameters is lost"
     if len(file_parameters) != len(keys):
         many = counted(len(file_parameters), "parameter")

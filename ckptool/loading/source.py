@@ -34,7 +34,7 @@ from ckptool.remedies import Remedy
 from ckptool.tensors import is_one_part, only_part_error, require_torch
 from ckptool.tensors.live import LiveObject, LiveTree, describe_tensor, is_array
 from ckptool.tensors.materialize import MapLocation
-from ckptool.transforms.extraction import plain_state_dict
+from ckptool.transforms.extraction import copy_state_dict
 from ckptool.words import a_class, listed, printable
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class StateDict:
         """The whole file; in memory, a tree of tensors without bytes."""
         self.section = section
         """The section of `tree` with the state dict."""
-        self.root: OrderedMap = plain_state_dict(tree, section)
+        self.root: OrderedMap = copy_state_dict(tree, section)
         """The entries to load; those of a pickled module are detached."""
         live = live or LiveTree()
         self._originals, self._containers = live.originals, live.containers

@@ -25,7 +25,7 @@ from ckptool.matching.report import (
     list_casts,
     max_allowed_keys,
 )
-from ckptool.transforms.name_rules import AppliedRules, Rule, regex_rule, to_regex_text
+from ckptool.transforms.name_rules import AppliedRules, Rule, convert_prefix_to_regex, regex_rule
 
 _NOT_COUNTED = "files of torch before 0.4.1 and of other libraries do not have this counter"
 _NO_LAYER = "torch does not need this counter if its layer is missing"
@@ -80,7 +80,7 @@ def match_keys(
     """
     rules = list(rules)
     applied_rules = AppliedRules(rules, file)
-    renamed_by_user = applied_rules.rename_all(file_slots)
+    renamed_by_user = applied_rules.rename_keys(file_slots)
     if rules:
         check_collisions(renamed_by_user, renamed_by_user, file=file or None, hint=RULES_HINT)
     foreigns = FOREIGN.items() if foreign else ()
@@ -346,7 +346,7 @@ def _report_rules(
         pairs = tuple((own, wanted[own]) for own in changed if own in wanted)
         if pairs:
             is_prefix = not rule.regex and not rule.exact and "=" in rule.text
-            regex = to_regex_text(rule.text) if is_prefix else rule.regex or ""
+            regex = convert_prefix_to_regex(rule.text) if is_prefix else rule.regex or ""
             yield Renaming(kind, rule.text, pairs, regex)
         current.update(changed)
 

@@ -28,7 +28,7 @@ from ckptool.recipes.planning import (
 )
 from ckptool.recipes.recipe import Recipe, load_shipped
 from ckptool.recipes.several import first_prefix, nest_entries
-from ckptool.transforms.casting import find_optimizer_paths, refuse_apart
+from ckptool.transforms.casting import find_optimizer_paths, refuse_dependent_tensors
 from ckptool.transforms.names import NamePlan, move_metadata
 from ckptool.words import counted, listed, printable, shell
 
@@ -75,7 +75,7 @@ def relayout(
     maker = TensorMaker(file)
     result = plan_recipe(recipe, tensors, parameters.values, maker, file)
     if maker.moved:
-        refuse_apart(checkpoint, maker.moved)
+        refuse_dependent_tensors(checkpoint, maker.moved)
     changes = [*_report_changes(checkpoint, recipe, result, parameters), *maker.report_changes()]
     changes.append(_report_reversibility(recipe, result, parameters))
     if section is None or recipe.invert().uses_paths:
@@ -126,7 +126,7 @@ def _replace_section(
     new_holder = copy_with_items(holder, merge_entries(recipe, result, holder, tensors, file))
     renamed = result.map_first_keys()
     names = NamePlan(file, RULES_HINT)
-    names.instead[id(holder)] = new_holder
+    names.replacements[id(holder)] = new_holder
     if isinstance(new_holder, OrderedMap) and isinstance(new_holder.metadata, dict):
         new_keys = {old: key for old, key in renamed.items() if old not in dropped}
         new_holder.attributes = {
@@ -136,9 +136,9 @@ def _replace_section(
     if moments is None:
         text = "has an optimizer, and its state would not fit parameters of another layout"
         raise UsageError(text, file=file or None, hint=hint)
-    names.instead.update(moments)
-    names.note(tensors, {old: key for old, key in renamed.items() if old != key})
-    names.follow(root, checkpoint.sections, lambda _: {})
+    names.replacements.update(moments)
+    names.note_renames(tensors, {old: key for old, key in renamed.items() if old != key})
+    names.plan_optimizers(root, checkpoint.sections, lambda _: {})
     if moments:
         text = f"rearranged {counted(len(moments), 'tensor')} of the optimizer like the parameters"
         names.changes.append(Change("follow", text, len(moments)))

@@ -21,8 +21,12 @@ from ckptool.recipes.planning import plan_recipe
 from ckptool.recipes.recipe import Recipe, RecipeRule
 from ckptool.recipes.relayout import merge_entries
 from ckptool.tensors.bytewise import has_same_elements
-from ckptool.transforms.casting import find_optimizer_paths, refuse_apart, replace_tensors
-from ckptool.transforms.names import list_distinct, replace_entries
+from ckptool.transforms.casting import (
+    find_optimizer_paths,
+    refuse_dependent_tensors,
+    replace_tensors,
+)
+from ckptool.transforms.names import list_distinct_sections, replace_entries
 from ckptool.transforms.resizing import SectionRule, SectionWork, parse_interpolation, parse_resize
 from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import counted, few, listed, printable, shell
@@ -89,7 +93,7 @@ def _apply_rule(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpo
         UsageError: if the rule matches no tensor, or the file has the state of an optimizer.
     """
     file, works = checkpoint.path, dict[int, SectionWork]()
-    for section in list_distinct(checkpoint.sections):
+    for section in list_distinct_sections(checkpoint.sections):
         if section.kind in MODEL_KINDS and (work := step(section, file)).used:
             works[id(section.holder)] = work
     if not works:
@@ -100,7 +104,7 @@ def _apply_rule(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpo
         text = "has an optimizer, and its state would not fit parameters of another shape"
         hint = f"take only the weights with ckptool convert {shell(file)} OUT --model-only"
         raise UsageError(text, file=file, hint=hint)
-    refuse_apart(checkpoint, set().union(*(work.used for work in works.values())))
+    refuse_dependent_tensors(checkpoint, set().union(*(work.used for work in works.values())))
     changes = (change for work in works.values() for change in work.changes)
     return replace_entries(checkpoint, {at: work.items for at, work in works.items()}, *changes)
 

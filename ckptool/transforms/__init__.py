@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptool.transforms.ema import Masters as Masters
     from ckptool.transforms.extraction import (
         Salvage as Salvage,
-        single_state_dict as single_state_dict,
+        extract_state_dict as extract_state_dict,
     )
     from ckptool.transforms.lora import merge_lora as merge_lora
     from ckptool.transforms.name_rules import (
@@ -44,7 +44,7 @@ _HOMES = {
     "compacting": ("Compact", "Untie"),
     "devices": ("Remap", "make_remap"),
     "ema": ("Masters",),
-    "extraction": ("Salvage", "single_state_dict"),
+    "extraction": ("Salvage", "extract_state_dict"),
     "lora": ("merge_lora",),
     "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),
     "names": ("Rename", "Strip", "Wrap"),

@@ -22,9 +22,9 @@ from ckptool.core.tree import describe_location, name_of, rebuild
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.tensors.averaging import Averager, Elements, run_of_tensor
 from ckptool.tensors.bytewise import has_same_content
-from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
-from ckptool.transforms.extraction import single_state_dict
-from ckptool.transforms.names import list_distinct
+from ckptool.transforms.casting import FLOATING, Originals, refuse_dependent_tensors
+from ckptool.transforms.extraction import extract_state_dict
+from ckptool.transforms.names import list_distinct_sections
 from ckptool.words import counted, listed, printable
 
 Tensors = tuple[TensorRef, ...]
@@ -188,15 +188,15 @@ def average(
             refuse_placeholders(checkpoint, section)
     plan = _Plan(checkpoints, ints, mixing)
     for part, others in models:
-        plan.add(part, others)
-    refuse_apart(first, {id(tensors[0]) for _, tensors in plan.averaged})
+        plan.add_model(part, others)
+    refuse_dependent_tensors(first, {id(tensors[0]) for _, tensors in plan.averaged})
     means, warnings = _compute_means(
         plan.averaged, [checkpoint.path for checkpoint in checkpoints], mixing
     )
     new_root = _replace_averaged(first, means, [tensors[0] for _, tensors in plan.averaged])
     sources = {id(source): source for checkpoint in checkpoints for source in checkpoint.sources}
     rest_changes = [] if key is not None else list(_report_rest(first, new_root))
-    result = first.with_root(new_root, *plan.describe(), *warnings, *rest_changes)
+    result = first.with_root(new_root, *plan.list_changes(), *warnings, *rest_changes)
     return replace(result, sources=tuple(sources.values()))
 
 
@@ -206,7 +206,7 @@ def _pair_models(
     """Return the first checkpoint, or its state dict at `key`, and its models with counterparts."""
     first, *others = checkpoints
     if key is not None:
-        chosen = single_state_dict(first, key)
+        chosen = extract_state_dict(first, key)
         part = Section((), "state_dict", chosen.root, chosen.root)
         return chosen, [(part, [_find_state_dict(key, other) for other in others])]
     models = _list_models(first)
@@ -220,7 +220,7 @@ def _pair_models(
 
 def _list_models(checkpoint: Checkpoint) -> list[Section]:
     """Return the models of a checkpoint, each once."""
-    return list_distinct(part for part in checkpoint.sections if part.kind in MODEL_KINDS)
+    return list_distinct_sections(part for part in checkpoint.sections if part.kind in MODEL_KINDS)
 
 
 def _find_state_dict(key: Any, checkpoint: Checkpoint) -> Section:
@@ -261,13 +261,13 @@ def _find_counterparts(
     return [by_name[name] for name in wanted_names]
 
 
-def _tensors_by_key(part: Section) -> Names:
+def _get_tensors_by_key(part: Section) -> Names:
     """Return the tensors of a section by key."""
     depth = len(part.path)
     return {name_of(path[depth:]): tensor for path, tensor in part.tensors()}
 
 
-def _number_class(tensor: TensorRef) -> str:
+def _classify_dtype(tensor: TensorRef) -> str:
     """Return `floating`, `complex` or `integer`, the classes with different rules."""
     if tensor.dtype in FLOATING:
         return "floating"
@@ -288,14 +288,14 @@ class _Plan:
     _integers: int = 0
     _retyped: list[str] = field(default_factory=list)
 
-    def add(self, part: Section, others: list[Section]) -> None:
+    def add_model(self, part: Section, others: list[Section]) -> None:
         """Add a model of the first checkpoint with its counterparts.
 
         Raises:
             UsageError, NotFound: if the models do not match.
         """
-        own = _tensors_by_key(part)
-        by_file = [own, *(_rename_like(own, _tensors_by_key(other)) for other in others)]
+        own = _get_tensors_by_key(part)
+        by_file = [own, *(_rename_like(own, _get_tensors_by_key(other)) for other in others)]
         files = [checkpoint.path for checkpoint in self.checkpoints]
         if not all(N_AVERAGED in tensors for tensors in by_file):
             for at, tensors in enumerate(by_file):
@@ -318,7 +318,7 @@ class _Plan:
         text = f"{self.mixing}: {counted(means, 'tensor')}{describe_location(part.path)}"
         self._means.append(Change("average", text, means))
 
-    def describe(self) -> Iterator[Change]:
+    def list_changes(self) -> Iterator[Change]:
         """Yield a change for everything that was averaged or kept."""
         yield from self._means
         if self._integers:
@@ -340,7 +340,7 @@ class _Plan:
         Raises:
             UsageError: if they differ in shape or kind, or have no plain elements.
         """
-        first, kind = tensors[0], _number_class(tensors[0])
+        first, kind = tensors[0], _classify_dtype(tensors[0])
         for at, tensor in enumerate(tensors):
             self._check_tensor(name, first, tensor, self.checkpoints[at].path)
         if kind == "integer":
@@ -358,12 +358,12 @@ class _Plan:
 
     def _check_tensor(self, name: str, first: TensorRef, tensor: TensorRef, file: str) -> None:
         """Refuse a tensor of another shape or kind, without plain elements, or other integers."""
-        first_path, kind = self.checkpoints[0].path, _number_class(first)
+        first_path, kind = self.checkpoints[0].path, _classify_dtype(first)
         is_equal = kind == "integer" and self.ints == _SAME
         hint = "add --ints first to take those of the first file" if is_equal else None
         if tensor.shape != first.shape:
             fact, hint = f"has the shape {list(tensor.shape)} here and {list(first.shape)}", None
-        elif _number_class(tensor) != kind:
+        elif _classify_dtype(tensor) != kind:
             fact, hint = f"is {tensor.dtype} here and {first.dtype}", None
         elif is_equal and tensor.dtype != first.dtype:
             fact = f"is {tensor.dtype} here and {first.dtype}"

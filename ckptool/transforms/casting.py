@@ -263,14 +263,14 @@ class Cast(Step):
         plan = _Plan(_separate_spared(checkpoint, spared_paths), default, rules)
         if self.dequantize is not None:
             plan.dequantize(parse_floating_dtype(self.dequantize))
-        plan.choose(spared_paths)
+        plan.choose_dtypes(spared_paths)
         if not self.raw:
-            refuse_apart(
+            refuse_dependent_tensors(
                 plan.checkpoint,
                 {*plan.wanted, *plan.left},
                 "add --raw to cast them as plain numbers",
             )
-        changes = list(plan.describe())
+        changes = list(plan.list_changes())
         if not plan.wanted and not plan.scaled:
             notable = [change for change in changes if change.kind == "warning" or not plan.fixed]
             return checkpoint.with_root(checkpoint.root, *notable) if notable else checkpoint
@@ -278,7 +278,7 @@ class Cast(Step):
         root = rebuild(plan.checkpoint.root, work.replace_leaf)
         result = replace(checkpoint, details=plan.checkpoint.details)
         result = result.with_root(root, *changes, *plan.warn_of_separated())
-        return replace(result, reports=(*result.reports, work.report))
+        return replace(result, reports=(*result.reports, work.report_losses))
 
 
 def parse_keep(keep: Any) -> tuple[tuple[str, str | None], ...]:
@@ -309,7 +309,9 @@ def parse_keep(keep: Any) -> tuple[tuple[str, str | None], ...]:
     return tuple(rules)
 
 
-def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = "") -> None:
+def refuse_dependent_tensors(
+    checkpoint: Checkpoint, chosen: Collection[int], remedy: str = ""
+) -> None:
     """Refuse to change tensors (by identity) that only have a meaning together with others.
 
     Raises:
@@ -322,7 +324,7 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
         raise NotRepresentable(fact, file=checkpoint.path, hint=hint or None)
 
     def contains_chosen(node: Any) -> bool:
-        return any(id(_elements_of(tensor)) in chosen for tensor in find_tensors(node))
+        return any(id(_get_elements(tensor)) in chosen for tensor in find_tensors(node))
 
     for section in checkpoint.sections:
         for path, node in (
@@ -377,7 +379,7 @@ def _find_quantized_weights(
                     )
 
 
-def _elements_of(tensor: TensorRef) -> TensorRef:
+def _get_elements(tensor: TensorRef) -> TensorRef:
     """Return the tensor with the elements: `tensor`, or the values of a sparse tensor."""
     part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
     return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
@@ -559,7 +561,7 @@ class _Plan:
                 if similar is not None:
                     refuse(name, f"{tensor.dtype}, like the quantized {printable(similar)!r}")
 
-    def choose(self, spared_paths: set[Path]) -> None:
+    def choose_dtypes(self, spared_paths: set[Path]) -> None:
         """Choose the dtype of every tensor of the checkpoint, except at `spared_paths`."""
         tensors = [*self.checkpoint.tensors(), *_iterate_unsaved_buffers(self.checkpoint)]
         rule_by_position = self._match_rules(tensors)
@@ -591,7 +593,7 @@ class _Plan:
 
     def _choose_dtype(self, path: Path, tensor: TensorRef, rule: str | None) -> None:
         """Choose the dtype of a tensor, or note the reason why it cannot be cast."""
-        dtype, name, elements = self.dtype or tensor.dtype, name_of(path), _elements_of(tensor)
+        dtype, name, elements = self.dtype or tensor.dtype, name_of(path), _get_elements(tensor)
         if id(tensor.storage) in self.scaled:
             dtype = self.scaled[id(tensor.storage)]
         elif rule is not None:
@@ -611,16 +613,16 @@ class _Plan:
             if cast.dtype != dtype:
                 self._disputed.append(name)
 
-    def describe(self) -> Iterator[Change]:
+    def list_changes(self) -> Iterator[Change]:
         """Yield a change for each group of tensors that is cast, or skipped, with the reason."""
         if self.scaled:
             count = len(self.scaled)
-            text = f"dequantized {_count_tensors(count)} ({listed(self.schemes)})"
+            text = f"dequantized {_format_tensor_count(count)} ({listed(self.schemes)})"
             left_out = f"; left out: {listed(self.gone)}" if self.gone else ""
             yield Change("dequantize", text + left_out, count)
         pairs = Counter(cast.pair for cast in self.wanted.values() for _ in cast.names)
         for (old, new), count in pairs.items():
-            text = f"cast {_count_tensors(count)} from {old} to {new}"
+            text = f"cast {_format_tensor_count(count)} from {old} to {new}"
             # A dtype from `keep` is not the dtype of the whole model.
             now = new if new == self.dtype else None
             yield Change("cast", text, count, was=old, now=now)
@@ -631,16 +633,18 @@ class _Plan:
                 yield Change("warning", text)
             elif dtype is None:
                 yield Change(
-                    "keep", f"kept {_count_tensors(count)} that match {printable(glob)!r}", count
+                    "keep",
+                    f"kept {_format_tensor_count(count)} that match {printable(glob)!r}",
+                    count,
                 )
         if self._other:
             count = sum(self._other.values())
             are = "is" if count == 1 else "are"
             dtypes = listed(self._other)
-            text = f"skipped {_count_tensors(count)} that {are} not floating point ({dtypes})"
+            text = f"skipped {_format_tensor_count(count)} that {are} not floating point ({dtypes})"
             yield Change("keep", text, count)
         if self._optimizers:
-            tensors = _count_tensors(self._optimizers)
+            tensors = _format_tensor_count(self._optimizers)
             text = f"skipped {tensors} of optimizers (--cast-optimizer casts them)"
             yield Change("keep", text, self._optimizers)
         if self._left:
@@ -694,7 +698,7 @@ class _Work:
         """Return the replacement for a node of the tree."""
         if not isinstance(node, TensorRef):
             return node
-        elements = _elements_of(node)
+        elements = _get_elements(node)
         if elements is not node:  # The values of a sparse tensor were cast before.
             return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
         original = self._originals.find(node)
@@ -704,7 +708,7 @@ class _Work:
         storage = self._storages[id(node.storage), node.dtype, dtype]
         return replace_elements(node, dtype=dtype, storage=storage)
 
-    def report(self, gather: Gather) -> Iterator[Change]:
+    def report_losses(self, gather: Gather) -> Iterator[Change]:
         """Yield the totals for each pair of dtypes, then the tensors with losses, largest first."""
         for caster in self._casters.values():
             for losses in gather(dict(caster.losses)):
@@ -749,19 +753,17 @@ _LOSSES = {
 def _summarize_losses(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:
     """Return the change for all tensors cast from one dtype to another."""
     all_losses = list(losses)
-    count = sum(losses_of_one.elements for losses_of_one in all_losses)
+    count = sum(tensor_losses.elements for tensor_losses in all_losses)
     facts = []
     for kind, verb in _LOSSES.items():
-        n_lost = sum(getattr(losses_of_one, kind) for losses_of_one in all_losses)
+        n_lost = sum(getattr(tensor_losses, kind) for tensor_losses in all_losses)
         if n_lost:
             share = (
                 _format_share(n_lost, count) if kind == "precision" else counted(n_lost, "value")
             )
             facts.append(f"{share} {verb}")
-    text = (
-        f"{_count_tensors(tensors)}, {' -> '.join(pair)}: {', '.join(facts) or 'nothing was lost'}"
-    )
-    return Change("cast", text, count)
+    subject = f"{_format_tensor_count(tensors)}, {' -> '.join(pair)}"
+    return Change("cast", f"{subject}: {', '.join(facts) or 'nothing was lost'}", count)
 
 
 def _format_share(part: int, whole: int) -> str:
@@ -774,5 +776,5 @@ def _format_share(part: int, whole: int) -> str:
     )
 
 
-def _count_tensors(count: int, word: str = "") -> str:
+def _format_tensor_count(count: int, word: str = "") -> str:
     return counted(count, f"{word} tensor" if word else "tensor")

@@ -85,7 +85,7 @@ class Compact(Step):
         return tidied.with_root(root, *changes)
 
 
-def drop_unseen_bytes(before: Checkpoint, after: Checkpoint) -> Checkpoint:
+def drop_unused_bytes(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     """Return `after` without the bytes that only removed tensors of `before` used.
 
     A storage that lost a tensor is trimmed as in `Compact`; other storages do not change.
@@ -145,7 +145,7 @@ class _Trimmed:
     moves: list[tuple[int, int]]
     """The start of each kept span in the old storage and in this one."""
 
-    def new_offset(self, tensor: TensorRef) -> int:
+    def compute_offset(self, tensor: TensorRef) -> int:
         """Return the new offset of a tensor, in elements."""
         if not tensor.numel:
             return 0
@@ -197,7 +197,7 @@ def _move_tensors(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
         if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
         new = trimmed[leaf.storage]
-        return replace_elements(leaf, storage=new.storage, offset=new.new_offset(leaf))
+        return replace_elements(leaf, storage=new.storage, offset=new.compute_offset(leaf))
 
     return rebuild(root, move_leaf)
 

@@ -75,10 +75,10 @@ def _check_target(target: Any) -> None:
 
 def count_device_tags(root: Any) -> Counter[str]:
     """Count the tensors, storages and values per device tag below `root`."""
-    return Counter(tag for node in walk_everything(root) for tag in _tags_of(node))
+    return Counter(tag for node in walk_everything(root) for tag in _list_tags(node))
 
 
-def _tags_of(node: Any) -> Iterator[str]:
+def _list_tags(node: Any) -> Iterator[str]:
     """Yield the device tag of a tensor, storage or `torch.device` value."""
     if isinstance(node, TensorRef) and node.kind != "numpy":
         yield node.device
@@ -142,8 +142,8 @@ class Remap(Step):
                 process group of a ShardedTensor), or is not on a visible device.
         """
         if self.visible_devices is not None:
-            return _renumber(checkpoint, tuple(self.visible_devices))
-        return _apply_rules(checkpoint, self._rules)
+            return _renumber_devices(checkpoint, tuple(self.visible_devices))
+        return _rewrite_tags(checkpoint, self._rules)
 
     def applied_to_dict(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return a new dict with moved tensors; tensors that stay are the same objects.
@@ -163,11 +163,11 @@ def make_remap(rules: str | Mapping[str, str]) -> Remap:
     return Remap(to=rules) if isinstance(rules, str) else Remap(map=rules)
 
 
-def _apply_rules(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
+def _rewrite_tags(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     """Return the checkpoint with device tags rewritten, also in objects."""
     decide = Rules(rules)
     tags = count_device_tags(checkpoint.root)
-    listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _tags_of(tensor))
+    listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _list_tags(tensor))
     changes = [
         Change(
             "remap",
@@ -183,7 +183,7 @@ def _apply_rules(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint
     ]
     if not changes:
         return checkpoint.with_root(checkpoint.root, *warnings) if warnings else checkpoint
-    _refuse_placed(checkpoint, decide)
+    _refuse_distributed(checkpoint, decide)
     return checkpoint.with_root(rebuild(checkpoint.root, _Mover(decide).move), *changes, *warnings)
 
 
@@ -193,7 +193,7 @@ def _describe_move(tensors: int, mentions: int, old: str, new: str) -> str:
     return f"moved {what} from {printable(old)} to {new}"
 
 
-def _renumber(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
+def _renumber_devices(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
     """Return the checkpoint with the devices renumbered as `CUDA_VISIBLE_DEVICES` does."""
     new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
     tags = [tag for tag in count_device_tags(checkpoint.root) if tag.startswith("cuda:")]
@@ -206,7 +206,7 @@ def _renumber(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
             hint="list every device of the file, in their new order",
         )
     rules = {tag: new[tag] for tag in tags if new[tag] != tag}
-    return _apply_rules(checkpoint, rules) if rules else checkpoint
+    return _rewrite_tags(checkpoint, rules) if rules else checkpoint
 
 
 class _Mover:
@@ -221,7 +221,7 @@ class _Mover:
         if isinstance(leaf, TensorRef):
             return self._move_tensor(leaf)
         if isinstance(leaf, StorageRef):
-            target = self._target_of(leaf.storage.device, "a storage")
+            target = self._require_target(leaf.storage.device, "a storage")
             return replace(leaf, storage=self._move_storage(leaf.storage, target))
         if isinstance(leaf, Storage):
             return self._move_storage(leaf, self._decide(leaf.device))
@@ -258,7 +258,7 @@ class _Mover:
     def _carry_on_cpu(self, tensor: TensorRef, target: str) -> TensorRef:
         """Return a tensor for a back end without storages, over a CPU tensor."""
         if tensor.kind != "strided" or tensor.storage is None:
-            self._target_of(tensor.device, f"a {tensor.kind} tensor")
+            self._require_target(tensor.device, f"a {tensor.kind} tensor")
         storage = tensor.storage and self._move_storage(tensor.storage, "cpu")
         data = replace(
             tensor, device="cpu", storage=storage, requires_grad=False, hooks=None, wrapping=()
@@ -266,7 +266,7 @@ class _Mover:
         parts = {"carrier": "cpu_tensor", "data": data}
         return replace(tensor, device=target, storage=storage, hooks=None, parts=parts)
 
-    def _target_of(self, tag: str, subject: str) -> str:
+    def _require_target(self, tag: str, subject: str) -> str:
         """Return the new tag of an object that cannot move to a back end without storages.
 
         Raises:
@@ -278,7 +278,7 @@ class _Mover:
         return target
 
 
-def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
+def _refuse_distributed(checkpoint: Checkpoint, decide: Rules) -> None:
     """Refuse to move tensors and objects that refer to the devices of other processes.
 
     Raises:
@@ -289,7 +289,7 @@ def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
     for node in moving if any(map(_refers_to_processes, moving)) else ():
         parts = list(walk_everything(node))
         ties = [part.class_name for part in parts if _refers_to_processes(part)]
-        if ties and any(decide(tag) != tag for part in parts for tag in _tags_of(part)):
+        if ties and any(decide(tag) != tag for part in parts for tag in _list_tags(part)):
             paths = (path for path, leaf in walk(checkpoint.root) if leaf is node)
             raise DeviceError(
                 f"{printable(name_of(next(paths, ()))) or 'a part of an object'} cannot be moved: "

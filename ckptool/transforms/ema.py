@@ -15,9 +15,9 @@ from ckptool.core.tree import name_of
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.formats.distributed.zero import MASTER, SLICED
 from ckptool.transforms.casting import FLOATING
-from ckptool.transforms.compacting import drop_unseen_bytes
-from ckptool.transforms.extraction import plain_state_dict, report_left_out, without_keys
-from ckptool.transforms.names import list_distinct
+from ckptool.transforms.compacting import drop_unused_bytes
+from ckptool.transforms.extraction import copy_state_dict, drop_keys, report_left_out
+from ckptool.transforms.names import list_distinct_sections
 from ckptool.transforms.schedule_free import compute_eval_weights
 from ckptool.transforms.step import Step
 from ckptool.words import are, counted, listed, printable, shell
@@ -82,7 +82,7 @@ def take_averages(checkpoint: Checkpoint) -> Checkpoint:
             hint="choose one with --key NAME, which keeps its own keys",
         )
     (average,) = averages
-    others = list_distinct(
+    others = list_distinct_sections(
         part
         for part in checkpoint.sections
         if part.kind in MODEL_KINDS and part.path != average.path
@@ -105,7 +105,7 @@ def take_averages(checkpoint: Checkpoint) -> Checkpoint:
             file=file,
             hint="extract a state dict under its own keys with --key NAME",
         )
-    return drop_unseen_bytes(checkpoint, _make_checkpoint(checkpoint, average, *matches[0]))
+    return drop_unused_bytes(checkpoint, _apply_averages(checkpoint, average, *matches[0]))
 
 
 def _find_averages(checkpoint: Checkpoint) -> Iterator[_Average]:
@@ -120,23 +120,23 @@ def _find_averages(checkpoint: Checkpoint) -> Iterator[_Average]:
     for section in sections:
         tensors = get_named_tensors(section.node)
         prefix = find_average_prefix(tensors)
-        inner = _remove_prefix(prefix, tensors) if prefix else {}
+        inner = _select_by_prefix(prefix, tensors) if prefix else {}
         if prefix == _TIMM and has_online_model(tensors):
-            others = without_keys(section.node, {_TIMM + name for name in inner})
+            others = drop_keys(section.node, {_TIMM + name for name in inner})
             yield _Average((*section.path, _TIMM), inner, None, replace(section, node=others))
         elif prefix == _LITEMA:
             counts = {name: tensor for name, tensor in inner.items() if name not in _LITEMA_COUNTS}
             model = replace(
-                section, node=without_keys(section.node, {_LITEMA + name for name in inner})
+                section, node=drop_keys(section.node, {_LITEMA + name for name in inner})
             )
             yield _Average((*section.path, _LITEMA), counts, None, model)
         elif inner:
-            online = _remove_prefix(_ONLINE, tensors)
+            online = _select_by_prefix(_ONLINE, tensors)
             model = replace(section, node=OrderedMap(online)) if online else None
             yield _Average(section.path, inner, replace(section, node=OrderedMap(inner)), model)
         elif any(isinstance(key, str) and _EMA.search(key) for key in section.path):
             yield _Average(
-                section.path, get_named_tensors(plain_state_dict(checkpoint, section)), section
+                section.path, get_named_tensors(copy_state_dict(checkpoint, section)), section
             )
     for path, node in _find_shadow_lists(root, ()):
         yield _Average(path, node)
@@ -170,7 +170,7 @@ def _find_shadow_lists(
             yield (*path, key), value
 
 
-def _remove_prefix(prefix: str, tensors: _Tensors) -> _Tensors:
+def _select_by_prefix(prefix: str, tensors: _Tensors) -> _Tensors:
     """Return the tensors with the prefix, by their keys without it."""
     cut = len(prefix)
     return {name[cut:]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -206,7 +206,7 @@ def _index_by_bare_key(tensors: _Tensors) -> dict[str, str]:
 
 def _index_by_dotless_key(tensors: _Tensors, prefix: str) -> dict[str, str]:
     """Return the keys under a prefix by their names in `LitEma`; empty if two are the same."""
-    inside = _remove_prefix(prefix, tensors)
+    inside = _select_by_prefix(prefix, tensors)
     keys = {name.replace(".", ""): f"{prefix}{name}" for name in inside}
     return keys if len(keys) == len(inside) else {}
 
@@ -248,7 +248,7 @@ def _find_subsequence(wanted: Sequence[Any], items: Sequence[Any]) -> list[int] 
     return positions if len(positions) == len(wanted) else None
 
 
-def _make_checkpoint(
+def _apply_averages(
     checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors
 ) -> Checkpoint:
     """Return the checkpoint with the averages as root; other entries are those of the model."""
@@ -257,7 +257,7 @@ def _make_checkpoint(
     for name, tensor in raw.items():
         if name not in averages and tensor.place is not None and tensor.place in tied:
             averages[name] = tied[tensor.place]
-    state = plain_state_dict(checkpoint, model)
+    state = copy_state_dict(checkpoint, model)
     root = copy_with_items(state, ((name, averages.get(name, state[name])) for name in raw))
     kept = [name for name in raw if name not in averages]
     source = printable(name_of(average.path)) or "the root"
@@ -271,16 +271,16 @@ def _make_checkpoint(
         changes.append(Change("keep", text, len(kept)))
     rest = checkpoint.root
     if not isinstance(average.tensors, dict):
-        rest = _remove_at(rest, average.path)
+        rest = _drop_entry(rest, average.path)
     return checkpoint.with_root(root, *changes, *report_left_out(rest, average.section or model))
 
 
-def _remove_at(node: Any, path: Path) -> Any:
+def _drop_entry(node: Any, path: Path) -> Any:
     """Return a tree without the entry at a path of dicts."""
     key, *below = path
     rest = {name: one for name, one in node.items() if name != key}
     if below:
-        rest[key] = _remove_at(node[key], tuple(below))
+        rest[key] = _drop_entry(node[key], tuple(below))
     return copy_with_items(node, rest)
 
 
@@ -301,9 +301,9 @@ class Masters(Step):
         Raises:
             NotFound: if there are no master weights, or the model lacks one of the keys.
         """
-        root = _as_dict(checkpoint.root)
-        module, optimizer = _as_dict(root.get("module")), _as_dict(root.get("optimizer"))
-        states = _as_dict(optimizer.get("state"))
+        root = _to_dict(checkpoint.root)
+        module, optimizer = _to_dict(root.get("module")), _to_dict(root.get("optimizer"))
+        states = _to_dict(optimizer.get("state"))
         masters = {
             name: state[MASTER]
             for name, state in states.items()
@@ -317,9 +317,9 @@ class Masters(Step):
                 file=checkpoint.path or None,
                 hint="leave out --master (master=True) to take the weights of the model",
             )
-        by_place = {_identity(module[name]): master for name, master in masters.items()}
+        by_place = {_get_identity(module[name]): master for name, master in masters.items()}
         weights = [
-            (name, by_place.get(_identity(weight), weight)) for name, weight in module.items()
+            (name, by_place.get(_get_identity(weight), weight)) for name, weight in module.items()
         ]
         count = sum(weight is not module[name] for name, weight in weights)
         text = f"replaced {counted(count, 'weight')} with the fp32 master weights of the optimizer"
@@ -343,10 +343,10 @@ class Masters(Step):
         return replace(result, changes=other_changes, reports=())
 
 
-def _as_dict(node: Any) -> dict[Any, Any]:
+def _to_dict(node: Any) -> dict[Any, Any]:
     return node if isinstance(node, dict) else {}
 
 
-def _identity(node: Any) -> Any:
+def _get_identity(node: Any) -> Any:
     """Return the identity of a weight, which tied keys share."""
     return node.place if isinstance(node, TensorRef) else id(node)

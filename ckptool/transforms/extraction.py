@@ -26,7 +26,7 @@ from ckptool.core.tree import describe_path, is_within, name_of, rebuild, walk, 
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.files.source import MemorySource
 from ckptool.formats import load_format
-from ckptool.transforms.names import filter_metadata
+from ckptool.transforms.names import drop_empty_modules
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
@@ -132,7 +132,7 @@ class _Pruning:
         elif leaving or (entry.reduced and isinstance(node, Opaque)):
             entry.is_partly_kept, entry.gone = entry.kept, not entry.kept
 
-    def build_result(self, file: str | None) -> tuple[Any, list[Change]]:
+    def prune(self, file: str | None) -> tuple[Any, list[Change]]:
         """Return the tree without these entries (None if nothing is left), and the changes.
 
         Raises:
@@ -148,25 +148,26 @@ class _Pruning:
             if entry.gone:
                 note = ", only partly selected" if entry.kept else ""
                 facts = [*self._describe_kind(entry), counted(entry.tensors, "tensor")]
-                text = f"{self._name_entry(entry.path)} ({', '.join(facts)}){note}"
+                text = f"{self._describe_entry(entry.path)} ({', '.join(facts)}){note}"
                 dropped_texts.append((text, entry.tensors))
                 continue
             if entry.is_partly_kept:
-                raise self._refusal_error(entry, file)
+                raise self._partial_selection_error(entry, file)
             kept_containers.append(entry)
             pending.extend(child for child in reversed(entry.inside) if child.is_container)
             leaving = [child for child in entry.inside if child.gone]
             names = [str(child.path[-1]) for child in leaving if not child.is_container]
             if names:
-                owner = self._name_entry(entry.path)
+                owner = self._describe_entry(entry.path)
                 text = f"{counted(len(names), 'entry')} of {owner}: {listed(names)}"
                 dropped_texts.append((text, len(names)))
             keys = frozenset(child.path[-1] for child in leaving)
             first_path, first_keys = dropped.setdefault(id(entry.node), (entry.path, keys))
             if first_keys != keys:
+                subjects = (self._describe_entry(path) for path in (first_path, entry.path))
                 raise UsageError(
-                    f"{self._name_entry(first_path)} and {self._name_entry(entry.path)} are the "
-                    "same object in this file, and would differ afterwards",
+                    f"{' and '.join(subjects)} are the same object in this file, and would "
+                    "differ afterwards",
                     file=file,
                     hint="choose the same entries of both, or one of them with --key",
                 )
@@ -177,7 +178,7 @@ class _Pruning:
 
         def remove_keys(node: dict[Any, Any]) -> dict[Any, Any]:
             keys = dropped.get(id(node), ((), ()))[1]
-            return without_keys(node, keys) if keys else node
+            return drop_keys(node, keys) if keys else node
 
         root = rebuild(self._root, mapping=remove_keys)
         return root, [
@@ -185,7 +186,7 @@ class _Pruning:
             *self._warn_of_stale_optimizers(kept_containers),
         ]
 
-    def _name_entry(self, path: Path) -> str:
+    def _describe_entry(self, path: Path) -> str:
         """Return the path of an entry in the file, for messages."""
         return describe_path(self._base + path)
 
@@ -196,9 +197,9 @@ class _Pruning:
         elif isinstance(entry.node, Opaque):
             yield "object"
 
-    def _refusal_error(self, entry: _Entry, file: str | None) -> UsageError:
+    def _partial_selection_error(self, entry: _Entry, file: str | None) -> UsageError:
         """Return the error about a list or an object that would lose some of its tensors."""
-        node, name = entry.node, self._name_entry(entry.path)
+        node, name = entry.node, self._describe_entry(entry.path)
         hint = "select all of its tensors or none"
         if not isinstance(node, Opaque):
             reason = "a list, and dropping some entries would renumber the rest"
@@ -222,13 +223,11 @@ class _Pruning:
         if any(entry.reduced and section.kind in MODEL_KINDS for entry, section in pairs):
             for entry, section in pairs:
                 if section.kind == "optimizer" and section.node["state"]:
-                    text = (
-                        f"{self._name_entry(entry.path)} still has the state of removed parameters"
-                    )
-                    yield Change("warning", text)
+                    name = self._describe_entry(entry.path)
+                    yield Change("warning", f"{name} still has the state of removed parameters")
 
 
-def without_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
+def drop_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
     """Return a state dict, or another mapping, without some entries, also in its `_metadata`."""
     smaller = copy_with_items(
         node, ((key, value) for key, value in node.items() if key not in dropped)
@@ -236,7 +235,7 @@ def without_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, An
     if isinstance(smaller, OrderedMap) and isinstance(smaller.metadata, dict):
         names = list_wrappable_keys(node)
         kept = [name for name in names if name not in dropped]
-        versions = filter_metadata(smaller.metadata, names, kept)
+        versions = drop_empty_modules(smaller.metadata, names, kept)
         smaller.attributes = {**smaller.attributes, "_metadata": versions}
     return smaller
 
@@ -251,7 +250,7 @@ def drop_tensors(checkpoint: Checkpoint, dropped: Collection[Path]) -> tuple[Any
     def choose_others(paths: list[Path]) -> set[Path]:
         return set(paths).difference(dropped)
 
-    return _Pruning(checkpoint.root, choose_others, ()).build_result(checkpoint.path or None)
+    return _Pruning(checkpoint.root, choose_others, ()).prune(checkpoint.path or None)
 
 
 def _report_left_out(dropped_texts: list[tuple[str, int]]) -> Iterator[Change]:
@@ -267,12 +266,12 @@ def _report_left_out(dropped_texts: list[tuple[str, int]]) -> Iterator[Change]:
 _VALUES = (bool, int, float, complex, str, type(None))
 
 
-def single_state_dict(
+def extract_state_dict(
     checkpoint: Checkpoint, key: Any = None, *, values: bool = True
 ) -> Checkpoint:
     """Return a checkpoint whose root is the one flat state dict (`sections.find_model_state_dict`).
 
-    A pickled module becomes its `state_dict()` (`plain_state_dict`). Changes of kind `left-out`
+    A pickled module becomes its `state_dict()` (`copy_state_dict`). Changes of kind `left-out`
     list everything else; without `values`, also the values among the tensors.
 
     Raises:
@@ -285,7 +284,7 @@ def single_state_dict(
 
 def _isolate_state_dict(checkpoint: Checkpoint, section: Section) -> Checkpoint:
     """Return a checkpoint with the state dict of a section as root; the rest is `left-out`."""
-    root = plain_state_dict(checkpoint, section)
+    root = copy_state_dict(checkpoint, section)
     n_gathered = sum(
         value.is_spread for value in section.node.values() if isinstance(value, TensorRef)
     )
@@ -313,7 +312,7 @@ def _isolate_weights(checkpoint: Checkpoint, section: Section) -> Checkpoint:
     return alone.with_root(root, Change("left-out", text, len(names)))
 
 
-def plain_state_dict(checkpoint: Checkpoint, section: Section) -> OrderedMap:
+def copy_state_dict(checkpoint: Checkpoint, section: Section) -> OrderedMap:
     """Return a copy of the state dict of a section.
 
     The tensors of a module or an exported program are detached, as in `state_dict()`. A state dict
@@ -371,7 +370,7 @@ def report_outside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
     """
     for section in find_sections(root):
         if section.kind == "values":
-            yield from _report_loose(section, chosen)
+            yield from _report_loose_leaves(section, chosen)
         elif section.holder is not holder and not is_within(section.path, chosen):
             count = sum(1 for path, _ in section.tensors() if not is_within(path, chosen))
             prefix = "the rest of " if is_within(chosen, section.path) else ""
@@ -380,7 +379,7 @@ def report_outside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
             yield Change("left-out", f"{text} ({facts})", count)
 
 
-def _report_loose(values: Section, chosen: Path) -> Iterator[Change]:
+def _report_loose_leaves(values: Section, chosen: Path) -> Iterator[Change]:
     """Yield changes for leaves in no section, grouped by the highest node outside `chosen`."""
     groups = {group: Counter[str]() for group in ("tensors", "values", "objects")}
     for path, leaf in values.node.items():
@@ -388,14 +387,14 @@ def _report_loose(values: Section, chosen: Path) -> Iterator[Change]:
             continue
         pairs = zip(path, chosen, strict=False)
         n_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        groups[_group_of(leaf)][name_of(path[: n_shared + 1])] += 1
+        groups[_classify_leaf(leaf)][name_of(path[: n_shared + 1])] += 1
     for group, names in groups.items():
         if names:
             kind = group[:-1] if len(names) == 1 else group
             yield Change("left-out", f"{listed(names, most=20)} ({kind})", names.total())
 
 
-def _group_of(leaf: Any) -> str:
+def _classify_leaf(leaf: Any) -> str:
     """Return `tensors`, `values` or `objects` for a leaf."""
     if isinstance(leaf, TensorRef):
         return "tensors"
@@ -483,7 +482,7 @@ def select_tensors(
             raise unmatched_error(chosen.unmatched[0], checkpoint.path)
         return {path for path, _ in chosen.pick_from(index)}
 
-    root, changes = _Pruning(part.root, choose, base).build_result(file)
+    root, changes = _Pruning(part.root, choose, base).prune(file)
     if root is None or not any(part.with_root(root).tensors()):
         raise NotFound(
             "no tensor would remain",

@@ -22,7 +22,7 @@ from ckptool.errors import LimitExceeded, NotFound, NotRepresentable, UsageError
 from ckptool.files.place import place_of
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.tensors.lora import Factors, Merger
-from ckptool.transforms.casting import FLOATING, refuse_apart
+from ckptool.transforms.casting import FLOATING, refuse_dependent_tensors
 from ckptool.transforms.names import Rename, replace_entries
 from ckptool.words import counted, listed, printable, shell
 
@@ -93,9 +93,9 @@ def merge_lora(
     )
     others = (_Adapter.from_file(file, find_model_state_dict(file), factor, alpha)
               for file, factor in zip(adapters, scales * count, strict=False))  # fmt: skip
-    changes = [plan.add(adapter) for adapter in ([own_adapter] if own_adapter else others)]
+    changes = [plan.add_adapter(adapter) for adapter in ([own_adapter] if own_adapter else others)]
     dropped = own_adapter.parts if own_adapter else set()
-    new_tensors = plan.make_tensors(dropped)
+    new_tensors = plan.merge_weights(dropped)
     items = [
         (name, new_tensors.get(name, node))
         for name, node in part.node.items()
@@ -212,7 +212,7 @@ class _Adapter:
                 raise NotRepresentable("DoRA on an embedding is not supported", file=file.path)
             rank = (roles["down"].shape[:1] or (1,))[0] or 1
             if "alpha" in roles:
-                factor = _check_number(
+                factor = _require_number(
                     _read_scalar(roles["alpha"]), f"{printable(module)}.alpha", file.path
                 )
             else:
@@ -228,7 +228,7 @@ class _Adapter:
 
     def list_vocabulary_sizes(self) -> set[int | None]:
         """Return the row counts of the embeddings, and of the matrices that are saved in full."""
-        shapes = [_weight_shape(self.factors[module]) for module in self.embeddings]
+        shapes = [_get_weight_shape(self.factors[module]) for module in self.embeddings]
         shapes += [tensor.shape for tensor in self.saved.values() if len(tensor.shape) == 2]
         return {shape[0] for shape in shapes if shape}
 
@@ -257,7 +257,7 @@ class _Config:
         folder = path if place_of(path).is_folder(path) else os.path.dirname(path)
         config_path = os.path.join(folder, "adapter_config.json")
         if alpha is not None:
-            alpha = _check_number(alpha, "alpha", path)
+            alpha = _require_number(alpha, "alpha", path)
         text: str | bytes | None = file.details.header.get("lora_adapter_metadata")
         if place_of(config_path).is_file(config_path):
             with closing(place_of(config_path).open(config_path)) as source:
@@ -287,12 +287,14 @@ class _Config:
         if alpha is not None:
             patterns = {}
         elif config.get("lora_alpha") is not None:
-            alpha = _check_number(config["lora_alpha"], "lora_alpha", config_path)
+            alpha = _require_number(config["lora_alpha"], "lora_alpha", config_path)
         try:
             regexes = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
         except (re.error, OverflowError) as error:
             raise UsageError("alpha_pattern has no regular expression", file=config_path) from error
-        values = [_check_number(value, "alpha_pattern", config_path) for value in patterns.values()]
+        values = [
+            _require_number(value, "alpha_pattern", config_path) for value in patterns.values()
+        ]
         return cls(
             alpha,
             tuple(zip(regexes, values, strict=True)),
@@ -314,7 +316,7 @@ class _Config:
         return next(values, default if self.alpha is None else self.alpha)
 
 
-def _check_number(value: object, name: str, file: str) -> float:
+def _require_number(value: object, name: str, file: str) -> float:
     """Return a finite number of a configuration.
 
     Raises:
@@ -351,20 +353,20 @@ class _Plan:
                 flat = bare.removesuffix(".weight").replace(".", "_")
                 self._flat.setdefault(flat, []).append(name)
 
-    def add(self, adapter: _Adapter) -> Change:
+    def add_adapter(self, adapter: _Adapter) -> Change:
         """Add an adapter, and return the change that it makes."""
         used_keys: dict[str, str] = {}
         grown: dict[str, Sequence[int | None]] = {}
         sizes = adapter.list_vocabulary_sizes()
         for module, factors in adapter.factors.items():
             name = self._claim_key(adapter, module, f"{module}.weight", used_keys)
-            shape = _weight_shape(factors)
+            shape = _get_weight_shape(factors)
             if _has_more_rows(shape, self.part.node[name].shape) and shape[0] in sizes:
                 grown[name] = shape
                 continue
             self._check_shapes(adapter, module, self.part.node[name], factors)
             self._added.setdefault(name, []).append(factors)
-        self._check_order(adapter, used_keys)
+        self._refuse_unclear_order(adapter, used_keys)
         replaced: dict[str, str] = {}
         for own, tensor in adapter.saved.items():
             name = self._claim_key(adapter, own, own, replaced)
@@ -379,7 +381,7 @@ class _Plan:
                 )
             self._replaced[name] = tensor
         if grown:
-            self._refuse_grown(grown)
+            self._refuse_larger_vocabulary(grown)
         scales = sorted({factors.scale for factors in adapter.factors.values()})
         shown = listed([f"{scale:g}" for scale in scales], most=4)
         text = f"merged {adapter.path} into {counted(len(used_keys), 'weight')} (scale {shown})"
@@ -387,7 +389,7 @@ class _Plan:
             text += f"; replaced {counted(len(adapter.saved), 'tensor')}"
         return Change("merge", text, len(used_keys) + len(adapter.saved))
 
-    def make_tensors(self, dropped: set[str]) -> dict[str, TensorRef]:
+    def merge_weights(self, dropped: set[str]) -> dict[str, TensorRef]:
         """Return the new tensors by key; tied tensors of the base change together."""
         node, merger = self.part.node, Merger()
         by_place: dict[Any, list[Factors]] = {}
@@ -398,7 +400,7 @@ class _Plan:
             for name, tensor in get_named_tensors(node).items()
             if name not in dropped and (tensor.place in by_place or name in self._replaced)
         }
-        refuse_apart(self.base, {id(tensor) for tensor in chosen.values()})
+        refuse_dependent_tensors(self.base, {id(tensor) for tensor in chosen.values()})
         done_by_identity: dict[Any, TensorRef] = {}
         made: dict[str, TensorRef] = {}
         for name, tensor in chosen.items():
@@ -451,7 +453,7 @@ class _Plan:
                 file=adapter.path,
             )
 
-    def _refuse_grown(self, grown: Mapping[str, Sequence[int | None]]) -> NoReturn:
+    def _refuse_larger_vocabulary(self, grown: Mapping[str, Sequence[int | None]]) -> NoReturn:
         """Refuse an adapter that was trained after the vocabulary of its base was extended."""
         rules = (f"--resize {shell(f'{escaped_glob(name)}={to[0]}')}" for name, to in grown.items())
         name, shape = next(iter(grown.items()))
@@ -463,7 +465,7 @@ class _Plan:
             f"{' '.join(rules)}",
         )
 
-    def _check_order(self, adapter: _Adapter, used_keys: Mapping[str, str]) -> None:
+    def _refuse_unclear_order(self, adapter: _Adapter, used_keys: Mapping[str, str]) -> None:
         """Refuse a square weight if other weights are transposed, against the configuration."""
         square, differs = None, False
         for name, module in used_keys.items():
@@ -520,7 +522,7 @@ class _Plan:
         yield _match_ending(self._names, f".{wanted}")
 
 
-def _weight_shape(factors: Factors) -> tuple[int | None, ...]:
+def _get_weight_shape(factors: Factors) -> tuple[int | None, ...]:
     """Return the shape of the weight that the factors change."""
     shape = tuple(factors.shape or ())
     return shape[::-1] if factors.transposed else shape

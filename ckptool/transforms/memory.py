@@ -15,7 +15,7 @@ from ckptool.errors import DeviceError, warn
 from ckptool.tensors.live import LiveObject, LiveTree, describe_tensor, is_array
 
 
-def changed_dict(
+def change_dict(
     mapping: Mapping[Any, Any], change: Callable[[Checkpoint], Checkpoint]
 ) -> OrderedDict[Any, Any]:
     """Apply `change` to a state dict, or a dict that contains state dicts; return a new dict.
@@ -73,7 +73,7 @@ class _Live(LiveTree):
 
     def make_leaf(self, node: Any) -> Any:
         """Return the node for a tensor or object; a dict of another class keeps its class."""
-        torch = _imported_torch()
+        torch = _get_torch()
         if isinstance(node, OrderedDict):
             return self.fill_mapping(node, OrderedMap())
         if isinstance(node, dict):
@@ -114,7 +114,7 @@ class _Live(LiveTree):
         return container
 
 
-def _imported_torch() -> Any:
+def _get_torch() -> Any:
     """Return torch if the caller has imported it; otherwise the dict has no tensors."""
     return sys.modules.get("torch")
 
@@ -125,12 +125,12 @@ class _Relocation:
     def __init__(self, decide: Callable[[str], str], nodes: Iterable[Any]) -> None:
         """Count the users of each storage among the nodes."""
         self._decide = decide
-        self._users = Counter(filter(None, map(_shareable_storage, nodes)))
+        self._users = Counter(filter(None, map(_get_storage_id, nodes)))
         self._moved: dict[tuple[int, str], Any] = {}
 
     def move(self, node: Any) -> Any:
         """Return a tensor or device, moved by the rules, or any other leaf unchanged."""
-        torch = _imported_torch()
+        torch = _get_torch()
         if torch is None or not isinstance(node, (torch.Tensor, torch.device)):
             return node
         is_tensor = isinstance(node, torch.Tensor)
@@ -146,7 +146,7 @@ class _Relocation:
 
     def _move_tensor(self, tensor: Any, target: str) -> Any:
         """Return the tensor on another device, over the moved storage if others share it."""
-        shared = _shareable_storage(tensor)
+        shared = _get_storage_id(tensor)
         data = tensor.detach()
         if shared is None or self._users[shared] < 2:
             moved = data.to(target)
@@ -154,21 +154,21 @@ class _Relocation:
             storage = self._move_storage(shared, data, target)
             moved = data.new_empty(0, device=target)
             moved.set_(storage, data.storage_offset(), data.size(), data.stride())
-        if isinstance(tensor, _imported_torch().nn.Parameter):
-            return _imported_torch().nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, _get_torch().nn.Parameter):
+            return _get_torch().nn.Parameter(moved, requires_grad=tensor.requires_grad)
         return moved.requires_grad_() if tensor.requires_grad else moved
 
     def _move_storage(self, shared: int, data: Any, target: str) -> Any:
         """Return the storage on another device, moved once."""
         if (shared, target) not in self._moved:
-            whole = data.new_empty(0, dtype=_imported_torch().uint8).set_(data.untyped_storage())
+            whole = data.new_empty(0, dtype=_get_torch().uint8).set_(data.untyped_storage())
             self._moved[shared, target] = whole.to(target).untyped_storage()
         return self._moved[shared, target]
 
 
-def _shareable_storage(node: Any) -> int | None:
+def _get_storage_id(node: Any) -> int | None:
     """Return the identity of the storage of a plain strided tensor, or None for any other node."""
-    torch = _imported_torch()
+    torch = _get_torch()
     if torch is None or type(node) not in (torch.Tensor, torch.nn.Parameter):
         return None
     is_plain = node.layout is torch.strided and not (

@@ -93,7 +93,7 @@ def prefix_rule(text: str) -> Rule:
     return Rule(text, apply, (old,))
 
 
-def to_regex_text(text: str) -> str:
+def convert_prefix_to_regex(text: str) -> str:
     """Return the text `REGEX=>REPL` that is equivalent to a prefix rule."""
     old, _, new = (part.strip().removesuffix(".") for part in text.partition("="))
     new = new.replace("\\", r"\\")
@@ -142,13 +142,13 @@ class AppliedRules:
         self.file = file
         self.steps: dict[str, list[RuleMatch]] = {}
 
-    def rename_all(self, names: Iterable[str]) -> dict[str, str]:
+    def rename_keys(self, names: Iterable[str]) -> dict[str, str]:
         """Return the new key by old key.
 
         Raises:
             UsageError: if a key becomes empty.
         """
-        new_keys = {name: self.rename(name) for name in names}
+        new_keys = {name: self.rename_key(name) for name in names}
         for name, new in new_keys.items():
             if name and not new:
                 raise UsageError(
@@ -158,14 +158,14 @@ class AppliedRules:
                 )
         return new_keys
 
-    def rename(self, name: str) -> str:
+    def rename_key(self, name: str) -> str:
         """Return the key after all rules."""
         if name not in self.steps:
-            self.steps[name] = self.match(name)
+            self.steps[name] = self.find_matches(name)
         steps = self.steps[name]
         return steps[-1].new if steps else name
 
-    def match(self, name: str) -> list[RuleMatch]:
+    def find_matches(self, name: str) -> list[RuleMatch]:
         """Return the matches of the rules for a key, without counting them."""
         steps: list[RuleMatch] = []
         for index, rule in enumerate(self.rules):

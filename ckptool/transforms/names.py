@@ -64,16 +64,16 @@ def move_metadata(
     the entry at its new path. If a module, such as the root, moves into a new one, the new one gets
     an entry with version 1.
     """
-    targets_by_keys = _follow_keys(metadata, names)
+    targets_by_keys = _find_targets_by_keys(metadata, names)
     if rename_module is None:
         rename_module, metadata = (
             _make_nearest_renamer(names),
-            _drop_merged(metadata, names, targets_by_keys),
+            _drop_merged_modules(metadata, names, targets_by_keys),
         )
     targets = {
         path: targets_by_keys[path]
         if path in targets_by_keys
-        else _target_by_rule(path, rename_module)
+        else _find_target_by_rule(path, rename_module)
         for path in metadata
     }
     ranked = [(rank, new, path) for path, ranks in targets.items() for new, rank in ranks.items()]
@@ -88,10 +88,10 @@ def move_metadata(
     return moved
 
 
-def _follow_keys(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
+def _find_targets_by_keys(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
     """Return the new paths of modules by the keys below them, if only the front changes."""
     targets: dict[str, Targets] = {}
-    modules = dict.fromkeys((_parent(name), _parent(new)) for name, new in names.items())
+    modules = dict.fromkeys((_get_parent(name), _get_parent(new)) for name, new in names.items())
     for path, new in modules:
         is_direct = True
         while path in metadata:
@@ -102,7 +102,7 @@ def _follow_keys(metadata: Container[Any], names: Mapping[str, str]) -> dict[str
             is_renamed = path.rpartition(".")[2] != new.rpartition(".")[2]
             if is_renamed or not path or not new or (known is not None and not is_direct):
                 break
-            path, new, is_direct = _parent(path), _parent(new), False
+            path, new, is_direct = _get_parent(path), _get_parent(new), False
     return targets
 
 
@@ -110,24 +110,24 @@ def _make_nearest_renamer(names: Mapping[str, str]) -> Renamer:
     """Return a function that moves a module without keys like the nearest module above."""
     modules = {""}  # `_metadata` may not have all of them.
     for name in names:
-        path = _parent(name)
+        path = _get_parent(name)
         while path not in modules:
             modules.add(path)
-            path = _parent(path)
-    targets = _follow_keys(modules, names)
+            path = _get_parent(path)
+    targets = _find_targets_by_keys(modules, names)
 
     def rename(path: str) -> str:
         """Return the new path of a module."""
         above = path
         while above and above not in targets:
-            above = _parent(above)
+            above = _get_parent(above)
         ranks, rest = targets.get(above, {above: 0}), path[len(above) :].removeprefix(".")
         return ".".join(filter(None, (min(ranks, key=ranks.__getitem__), rest)))
 
     return rename
 
 
-def _drop_merged(
+def _drop_merged_modules(
     metadata: dict[Any, Any], names: Mapping[str, str], targets: Mapping[str, Targets]
 ) -> dict[Any, Any]:
     """Return `_metadata` without the modules that get the path of a module above them."""
@@ -136,16 +136,18 @@ def _drop_merged(
         for new in targets[path]:
             first.setdefault(new, path)
     kept_paths = set(first.values())
-    return filter_metadata(metadata, names, (name for name in names if _parent(name) in kept_paths))
+    return drop_empty_modules(
+        metadata, names, (name for name in names if _get_parent(name) in kept_paths)
+    )
 
 
-def _target_by_rule(path: Any, rename_module: Renamer) -> Targets:
+def _find_target_by_rule(path: Any, rename_module: Renamer) -> Targets:
     """Return the new path of a module without keys, by the rule for modules."""
     new = rename_module(path) if isinstance(path, str) else path
     return {new: _LOOSE_STAYS if new == path else _LOOSE_MOVES}
 
 
-def _parent(name: str) -> str:
+def _get_parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
@@ -153,38 +155,38 @@ def _is_below(path: Any, above: Any) -> bool:
     return isinstance(path, str) and (not above or path.startswith(f"{above}."))
 
 
-def filter_metadata(
+def drop_empty_modules(
     metadata: dict[Any, Any], names: Iterable[str], kept: Iterable[str]
 ) -> dict[Any, Any]:
     """Return `_metadata` without the modules that lost all keys below them, and those inside.
 
     The root stays.
     """
-    removed = _list_modules(metadata, names) - _list_modules(metadata, kept) - {""}
+    removed = _list_modules_above(metadata, names) - _list_modules_above(metadata, kept) - {""}
     return type(metadata)(
         (path, entry)
         for path, entry in metadata.items()
-        if not (isinstance(path, str) and _is_inside_any(path, removed, metadata))
+        if not (isinstance(path, str) and _is_inside_removed(path, removed, metadata))
     )
 
 
-def _list_modules(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
+def _list_modules_above(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
     """Return the modules above the keys, upwards until an entry is missing."""
     modules: set[str] = set()
     for name in names:
-        path = _parent(name)
+        path = _get_parent(name)
         while path in metadata and path not in modules:
             modules.add(path)
-            path = _parent(path)
+            path = _get_parent(path)
     return modules
 
 
-def _is_inside_any(path: str, removed: set[str], metadata: Mapping[Any, Any]) -> bool:
+def _is_inside_removed(path: str, removed: set[str], metadata: Mapping[Any, Any]) -> bool:
     """Return True if a module, or one above it, was removed."""
     while path and path in metadata:
         if path in removed:
             return True
-        path = _parent(path)
+        path = _get_parent(path)
     return False
 
 
@@ -192,7 +194,7 @@ Naming = tuple[frozenset[str], Mapping[str, str]]
 """The keys of one state dict, and the keys that change, old to new."""
 
 
-def follow_names(names_in_optimizer: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
+def find_new_names(names_in_optimizer: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
     """Return the new names in an optimizer, from the state dicts that have most of its names.
 
     Names that are in no state dict are left out.
@@ -212,9 +214,9 @@ class NamePlan:
     file: str
     """The path for messages; empty for dicts in memory."""
     collision_hint: str
-    tells: Callable[[str], bool] = lambda name: True
+    decides_module: Callable[[str], bool] = lambda name: True
     """Returns True if a key decides where its module moves."""
-    instead: dict[int, Any] = field(default_factory=dict)
+    replacements: dict[int, Any] = field(default_factory=dict)
     """The replacements of dicts and objects."""
     changes: list[Change] = field(default_factory=list)
     _namings: list[Naming] = field(default_factory=list)
@@ -223,17 +225,17 @@ class NamePlan:
         """Return the changed checkpoint, or the same checkpoint if nothing changes."""
         if not self.changes:
             return checkpoint
-        if not self.instead:
+        if not self.replacements:
             return checkpoint.with_root(checkpoint.root, *self.changes)
 
-        root = _replace_nodes(checkpoint.root, self.instead)
+        root = _replace_nodes(checkpoint.root, self.replacements)
         return checkpoint.with_root(root, *self.changes)
 
-    def note(self, names: Iterable[str], renamed: dict[str, str]) -> None:
+    def note_renames(self, names: Iterable[str], renamed: dict[str, str]) -> None:
         """Remember how the keys of a state dict change, for its optimizers."""
         self._namings.append((frozenset(names), renamed))
 
-    def rename(
+    def plan_state_dict(
         self,
         section: Section,
         names: list[str],
@@ -248,22 +250,24 @@ class NamePlan:
         Raises:
             NameCollision: if two entries would get the same key.
         """
-        self.note(names, renamed)
+        self.note_renames(names, renamed)
         self._refuse_collisions(section, section.node, renamed)
         if not renamed:
             return
         if isinstance(section.holder, Opaque):
-            self.instead[id(section.holder)] = _rename_in_object(section.holder, renamed)
+            self.replacements[id(section.holder)] = _rename_in_object(section.holder, renamed)
             return
         items = ((renamed.get(name, name), value) for name, value in section.holder.items())
         new_holder = copy_with_items(section.holder, items)
         if isinstance(new_holder, OrderedMap) and isinstance(new_holder.metadata, dict):
-            deciding = {name: renamed.get(name, name) for name in names if self.tells(name)}
+            deciding = {
+                name: renamed.get(name, name) for name in names if self.decides_module(name)
+            }
             new_metadata = move_metadata(new_holder.metadata, deciding, rename_module)
             new_holder.attributes = {**new_holder.attributes, "_metadata": new_metadata}
-        self.instead[id(section.holder)] = new_holder
+        self.replacements[id(section.holder)] = new_holder
 
-    def follow(
+    def plan_optimizers(
         self,
         root: Any,
         sections: Iterable[Section],
@@ -287,21 +291,21 @@ class NamePlan:
         for section in chain(all_sections, *loose_sections):
             if section.kind == "optimizer":
                 own_names = list_optimizer_names(section.node)
-                new_names = follow_names(own_names, self._namings)
+                new_names = find_new_names(own_names, self._namings)
                 renamed = {name: new for name, new in new_names.items() if new != name}
-                self._rename_optimizer(
+                self._plan_optimizer(
                     section, own_names, renamed if new_names else rename_alone(own_names)
                 )
         if any(renamed for _, renamed in self._namings):
-            self._follow_flat(root)
+            self._plan_flat_optimizers(root)
 
-    def _follow_flat(self, root: Any) -> None:
+    def _plan_flat_optimizers(self, root: Any) -> None:
         """Plan the changes of flat optimizer states, whose keys contain the parameter names."""
         dicts = (node for node in walk_everything(root) if isinstance(node, dict))
         for flat in filter(is_flat_optimizer, dicts):
             matches = (FLAT_KEY.fullmatch(key) for key in flat if isinstance(key, str))
             parts = [match.groups() for match in matches if match]
-            new_names = follow_names((name for _, name, _ in parts), self._namings)
+            new_names = find_new_names((name for _, name, _ in parts), self._namings)
             renamed = {
                 f"{front}{name}{end}": f"{front}{new_names[name]}{end}"
                 for front, name, end in parts
@@ -310,22 +314,20 @@ class NamePlan:
             if renamed:
                 check_collisions(flat, renamed, file=self.file or None, hint=self.collision_hint)
                 items = ((renamed.get(key, key), value) for key, value in flat.items())
-                self.instead[id(flat)] = copy_with_items(flat, items)
+                self.replacements[id(flat)] = copy_with_items(flat, items)
                 text = (
                     f"renamed {counted(len(renamed), 'key')} of the flat optimizer state to match"
                 )
                 self.changes.append(Change("follow", text, len(renamed)))
 
-    def _rename_optimizer(
-        self, section: Section, names: list[str], renamed: dict[str, str]
-    ) -> None:
+    def _plan_optimizer(self, section: Section, names: list[str], renamed: dict[str, str]) -> None:
         """Plan an optimizer's state dict with its new names."""
         optimizer = section.node
         self._refuse_collisions(section, names, renamed)
         if not renamed or not is_optimizer(optimizer):
             return
         state = optimizer["state"]
-        self.instead[id(state)] = copy_with_items(
+        self.replacements[id(state)] = copy_with_items(
             state, [(renamed.get(key, key) if isinstance(key, str) else key, value)
                     for key, value in state.items()]
         )  # fmt: skip
@@ -334,7 +336,7 @@ class NamePlan:
                 (key, _rename_items(value, renamed) if key in ("params", "param_names") else value)
                 for key, value in group.items()
             ]
-            self.instead[id(group)] = copy_with_items(group, items)
+            self.replacements[id(group)] = copy_with_items(group, items)
         subject = (
             f"the optimizer {describe_path(section.path)}" if section.path else "the optimizer"
         )
@@ -393,14 +395,14 @@ def _replace_nodes(root: Any, replacements: dict[int, Any]) -> Any:
     return rebuild(root, leaf=replace_node, mapping=replace_node)
 
 
-def list_distinct(sections: Iterable[Section]) -> list[Section]:
+def list_distinct_sections(sections: Iterable[Section]) -> list[Section]:
     """Return each section once, even if the file has it under several paths."""
     return list({id(section.holder): section for section in reversed(list(sections))}.values())[
         ::-1
     ]
 
 
-def find_changed(names: Iterable[str], rename: Renamer) -> dict[str, str]:
+def find_changed_keys(names: Iterable[str], rename: Renamer) -> dict[str, str]:
     """Return the keys that `rename` changes, old to new."""
     return {name: new for name in names if (new := rename(name)) != name}
 
@@ -434,16 +436,16 @@ def _rename_items(items: Any, renamed: dict[str, str]) -> Any:
 class Unwrapped:
     """The replacements of wrapper modules, and the resulting keys."""
 
-    instead: dict[int, Any] = field(default_factory=dict)
+    replacements: dict[int, Any] = field(default_factory=dict)
     """The module directly inside each wrapper, by the identity of the wrapper."""
     renamed: dict[str, str] = field(default_factory=dict)
-    wanted: StripResult | None = None
+    stripped: StripResult | None = None
     """The result of stripping by the keys only."""
 
     @property
-    def keeps(self) -> bool:
+    def keeps_wrappers(self) -> bool:
         """True if keys look wrapped but stay, because the class is not a wrapper."""
-        return self.wanted is not None and self.renamed != self.wanted.renamed
+        return self.stripped is not None and self.renamed != self.stripped.renamed
 
 
 def unwrap_modules(
@@ -542,29 +544,31 @@ class Rename(Step):
         checkpoint = checkpoint.with_late_values()
         rules = _Renaming(parse_rules(self.rules, self.prefixes), checkpoint.path)
         plan = NamePlan(checkpoint.path, RULES_HINT)
-        sections = list_distinct(checkpoint.sections)
+        sections = list_distinct_sections(checkpoint.sections)
         for section in (
             sections if self.key is None else [find_model_state_dict(checkpoint, self.key)]
         ):
             names = list_wrappable_keys(section.node)
             if section.kind == "state_dict":
-                plan.rename(section, names, rules.rename_changed(names), rules.rename_module)
+                plan.plan_state_dict(
+                    section, names, rules.find_renamed_keys(names), rules.rename_module
+                )
             elif section.kind == "module":
                 for name in names:
-                    rules.rename(name)
+                    rules.rename_key(name)
                 plan.changes.append(unchanged_module_warning(section))
-        plan.follow(
+        plan.plan_optimizers(
             checkpoint.root,
             sections,
-            lambda own: rules.rename_changed(own) if self.key is None else {},
+            lambda own: rules.find_renamed_keys(own) if self.key is None else {},
         )
-        plan.changes[:0] = rules.describe()
+        plan.changes[:0] = rules.list_changes()
         plan.changes.extend(Change("warning", text) for text in rules.describe_unused())
-        plan.changes.extend(_report_tree_keys(checkpoint, rules))
+        plan.changes.extend(_suggest_move(checkpoint, rules))
         return plan.apply_to(checkpoint)
 
 
-def _report_tree_keys(checkpoint: Checkpoint, rules: _Renaming) -> Iterator[Change]:
+def _suggest_move(checkpoint: Checkpoint, rules: _Renaming) -> Iterator[Change]:
     """Yield a note for each prefix that matches no key because it is part of the path instead."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     for rule, count in zip(rules.rules, rules.counts, strict=True):
@@ -587,9 +591,9 @@ class _Renaming(AppliedRules):
         self._changed = [0 for _ in rules]
         self._examples: list[RuleMatch | None] = [None for _ in rules]
 
-    def rename_changed(self, names: Iterable[str]) -> dict[str, str]:
+    def find_renamed_keys(self, names: Iterable[str]) -> dict[str, str]:
         """Return the keys that change, old to new, and count the matches of each rule."""
-        new_keys = self.rename_all(names)
+        new_keys = self.rename_keys(names)
         for name, new in new_keys.items():
             if "/" in new and "/" not in name:
                 raise UsageError(
@@ -611,12 +615,12 @@ class _Renaming(AppliedRules):
     def rename_module(self, path: str) -> str:
         """Return the new path of a module without parameters."""
         before = f"{path}." if path else ""
-        matches = self.match(f"{before}{_BELOW}")
+        matches = self.find_matches(f"{before}{_BELOW}")
         name = matches[-1].new if matches else f"{before}{_BELOW}"
         parent, _, last = name.rpartition(".")
         return parent if last == _BELOW else path
 
-    def describe(self) -> Iterator[Change]:
+    def list_changes(self) -> Iterator[Change]:
         """Yield a change for each rule."""
         for rule, count, example in zip(self.rules, self._changed, self._examples, strict=True):
             if example is not None:
@@ -676,30 +680,34 @@ class Strip(Step):
         )  # the names in an optimizer may be in separate files
         plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
         options = self._options
-        sections = list_distinct(checkpoint.sections)
-        _check_path(checkpoint, sections, self.at)
+        sections = list_distinct_sections(checkpoint.sections)
+        _require_submodule(checkpoint, sections, self.at)
         for section in sections:
             names = list_wrappable_keys(section.node)
             if section.kind == "state_dict":
                 result = strip_names(names, **options)
-                plan.rename(section, names, result.renamed, result.rename_module)
+                plan.plan_state_dict(section, names, result.renamed, result.rename_module)
                 if result.renamed:
-                    plan.changes.append(_strip_change(section, result, result.renamed))
+                    plan.changes.append(_make_strip_change(section, result, result.renamed))
                 if self.at is None:
                     remaining = [result.renamed.get(name, name) for name in names]
                     plan.changes.extend(_warn_of_partial_wrapper(section, remaining, self.only))
             elif section.kind == "module":
                 unwrapped = unwrap_modules(section.holder, **options)
-                plan.instead.update(unwrapped.instead)
-                plan.note(names, unwrapped.renamed)
-                if unwrapped.instead and unwrapped.wanted is not None:
-                    plan.changes.append(_strip_change(section, unwrapped.wanted, unwrapped.renamed))
-                if unwrapped.keeps:
+                plan.replacements.update(unwrapped.replacements)
+                plan.note_renames(names, unwrapped.renamed)
+                if unwrapped.replacements and unwrapped.stripped is not None:
+                    plan.changes.append(
+                        _make_strip_change(section, unwrapped.stripped, unwrapped.renamed)
+                    )
+                if unwrapped.keeps_wrappers:
                     path = describe_path(section.path)
                     text = f"the pickled module at {path} keeps keys with wrapper prefixes: "
                     text += "its class defines them"
                     plan.changes.append(Change("warning", text, len(names)))
-        plan.follow(checkpoint.root, sections, lambda own: strip_names(own, **options).renamed)
+        plan.plan_optimizers(
+            checkpoint.root, sections, lambda own: strip_names(own, **options).renamed
+        )
         return plan.apply_to(checkpoint)
 
 
@@ -739,26 +747,26 @@ class Wrap(Step):
         plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
         rename, all_sections = (
             make_prefixer(self.wrapper, self.at),
-            list_distinct(checkpoint.sections),
+            list_distinct_sections(checkpoint.sections),
         )
         sections = (
             all_sections if self.key is None else [find_model_state_dict(checkpoint, self.key)]
         )
-        _check_path(checkpoint, sections, self.at)
+        _require_submodule(checkpoint, sections, self.at)
         for section in sections:
             if section.kind == "state_dict":
                 _plan_prefix(plan, section, self.wrapper, self.at)
             elif section.kind == "module":
                 plan.changes.append(unchanged_module_warning(section))
-        plan.follow(
+        plan.plan_optimizers(
             checkpoint.root,
             all_sections,
-            lambda own: find_changed(own, rename) if self.key is None else {},
+            lambda own: find_changed_keys(own, rename) if self.key is None else {},
         )
         return plan.apply_to(checkpoint)
 
 
-def _check_path(checkpoint: Checkpoint, sections: list[Section], at: str | None) -> None:
+def _require_submodule(checkpoint: Checkpoint, sections: list[Section], at: str | None) -> None:
     """Refuse a path with which no key starts.
 
     Raises:
@@ -779,13 +787,13 @@ def _check_path(checkpoint: Checkpoint, sections: list[Section], at: str | None)
 def _plan_prefix(plan: NamePlan, section: Section, wrapper: str, at: str | None) -> None:
     """Plan to add the wrapper prefix to the keys of a state dict."""
     names = list_wrappable_keys(section.node)
-    renamed = find_changed(names, make_prefixer(wrapper, at))
+    renamed = find_changed_keys(names, make_prefixer(wrapper, at))
     prefix = f"{at}.{wrapper}." if at else f"{wrapper}."
     own_keys = [name for name in renamed if is_wrappable(name)]
     if own_keys and all(name.startswith(prefix) for name in own_keys):
         text = f'the keys{describe_location(section.path)} already started with "{prefix}"'
         plan.changes.append(Change("warning", text, len(renamed)))
-    plan.rename(section, names, renamed, make_module_prefixer(wrapper, at))
+    plan.plan_state_dict(section, names, renamed, make_module_prefixer(wrapper, at))
     if renamed:
         keys = counted(len(renamed), "key")
         text = f'added "{prefix}" to {keys}{describe_location(section.path)}'
@@ -806,7 +814,7 @@ def _warn_of_partial_wrapper(
         yield Change("warning", text, len(with_prefix))
 
 
-def _strip_change(section: Section, result: StripResult, renamed: dict[str, str]) -> Change:
+def _make_strip_change(section: Section, result: StripResult, renamed: dict[str, str]) -> Change:
     """Return the change for the removed prefixes of a section."""
     prefixes = " and ".join(f'"{wrapper}."' for wrapper in result.wrappers)
     levels = f" ({result.levels} levels)" if result.levels > 1 else ""

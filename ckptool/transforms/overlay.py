@@ -17,7 +17,7 @@ from ckptool.core.sections import Section, find_model_state_dict
 from ckptool.core.tree import describe_location
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.formats import Source, open_checkpoint
-from ckptool.transforms.extraction import plain_state_dict
+from ckptool.transforms.extraction import copy_state_dict
 from ckptool.transforms.names import replace_entries
 from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import are, counted, listed, printable, shell
@@ -92,7 +92,7 @@ class Overlay(Step):
         self, checkpoint: Checkpoint, section: Section, other: Checkpoint
     ) -> Checkpoint:
         """Return the checkpoint with the tensors of `other` in one state dict."""
-        other_state = plain_state_dict(other, find_model_state_dict(other, self.key))
+        other_state = copy_state_dict(other, find_model_state_dict(other, self.key))
         selected = self._select_tensors(other_state, other)
         model_tensors = {
             name: node for name, node in section.node.items() if isinstance(node, TensorRef)
@@ -112,15 +112,15 @@ class Overlay(Step):
                 file=checkpoint.path or None,
                 hint="add --overlay-add to add them, or choose with --overlay-include GLOB",
             )
-        _check_alike(checkpoint, model_tensors, pairs, other)
-        _check_companions(checkpoint, section.node, pairs.keys(), "the model")
+        _refuse_mismatched(checkpoint, model_tensors, pairs, other)
+        _refuse_separated_companions(checkpoint, section.node, pairs.keys(), "the model")
         chosen = {
             name
             for name, node in other_state.items()
             if any(node is tensor for tensor in selected.values())
         }
-        _check_companions(other, other_state, chosen, "the other file")
-        tied = _replace_tied(model_tensors, pairs)
+        _refuse_separated_companions(other, other_state, chosen, "the other file")
+        tied = _find_tied_replacements(model_tensors, pairs)
         replacements = {**pairs, **tied}
         items = [(name, replacements.get(name, value)) for name, value in section.holder.items()]
         text = (
@@ -181,7 +181,7 @@ class Overlay(Step):
         )
 
 
-def _check_alike(
+def _refuse_mismatched(
     checkpoint: Checkpoint,
     model_tensors: Mapping[str, TensorRef],
     pairs: Mapping[str, TensorRef],
@@ -210,7 +210,7 @@ def _check_alike(
         )
 
 
-def _check_companions(
+def _refuse_separated_companions(
     checkpoint: Checkpoint, state: Mapping[Any, Any], chosen: Iterable[str], owner: str
 ) -> None:
     """Refuse to separate quantized weights from their scales."""
@@ -226,7 +226,7 @@ def _check_companions(
             )
 
 
-def _replace_tied(
+def _find_tied_replacements(
     model_tensors: Mapping[str, TensorRef], pairs: Mapping[str, TensorRef]
 ) -> dict[str, TensorRef]:
     """Return the new tensors of keys that are only tied to a replaced one."""

@@ -41,7 +41,7 @@ from ckptool.core.tree import (
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.symbolic.encoder import find_blocked_names
 from ckptool.symbolic.text import to_bytes
-from ckptool.transforms.extraction import plain_state_dict
+from ckptool.transforms.extraction import copy_state_dict
 from ckptool.transforms.step import Step, format_option
 from ckptool.words import counted, listed, printable
 
@@ -50,7 +50,7 @@ _NOTHING = object()
 """The plain form of objects with no more content than None."""
 
 
-def is_refused(node: Any) -> bool:
+def is_rejected(node: Any) -> bool:
     """Return True if `weights_only=True` rejects this node, whatever its content.
 
     Source: torch/_weights_only_unpickler.py, which allows some names, and sets the state of some
@@ -63,14 +63,14 @@ def is_refused(node: Any) -> bool:
     if isinstance(node, TensorRef):
         parts = node.parts or {}
         is_jagged = node.kind == "nested" and "state" in parts
-        foreign = "type" in parts and (parts["type"] is None or is_refused(parts["type"]))
+        foreign = "type" in parts and (parts["type"] is None or is_rejected(parts["type"]))
         return node.is_array or is_jagged or foreign
     return False
 
 
 def _is_accepted(node: Opaque) -> bool:
     """Return True if `torch.load(weights_only=True)` loads the object."""
-    if not isinstance(node.func, Global) or is_refused(node.func):
+    if not isinstance(node.func, Global) or is_rejected(node.func):
         return False
     if node.maker == "persid" or node.kwargs is not None:
         return False
@@ -78,7 +78,7 @@ def _is_accepted(node: Opaque) -> bool:
     return {kind for kind, _ in node.steps} <= filled
 
 
-def name_class(node: Any) -> str:
+def get_class_name(node: Any) -> str:
     """Return the class name of an object, class or tensor, as in the file."""
     if isinstance(node, Opaque) and node.plain is not None:
         return f"numpy.{node.plain[0]}"
@@ -88,10 +88,10 @@ def name_class(node: Any) -> str:
     return str(name)
 
 
-def find_refused(root: Any) -> Iterator[tuple[Path, Any]]:
+def find_rejected(root: Any) -> Iterator[tuple[Path, Any]]:
     """Yield every rejected node with its path, once for each mention, but not its content."""
-    for link, node in walk_mentions(root, enter=lambda node: not is_refused(node)):
-        if is_refused(node):
+    for link, node in walk_mentions(root, enter=lambda node: not is_rejected(node)):
+        if is_rejected(node):
             yield to_path(link), node
 
 
@@ -105,7 +105,7 @@ def to_plain_data(node: Opaque) -> Any:
     """
     if node.plain is not None:
         return node.plain[1]
-    if not is_refused(node):
+    if not is_rejected(node):
         return node
     package = node.class_name.partition(".")[0]
     converter = _KNOWN.get(node.class_name) or _KNOWN.get(f"{package}.*")
@@ -118,19 +118,19 @@ def to_plain_data(node: Opaque) -> Any:
 def _convert_by_structure(node: Opaque) -> Any:
     """Return the plain form of an object of an unknown class, by the way it is pickled."""
     kinds = {kind for kind, _ in node.steps}
-    base, inside = _find_base(node)
+    base, inside = _find_base_class(node)
     if base is None:
         return None
     if kinds <= {"build"} and base == "object":
         return _read_attributes(node)
     if kinds <= {"build", "set"} and base in ("object", "dict"):
-        return _to_dict(node, inside)
+        return _convert_to_dict(node, inside)
     if kinds == {"append"} and base in ("object", "list"):
         return [*inside, *(value for _, value in list_items(node))]
     return list(inside) if base == "list" and not kinds else None
 
 
-def _find_base(node: Opaque) -> tuple[str | None, Any]:
+def _find_base_class(node: Opaque) -> tuple[str | None, Any]:
     """Return the base class from which an object was created, and its content.
 
     `cls.__new__(cls)`, `cls()` with later steps, or `copyreg._reconstructor(cls, base, content)` in
@@ -158,7 +158,7 @@ def _read_attributes(node: Opaque) -> dict[Any, Any] | None:
     return node.attributes
 
 
-def _to_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
+def _convert_to_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
     """Return the items of an instance of a dict subclass, with its attributes as items."""
     items = {**dict(content), **dict(list_items(node))}
     state, attributes = node.state, node.attributes
@@ -203,19 +203,19 @@ def _to_plain_tensor(tensor: TensorRef) -> TensorRef:
         return replace(tensor, kind="strided", parts=None)
     if tensor.is_array:
         return replace_elements(tensor)
-    if tensor.storage is None or not any(is_refused(layer.type) for layer in tensor.wrapping):
+    if tensor.storage is None or not any(is_rejected(layer.type) for layer in tensor.wrapping):
         return tensor
-    layers = [_strip_layer(layer) for layer in tensor.wrapping]
+    layers = [_strip_rejected_class(layer) for layer in tensor.wrapping]
     kind = "strided" if tensor.kind == "subclass" else tensor.kind
     return replace(tensor, kind=kind, wrapping=tuple(filter(None, layers)))
 
 
-def _strip_layer(layer: Wrapping) -> Wrapping | None:
+def _strip_rejected_class(layer: Wrapping) -> Wrapping | None:
     """Return a layer without its rejected class; None if nothing of it remains.
 
     The state may not be complete yet.
     """
-    if layer.kind != "type" or not is_refused(layer.type):
+    if layer.kind != "type" or not is_rejected(layer.type):
         return layer
     if layer.state is None:
         return None
@@ -294,7 +294,7 @@ _UTF32 = {"<U": "utf-32-le", ">U": "utf-32-be"}
 _KNOWN: dict[str, Callable[[Opaque], Any]] = {
     "pathlib.*": _convert_path,
     "builtins.frozenset": _convert_frozenset,
-    "collections.defaultdict": lambda node: _to_dict(node, ()),
+    "collections.defaultdict": lambda node: _convert_to_dict(node, ()),
     "collections.deque": _convert_deque,
     "omegaconf.*": _convert_omegaconf,
     "numpy.dtype": _convert_dtype,
@@ -408,7 +408,7 @@ class Plain(Step):
         result = _convert_leaves(checkpoint, _make_converter(checkpoint, partly=self.drop_objects))
         if self.drop_objects:
             return _drop_rejected(result, hint=None)
-        remaining = [_describe_remaining(path, node) for path, node in find_refused(result.root)]
+        remaining = [_describe_remaining(path, node) for path, node in find_rejected(result.root)]
         if remaining:
             raise NotRepresentable(
                 f"{counted(len(remaining), 'object')} cannot be converted to plain data "
@@ -429,19 +429,21 @@ def _drop_rejected(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
     unwrapped = _convert_leaves(checkpoint, _unwrap_rejected)
     changes = [
         Change("left-out", _describe_rejected(path, node), 1, wanted=True)
-        for path, node in find_refused(unwrapped.root)
+        for path, node in find_rejected(unwrapped.root)
     ]
     if not changes:
         return unwrapped
-    if is_refused(unwrapped.root):
+    if is_rejected(unwrapped.root):
         raise NotRepresentable(
-            f"the file is one object ({name_class(unwrapped.root)}), so nothing would remain",
+            f"the file is one object ({get_class_name(unwrapped.root)}), so nothing would remain",
             file=checkpoint.path or None,
             hint=hint,
         )
-    result = unwrapped.with_root(rebuild(unwrapped.root, _strip_rejected, _strip_entries), *changes)
+    result = unwrapped.with_root(
+        rebuild(unwrapped.root, _strip_rejected, _drop_rejected_entries), *changes
+    )
     _refuse_lost_models(unwrapped, result, hint)
-    _refuse_nothing(unwrapped, result, hint)
+    _refuse_empty_result(unwrapped, result, hint)
     return result
 
 
@@ -471,7 +473,7 @@ def _refuse_lost_models(before: Checkpoint, after: Checkpoint, hint: str | None)
             )
 
 
-def _refuse_nothing(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
+def _refuse_empty_result(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
     """Refuse to lose all tensors, or all content of a file without tensors.
 
     Raises:
@@ -480,7 +482,7 @@ def _refuse_nothing(before: Checkpoint, after: Checkpoint, hint: str | None) -> 
     had_tensors = has_tensors(before.root)
     if not (has_tensors(after.root) if had_tensors else _has_content(after)):
         subject = "every tensor of the file" if had_tensors else "all content"
-        classes = dict.fromkeys(name_class(node) for _, node in find_refused(before.root))
+        classes = dict.fromkeys(get_class_name(node) for _, node in find_rejected(before.root))
         raise NotRepresentable(
             f"{subject} is in objects, so nothing would remain: {listed(classes, most=4)}",
             file=before.path or None,
@@ -497,14 +499,14 @@ def _describe_rejected(path: Path, node: Any) -> str:
     """Return the path and class of a rejected node, with the number of tensors in it."""
     tensors = 0 if isinstance(node, (Global, TensorRef)) else sum(1 for _ in find_tensors(node))
     inside = f", with {tensors} tensor{'s' if tensors > 1 else ''}" if tensors else ""
-    return f"{describe_path(path)} ({printable(name_class(node))}{inside})"
+    return f"{describe_path(path)} ({printable(get_class_name(node))}{inside})"
 
 
 def _describe_remaining(path: Path, node: Any) -> str:
     """Return the path and class of an object that remains, with the content of a module."""
     lost = _find_content_outside_state(node)[0] if is_module(node) else ()
     exception = f", except for its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
-    return f"{describe_path(path)} ({name_class(node)}{exception})"
+    return f"{describe_path(path)} ({get_class_name(node)}{exception})"
 
 
 Forms = Callable[[Any], Any]
@@ -523,7 +525,7 @@ def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
         state = to_model_state(leaf)
         if state is None or (not partly and _find_content_outside_state(leaf)[0]):
             return leaf
-        return plain_state_dict(checkpoint, Section((), "module", state, leaf))
+        return copy_state_dict(checkpoint, Section((), "module", state, leaf))
 
     return convert
 
@@ -531,8 +533,8 @@ def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
 def _unwrap_rejected(leaf: Any) -> Any:
     """Return the elements of a rejected tensor, the items of a rejected tuple, or else the leaf."""
     if isinstance(leaf, TensorRef):
-        plain = _to_plain_tensor(leaf) if is_refused(leaf) else leaf
-        return leaf if is_refused(plain) else plain
+        plain = _to_plain_tensor(leaf) if is_rejected(leaf) else leaf
+        return leaf if is_rejected(plain) else plain
     items = _read_tuple_items(leaf)
     return leaf if items is None else items
 
@@ -565,7 +567,7 @@ def _report_conversions(root: Any, convert: Forms, forms: dict[int, Any]) -> Ite
     def has_more(node: Any) -> bool:
         """Return True if the result keeps the content of a node (not of numbers or modules)."""
         is_container = isinstance(forms.get(id(node)), (dict, list, tuple, Opaque))
-        return not is_refused(node) or (is_container and not is_module(node))
+        return not is_rejected(node) or (is_container and not is_module(node))
 
     settings: dict[str, None] = {}
     for link, node in walk_mentions(root, enter=has_more):
@@ -574,7 +576,9 @@ def _report_conversions(root: Any, convert: Forms, forms: dict[int, Any]) -> Ite
             continue
         name = describe_path(to_path(link))
         yield Change(
-            "plain", f"{name}: converted {printable(name_class(node))} to {_describe_form(form)}", 1
+            "plain",
+            f"{name}: converted {printable(get_class_name(node))} to {_describe_form(form)}",
+            1,
         )
         if is_module(node):
             tensors, attributes = _find_content_outside_state(node)
@@ -610,7 +614,7 @@ def _describe_form(form: Any) -> str:
 
 def _strip_rejected(leaf: Any) -> Any:
     """Return a leaf without its rejected parts, or None for a rejected leaf."""
-    if is_refused(leaf):
+    if is_rejected(leaf):
         return None
     if isinstance(leaf, TensorRef):
         layers = tuple(layer for layer in leaf.wrapping if layer.kind != "type" or layer.type)
@@ -619,16 +623,16 @@ def _strip_rejected(leaf: Any) -> Any:
         kind = "strided" if leaf.kind == "subclass" else leaf.kind
         return replace(leaf, kind=kind, wrapping=layers)
     if isinstance(leaf, Opaque) and leaf.class_name in _SETS and leaf.args:
-        items = [item for item in leaf.args[0] if not any(find_refused(item))]
+        items = [item for item in leaf.args[0] if not any(find_rejected(item))]
         return leaf if len(items) == len(leaf.args[0]) else replace(leaf, args=(items,))
     return leaf
 
 
-def _strip_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
+def _drop_rejected_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """Return a dict without the entries and attributes that have a rejected key or value."""
-    kept = _filter_entries(mapping)
+    kept = _select_accepted_entries(mapping)
     attributes = mapping.attributes if isinstance(mapping, OrderedMap) else {}
-    kept_attributes = _filter_entries(attributes)
+    kept_attributes = _select_accepted_entries(attributes)
     if len(kept) == len(mapping) and len(kept_attributes) == len(attributes):
         return mapping
     smaller = copy_with_items(mapping, kept)
@@ -637,10 +641,10 @@ def _strip_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
     return smaller
 
 
-def _filter_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
+def _select_accepted_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries whose key and value are not rejected."""
     return {
         key: value
         for key, value in mapping.items()
-        if not any(find_refused(key)) and not is_refused(value)
+        if not any(find_rejected(key)) and not is_rejected(value)
     }

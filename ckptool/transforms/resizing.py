@@ -28,6 +28,7 @@ class SectionWork(NamedTuple):
     """The result of a rule for one state dict."""
 
     items: list[tuple[Any, Any]]
+    """The new entries of the state dict."""
     used: set[int]
     """The identities of the tensors that change."""
     changes: list[Change]
@@ -35,32 +36,29 @@ class SectionWork(NamedTuple):
 
 SectionRule: TypeAlias = "Callable[[Section, str], SectionWork]"
 """A function of a state dict, and the file for messages."""
-_One: TypeAlias = "Callable[[str, TensorRef, str], tuple[TensorRef, str]]"
-"""Returns a tensor with another shape, and what was done to it."""
+_Resize: TypeAlias = "Callable[[str, TensorRef, str], tuple[TensorRef, str]]"
+"""A function of a key, its tensor and the file for messages. It returns the tensor with another
+shape, and a description of the change."""
 
 
-def _make_glob_rule(kind: str, glob: str, resize: _One) -> SectionRule:
+def _make_glob_rule(kind: str, glob: str, resize: _Resize) -> SectionRule:
     """Return the rule that applies `resize` to each tensor that matches the glob; ties stay."""
 
     def apply(section: Section, file: str) -> SectionWork:
-        """Apply the rule to one state dict."""
+        """Return the result for one state dict; `file` is for messages."""
         tensors = get_named_tensors(section.node)
         index = NameIndex([((*section.path, name), node) for name, node in tensors.items()], file)
-        chosen = {index.nodes[at][1].place for at in index.select(glob, endings=False)}
-        work, done_by_place = (
-            SectionWork(list(section.node.items()), set(), []),
-            dict[Any, TensorRef](),
-        )
-        for at, (name, node) in enumerate(work.items):
+        chosen = {index.nodes[position][1].place for position in index.select(glob, endings=False)}
+        work = SectionWork(list(section.node.items()), set(), [])
+        resized: dict[Any, TensorRef] = {}
+        for position, (name, node) in enumerate(work.items):
             if name not in tensors or node.place not in chosen:
                 continue
-            if node.place not in done_by_place:
+            if node.place not in resized:
                 _check_resizable(name, node, file)
-                done_by_place[node.place], text = resize(name, node, file)
-                old_rows, new_rows = (
-                    tensor.sizes[0] for tensor in (node, done_by_place[node.place])
-                )
-                is_new = node.kind == "numpy" and done_by_place[node.place] is not node
+                resized[node.place], text = resize(name, node, file)
+                old_rows, new_rows = (tensor.sizes[0] for tensor in (node, resized[node.place]))
+                is_new = node.kind == "numpy" and resized[node.place] is not node
                 sentence = f"{printable(name)}: {text}"
                 sentence += "; a tensor takes the place of the numpy array" if is_new else ""
                 work.changes.append(Change(kind, sentence, 1, was=old_rows, now=new_rows))
@@ -73,7 +71,7 @@ def _make_glob_rule(kind: str, glob: str, resize: _One) -> SectionRule:
                         1,
                     )
                 )
-            work.items[at] = name, done_by_place[node.place]
+            work.items[position] = name, resized[node.place]
             work.used.add(id(node))
         return work
 
@@ -81,7 +79,7 @@ def _make_glob_rule(kind: str, glob: str, resize: _One) -> SectionRule:
 
 
 def parse_resize(rule: str) -> SectionRule:
-    """Return the rule for `GLOB=ROWS`.
+    """Return the rule for `GLOB=ROWS`: give the tensors that match GLOB this number of rows.
 
     Raises:
         UsageError: if the text has another form.
@@ -106,19 +104,19 @@ def parse_resize(rule: str) -> SectionRule:
                 raise UsageError(text, file=file, hint=f"--resize {shell(f'{rule}:zero')}")
             data = join_ranges([data, make_rows(tensor, count, zero=zero)])
             mean = "the mean of the existing rows"
-            rest = "all zeros" if zero else mean if count == 1 else f"each {mean}"
-            text = f"added {counted(count, 'row')}, {rest}"
+            values = "all zeros" if zero else mean if count == 1 else f"each {mean}"
+            text = f"added {counted(count, 'row')}, {values}"
         else:
             data = data.slice(0, rows * prod(shape[1:]) * tensor.itemsize)
             text = f"cut {counted(-count, 'row')} off the end"
         new = (rows, *shape[1:])
-        return _with_data(tensor, name, new, data), f"{list(shape)} -> {list(new)}, {text}"
+        return _replace_data(tensor, name, new, data), f"{list(shape)} -> {list(new)}, {text}"
 
     return _make_glob_rule("resize", match[1], resize)
 
 
 def parse_interpolation(rule: str) -> SectionRule:
-    """Return the rule for `GLOB=HxW`.
+    """Return the rule for `GLOB=HxW`: resample position embeddings to a grid of H x W patches.
 
     Raises:
         UsageError: if the text has another form.
@@ -147,13 +145,13 @@ def parse_interpolation(rule: str) -> SectionRule:
         new = (*shape[:-2], prefix + prod(grid), shape[-1])
         text = f"a grid of {old[0]}x{old[1]} -> {grid[0]}x{grid[1]}, bicubic"
         kept = f", {counted(prefix, 'token')} before it kept" if prefix else ""
-        return _with_data(tensor, name, new, data), text + kept
+        return _replace_data(tensor, name, new, data), text + kept
 
     return _make_glob_rule("interpolate", match[1], interpolate)
 
 
 def _check_resizable(name: str, tensor: TensorRef, file: str) -> None:
-    """Refuse a tensor without plain elements."""
+    """Refuse a tensor without plain elements, because its shape cannot change."""
     if not tensor.has_content or tensor.dtype in PACKED:
         text = (
             f"{printable(name)!r} is a {tensor.dtype} {tensor.kind} tensor, so its shape "
@@ -162,7 +160,9 @@ def _check_resizable(name: str, tensor: TensorRef, file: str) -> None:
         raise NotRepresentable(text, file=file)
 
 
-def _with_data(tensor: TensorRef, name: str, shape: tuple[int, ...], data: ByteRange) -> TensorRef:
+def _replace_data(
+    tensor: TensorRef, name: str, shape: tuple[int, ...], data: ByteRange
+) -> TensorRef:
     """Return the tensor with another shape and elements, in row-major order."""
     return replace_elements(
         tensor, shape=shape, stride=row_major_strides(shape), offset=0, flags=(),

@@ -19,16 +19,16 @@ from ckptool.core.optimizers import (
     list_names,
 )
 from ckptool.core.sections import MODEL_KINDS, Section, get_named_tensors, list_optimizer_names
-from ckptool.core.tree import drop_ties as once
+from ckptool.core.tree import drop_ties
 from ckptool.errors import NotFound
 from ckptool.formats import load_format
 from ckptool.tensors.whole import Wholes, interpolate_linearly
-from ckptool.transforms.names import list_distinct
+from ckptool.transforms.names import list_distinct_sections
 from ckptool.words import printable
 
 
-def keeps_order(checkpoint: Checkpoint, names: list[str], metadata: object) -> bool:
-    """Return True if the keys of a state dict are in the order of the model.
+def is_in_model_order(checkpoint: Checkpoint, names: list[str], metadata: object) -> bool:
+    """Return True if the keys `names` of a state dict are in the order of the model.
 
     A sorted order proves nothing without torch's `_metadata`, because safetensors, npz and DCP, and
     files made from these, are always sorted.
@@ -40,13 +40,15 @@ def keeps_order(checkpoint: Checkpoint, names: list[str], metadata: object) -> b
 def compute_eval_weights(
     checkpoint: Checkpoint,
 ) -> Iterator[tuple[Section, Section, dict[str, TensorRef]]]:
-    """Yield each schedule-free optimizer in train mode, its model, and the weights by key.
+    """Yield each schedule-free optimizer in train mode, its model, and the average x by key.
 
     Raises:
         NotFound: if it is not certain which state belongs to which weight.
     """
-    optimizers = list_distinct(one for one in checkpoint.sections if one.kind == "optimizer")
-    models = list_distinct(one for one in checkpoint.sections if one.kind in MODEL_KINDS)
+    optimizers = list_distinct_sections(
+        one for one in checkpoint.sections if one.kind == "optimizer"
+    )
+    models = list_distinct_sections(one for one in checkpoint.sections if one.kind in MODEL_KINDS)
     for section in filter(has_training_weights, optimizers):
         are_alone = len(models) == len(optimizers) == 1
         model = models[0] if are_alone else find_model(section, models, optimizers)
@@ -79,14 +81,14 @@ def compute_eval_weights(
 
 
 def _read_beta(group: Mapping[Any, Any]) -> float:
-    """Return the interpolation factor of a parameter group, or 0."""
+    """Return beta1 (Adam) or the momentum (SGD) of a parameter group, or 0 if it has neither."""
     betas = group.get("betas", (group.get("momentum"),))
     beta = betas[0] if isinstance(betas, (list, tuple)) and betas else None
     return float(beta) if isinstance(beta, (int, float)) else 0.0
 
 
 def match_parameters(checkpoint: Checkpoint, section: Section, model: Section) -> dict[Any, str]:
-    """Return the key in the model for each parameter of an optimizer, by its key in `state`.
+    """Return the key in `model` by the key in `state`, for each parameter of the optimizer.
 
     Matches by name or, with one group, by position; empty if neither is certain. A name that the
     model does not have gets the key "".
@@ -98,19 +100,15 @@ def match_parameters(checkpoint: Checkpoint, section: Section, model: Section) -
         bare = map_to_bare_names(names)
         model_keys = {new: name for name, new in map_to_bare_names(tensors).items()}
         return {key: model_keys.get(bare[name], "") for key, name in zip(keys, names, strict=True)}
-    unique = once(((name,), tensor) for name, tensor in tensors.items())
-    parameter_keys = [str(path[0]) for path, _ in unique if _last_part(path) not in STATISTICS]
+    unique = drop_ties(((name,), tensor) for name, tensor in tensors.items())
+    model_names = (str(name) for (name,), _ in unique)
+    parameter_keys = [name for name in model_names if name.rpartition(".")[2] not in STATISTICS]
     metadata = getattr(model.node, "metadata", None)
     is_proved = (
         len(groups) == 1
         and len(parameter_keys) == len(keys)
         and not list_optimizer_names(section.node)
     )
-    if is_proved and keeps_order(checkpoint, list(tensors), metadata):
+    if is_proved and is_in_model_order(checkpoint, list(tensors), metadata):
         return dict(zip(keys, parameter_keys, strict=True))
     return {}
-
-
-def _last_part(path: tuple[Any, ...]) -> str:
-    """Return the last part of a key."""
-    return str(path[0]).rpartition(".")[2]

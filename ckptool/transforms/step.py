@@ -61,20 +61,18 @@ class Step:
         if self.on_files:
             name = type(self).__name__
             raise UsageError(f"{name} needs a file, not a dict in memory: {self.on_files}")
-        from ckptool.transforms.memory import changed_dict  # only dicts need it
+        from ckptool.transforms.memory import change_dict  # only dicts need it
 
-        return changed_dict(mapping, self.applied)
+        return change_dict(mapping, self.applied)
 
     def words(self) -> Iterator[str]:
         """Yield the command-line words of this step for `convert`."""
         if self.flag:
             yield from f"--{self.flag}".split("=")
-        for option_field in fields(self):
-            value, option = (
-                getattr(self, option_field.name),
-                self.options.get(option_field.name, option_field.name),
-            )
-            if option and value not in (option_field.default, (), None):
+        for step_field in fields(self):
+            value = getattr(self, step_field.name)
+            option = self.options.get(step_field.name, step_field.name)
+            if option and value not in (step_field.default, (), None):
                 yield from format_option(option, value)
 
     @overload
@@ -92,7 +90,7 @@ class Step:
             return run_steps(state, [self])
         if isinstance(state, (str, os.PathLike)):
             opened = self.open(state, salvage=self.opens_damaged)
-            return change_or_close(opened, lambda one: run_steps(one, [self]))
+            return change_or_close(opened, lambda checkpoint: run_steps(checkpoint, [self]))
         if not isinstance(state, Mapping):
             raise UsageError(
                 f"expected a path, a state dict or an open checkpoint, not {a_class(state)}",
@@ -102,7 +100,9 @@ class Step:
 
 
 def run_steps(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
-    """Apply all steps. `Change.wanted` marks the losses that the user asked for.
+    """Return the checkpoint after all steps, in order.
+
+    The losses that the user asked for are marked with `Change.wanted`.
 
     Raises:
         CheckpointError: if a step fails; files that the steps opened are closed.
@@ -135,7 +135,7 @@ def _mark_wanted(result: Checkpoint, n_before: int) -> Checkpoint:
 def list_opened_sources(
     steps: Iterable[Step], before: Checkpoint, after: Checkpoint
 ) -> list[Bytes]:
-    """Return the sources that the steps opened, without those opened by the caller."""
+    """Return the sources of the result `after` that the steps opened, not the caller."""
     values = (getattr(step, option.name) for step in steps for option in fields(step))
     given = [before, *(value for value in values if isinstance(value, Checkpoint))]
     known = {id(source) for checkpoint in given for source in checkpoint.sources}
@@ -158,7 +158,10 @@ def change_or_close(opened: Checkpoint, change: Callable[[Checkpoint], Checkpoin
 
 
 def format_option(option: str, value: Any) -> Iterator[str]:
-    """Yield `--option VALUE` for each value; an item of a mapping becomes `A=B`."""
+    """Yield the words `--option` and `VALUE` for each value; True has no `VALUE`.
+
+    An item of a mapping becomes `A=B`.
+    """
     if isinstance(value, Mapping):
         value = tuple(f"{old}={new}" for old, new in value.items())
     for item in value if isinstance(value, tuple) else (value,):
@@ -168,7 +171,7 @@ def format_option(option: str, value: Any) -> Iterator[str]:
 
 
 def check_list_option(name: str, values: Iterable[_Item]) -> tuple[_Item, ...]:
-    """Return the items of an option that accepts several.
+    """Return the items of an option that takes a list, as a tuple.
 
     Raises:
         UsageError: if it is a single string.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.errors import UsageError
-from ckptool.transforms.compacting import drop_unseen_bytes
+from ckptool.transforms.compacting import drop_unused_bytes
 from ckptool.transforms.extraction import select_part, select_tensors
 from ckptool.transforms.step import Step
 
@@ -68,9 +68,8 @@ class Take(Step):
         """
         whole = checkpoint
         if self.ema:
-            from ckptool.transforms.ema import (
-                take_averages,
-            )  # Imported here: info does not need its tables.
+            # Imported here: info does not need its tables.
+            from ckptool.transforms.ema import take_averages
 
             whole = take_averages(checkpoint)
         part, base = select_part(whole, self.key, self.model_only)
@@ -80,4 +79,4 @@ class Take(Step):
             refuse_placeholders(part, kinds=("meta", "part", *(() if self.lazy else ("lazy",))))
         if all(change.kind == "warning" for change in part.changes[len(whole.changes) :]):
             return part
-        return drop_unseen_bytes(whole, part)
+        return drop_unused_bytes(whole, part)

@@ -28,7 +28,7 @@ _MOST_DEPTH = 64
 
 
 def _split_quoted_key(path: str) -> tuple[str | None, str]:
-    """Return the quoted key at the start of a path, if any, and the rest after its slash."""
+    """Return the quoted key at the start of a path (or None), and the path behind it."""
     if not path.startswith('"'):
         return None, path
     try:
@@ -40,7 +40,7 @@ def _split_quoted_key(path: str) -> tuple[str | None, str]:
 
 
 def _list_children(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the items of a container with their keys."""
+    """Yield the key or index of each item of a container, and the item."""
     if isinstance(node, dict):
         yield from node.items()
     elif isinstance(node, (list, tuple)):
@@ -48,7 +48,10 @@ def _list_children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _find_nodes(node: Any, rest: str, parent: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every node whose path is exactly `rest`."""
+    """Yield each node at the path `rest` below `node`, with its keys from the root.
+
+    There are several only if keys contain slashes.
+    """
     quoted, after_quoted = _split_quoted_key(rest)
     for key, child in _list_children(node):
         text = name_of((key,))
@@ -65,8 +68,8 @@ def _find_nodes(node: Any, rest: str, parent: Path = ()) -> Iterator[tuple[Path,
             yield from _find_nodes(child, rest[len(text) + 1 :], (*parent, key))
 
 
-def _find_at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
-    """Return the keys and node at an exact path, or None.
+def _find_node(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
+    """Return the node at an exact path, after its keys from the root; None if there is none.
 
     Raises:
         AmbiguousName: if several keys with slashes make the same path.
@@ -82,13 +85,13 @@ def _find_at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
     return matches[0] if matches else None
 
 
-def _require_at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
-    """Return the keys and node at an exact path.
+def _require_node(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
+    """Return the node at an exact path below the root, after its keys from the root.
 
     Raises:
         NotFound: if there is no node.
     """
-    found = _find_at(checkpoint, path)
+    found = _find_node(checkpoint, path)
     if found is None or not found[0]:
         raise _not_found_error(checkpoint, path)
     return found
@@ -99,7 +102,7 @@ def _not_found_error(checkpoint: Checkpoint, path: str) -> NotFound:
     file, node, parent = checkpoint.path or None, checkpoint.root, path
     while "/" in parent:
         parent = parent.rpartition("/")[0]
-        found = _find_at(checkpoint, parent)
+        found = _find_node(checkpoint, parent)
         if found is not None:
             node = found[1]
             break
@@ -119,8 +122,8 @@ def _not_found_error(checkpoint: Checkpoint, path: str) -> NotFound:
     return NotFound(f"no entry is at {printable(path)!r}{within}{content}", file=file)
 
 
-def _find_target(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
-    """Return the path of the dict for a new entry, and the key of the entry.
+def _locate_new_entry(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
+    """Return the path of the existing dict for the new entry at `path`, and the entry's key.
 
     The key becomes an integer if all keys of the dict are, as in the state of an optimizer.
 
@@ -128,8 +131,8 @@ def _find_target(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
         NotFound: if the dict does not exist.
         UsageError: if it is not a dict.
     """
-    parent, key = _split(path)
-    holder = _find_at(checkpoint, parent)
+    parent, key = _split_path(path)
+    holder = _find_node(checkpoint, parent)
     if holder is None:
         raise _not_found_error(checkpoint, parent)
     if isinstance(holder[1], Opaque):
@@ -145,7 +148,7 @@ def _find_target(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
     return holder[0], key if existing is None else existing
 
 
-def _split(path: str) -> tuple[str, str]:
+def _split_path(path: str) -> tuple[str, str]:
     """Split a path into the path above and the last key, which may be quoted."""
     if path.endswith('"') and len(path) > 1:
         start = path.rfind('/"')
@@ -167,7 +170,7 @@ class _Edit:
 
 
 def _apply_edits(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
-    """Return the node with all edits below it; nodes without edits are the same objects."""
+    """Return a copy of the node at `path` with all edits; nodes without edits are not copied."""
     edit = edits.get(path)
     if edit is None and not any(is_within(edited, path) for edited in edits):
         return node
@@ -187,7 +190,7 @@ def _apply_edits(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any
     return values if isinstance(node, list) else type(node)(values)
 
 
-def _refuse_item(checkpoint: Checkpoint, path: Path, verb: str) -> None:
+def _refuse_list_item(checkpoint: Checkpoint, path: Path, verb: str) -> None:
     """Refuse to remove an item of a list or tuple, because later items would be renumbered."""
     node = checkpoint.root
     for key in path[:-1]:
@@ -200,8 +203,8 @@ def _refuse_item(checkpoint: Checkpoint, path: Path, verb: str) -> None:
         )
 
 
-def _parse_rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
-    """Return the pairs of a mapping, or of texts `OLD=NEW`.
+def _parse_moves(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
+    """Return the new path by old path, from a mapping or from texts `OLD=NEW`.
 
     Raises:
         UsageError: if a text has another form, or one side is empty.
@@ -223,7 +226,7 @@ def _parse_rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[
 
 
 def split_rule(text: str) -> tuple[str, str, str]:
-    """Split `OLD=NEW` at the first `=` outside quotes."""
+    """Split `OLD=NEW` at the first `=` outside quotes, like `str.partition`."""
     quoted = False
     for index, letter in enumerate(text):
         if letter == '"' and text[index - 1 : index] != "\\":
@@ -248,7 +251,7 @@ class Move(Step):
         Raises:
             UsageError: if one is empty or repeated, or two have the same new path.
         """
-        rules = _parse_rules("move", self.paths)
+        rules = _parse_moves("move", self.paths)
         if len(set(rules.values())) < len(rules):
             raise UsageError("two entries cannot move to one path")
         object.__setattr__(self, "paths", rules)
@@ -262,20 +265,20 @@ class Move(Step):
         """
         rules = cast("dict[str, str]", self.paths)  # set by __post_init__
         file = checkpoint.path or None
-        old_nodes = {old: _require_at(checkpoint, old) for old in rules}
+        old_nodes = {old: _require_node(checkpoint, old) for old in rules}
         moving = {path for path, _ in old_nodes.values()}
         edits: dict[Path, _Edit] = {}
         for old, new in rules.items():
             path, node = old_nodes[old]
-            _refuse_item(checkpoint, path, "moved")
-            parent, key = _find_target(checkpoint, new)
+            _refuse_list_item(checkpoint, path, "moved")
+            parent, key = _locate_new_entry(checkpoint, new)
             container = next((other for other in moving if is_within(parent, other)), None)
             if container is not None:
                 raise UsageError(
                     f"{printable(new)!r} is inside {printable(name_of(container))!r}, which moves",
                     file=file,
                 )
-            existing = _find_at(checkpoint, new)
+            existing = _find_node(checkpoint, new)
             if existing is not None and existing[0] not in moving:
                 raise UsageError(
                     f"{printable(new)!r} already exists",
@@ -303,6 +306,7 @@ def parse_json(text: str) -> Any:
     """
 
     def refuse_constant(word: str) -> Any:
+        """Refuse `NaN` and `Infinity`, which json.loads accepts."""
         raise ValueError(f"{word} is not valid JSON")
 
     try:
@@ -312,11 +316,11 @@ def parse_json(text: str) -> Any:
     except ValueError as error:
         hint = f"quote a string: '{json.dumps(text)}'" if text.strip() else None
         raise UsageError(f"{printable(text)!r} is not a JSON value", hint=hint) from error
-    _check_value(value)
+    _require_plain_value(value)
     return value
 
 
-def _check_value(value: Any, depth: int = 0) -> None:
+def _require_plain_value(value: Any, depth: int = 0) -> None:
     """Refuse a value that is not plain data, or is nested too deeply."""
     if depth > _MOST_DEPTH:
         raise UsageError("a value is nested too deeply")
@@ -331,7 +335,7 @@ def _check_value(value: Any, depth: int = 0) -> None:
     else:
         raise UsageError(f"Set takes plain values, not {type(value).__name__}")
     for item in items:
-        _check_value(item, depth + 1)
+        _require_plain_value(item, depth + 1)
 
 
 def _restore_tuples(old: Any, new: Any) -> Any:
@@ -364,7 +368,7 @@ class Set(Step):
         for path, value in values.items():
             if not path:
                 raise UsageError("--set needs PATH=VALUE", hint="for example --set epoch=3")
-            _check_value(value)
+            _require_plain_value(value)
         object.__setattr__(self, "values", values)
 
     def words(self) -> Iterator[str]:
@@ -396,14 +400,14 @@ class Set(Step):
                 before = repr(header[key]) if key in header else None
                 header[key] = value
             else:
-                existing = _find_at(checkpoint, path)
+                existing = _find_node(checkpoint, path)
                 if existing is not None:
                     target, old = existing
                     _refuse_replacement(checkpoint, path, old)
                     before = summarize(old)
                     value = _restore_tuples(old, value)
                 else:
-                    parent, key = _find_target(checkpoint, path)
+                    parent, key = _locate_new_entry(checkpoint, path)
                     target, before = (*parent, key), None
                 edits.setdefault(target[:-1], _Edit()).added[target[-1]] = value
             note = f" (was {before})" if before is not None else ""
@@ -430,7 +434,7 @@ def _is_plain(node: Any) -> bool:
 
 
 def _refuse_replacement(checkpoint: Checkpoint, path: str, node: Any) -> None:
-    """Refuse to replace a tensor, an object or a container."""
+    """Refuse to replace the node at `path` if it is a tensor, an object or a container."""
     if not _is_plain(node):
         noun = "a tensor" if isinstance(node, TensorRef) else "an object"
         noun = "a container" if isinstance(node, (dict, list, tuple)) else noun
@@ -479,13 +483,15 @@ class Drop(Step):
         edits: dict[Path, _Edit] = {}
         changes = list[Change]()
         for text in self.paths:
-            path, node = _require_at(checkpoint, text)
-            _refuse_item(checkpoint, path, "dropped")
+            path, node = _require_node(checkpoint, text)
+            _refuse_list_item(checkpoint, path, "dropped")
             if not self.force:
                 _refuse_parameters(checkpoint, text, path)
             edits.setdefault(path[:-1], _Edit()).gone.add(path[-1])
-            kinds = [part.kind for part in checkpoint.sections if part.path == path]
-            count = sum(1 for at, _ in checkpoint.tensors() if is_within(at, path))
+            kinds = [section.kind for section in checkpoint.sections if section.path == path]
+            count = sum(
+                1 for tensor_path, _ in checkpoint.tensors() if is_within(tensor_path, path)
+            )
             facts = [*kinds[:1], counted(count, "tensor")] if count else [*kinds[:1]]
             note = f" ({', '.join(facts)})" if facts and not isinstance(node, TensorRef) else ""
             changes.append(
@@ -498,10 +504,10 @@ class Drop(Step):
 
 
 def _refuse_parameters(checkpoint: Checkpoint, text: str, path: Path) -> None:
-    """Refuse to drop tensors of a model, or the only model.
+    """Refuse to drop some tensors of a model, or the only model; `text` is the path for messages.
 
     Raises:
-        UsageError: if the path leads to one.
+        UsageError: if the path leads to one of these.
     """
     models = find_likely_models(checkpoint)
     main_model = choose_only_model(models)
@@ -513,10 +519,12 @@ def _refuse_parameters(checkpoint: Checkpoint, text: str, path: Path) -> None:
             and is_within(section.path, path)
         )
         if (is_inside and path != section.path) or is_main:
-            tensors = [at for at, _ in checkpoint.tensors() if is_within(at, path)]
-            if tensors:
+            count = sum(
+                1 for tensor_path, _ in checkpoint.tensors() if is_within(tensor_path, path)
+            )
+            if count:
                 raise UsageError(
-                    f"{printable(text)!r} is {counted(len(tensors), 'tensor')} of the model",
+                    f"{printable(text)!r} is {counted(count, 'tensor')} of the model",
                     file=checkpoint.path or None,
                     hint="add --force to drop it, or choose tensors with --include and --exclude",
                 )

@@ -21,7 +21,7 @@ from ckptool.formats import load_format, load_writable_format, shard_format_of
 from ckptool.formats.base import EditableFormat, FolderFormat, NewFile, WritePlan
 from ckptool.remedies import Remedy
 from ckptool.symbolic.encoder import find_blockers
-from ckptool.transforms import single_state_dict
+from ckptool.transforms import extract_state_dict
 from ckptool.words import counted, listed
 from ckptool.writing.divided import WriterGroup, finish_divided, write_divided
 from ckptool.writing.job import Job, execute
@@ -454,7 +454,7 @@ def _has_computed_tensors(checkpoint: Checkpoint) -> bool:
 def _take_state_dict(checkpoint: Checkpoint) -> Checkpoint:
     """Return the one state dict; without one, the format raises the error."""
     try:
-        return single_state_dict(checkpoint)
+        return extract_state_dict(checkpoint)
     except AmbiguousName:
         raise
     except NotFound:

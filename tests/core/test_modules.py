@@ -12,7 +12,7 @@ from ckptool.core.model import Global, Opaque
 from ckptool.core.modules import get_child_modules, get_own_tensors, is_module, to_module_state
 from ckptool.errors import LimitExceeded, NameCollision
 from ckptool.limits import Limits
-from ckptool.transforms import Strip, single_state_dict
+from ckptool.transforms import Strip, extract_state_dict
 from tests.conversions import convert_by_options
 from tests.trees import checkpoint, module, opened, parallel, tensor
 
@@ -96,7 +96,7 @@ def test_a_version_of_its_own_and_of_a_class_that_is_not_known():
 
 def test_metadata_follows_when_wrappers_go():
     net = parallel(module(children={"fc": module(parameters={"w": tensor()})}))
-    made = Strip()(single_state_dict(checkpoint(net)))
+    made = Strip()(extract_state_dict(checkpoint(net)))
     assert list(made.root) == ["fc.w"]
     assert list(made.root.metadata) == ["", "fc"]
 

@@ -16,7 +16,7 @@ from ckptool.cli import main
 from ckptool.core.sections import find_sections
 from ckptool.core.tree import walk
 from ckptool.symbolic.encoder import find_blockers
-from ckptool.transforms.plain import find_refused
+from ckptool.transforms.plain import find_rejected
 from tests.sources import PROJECT
 from tests.symbolic.pickles import read
 
@@ -57,7 +57,7 @@ def a_pickle(data: bytes) -> None:
     """The machine alone, and what is asked of every tree."""
     with contextlib.suppress(ckptool.CheckpointError):
         root = read(data).root
-        for asked in (walk, find_sections, find_refused, find_blockers):
+        for asked in (walk, find_sections, find_rejected, find_blockers):
             deque(asked(root), maxlen=0)
 
 

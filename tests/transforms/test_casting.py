@@ -15,7 +15,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import CorruptFile, NotFound, NotRepresentable, UsageError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
-from ckptool.transforms import Cast, parse_floating_dtype, single_state_dict
+from ckptool.transforms import Cast, extract_state_dict, parse_floating_dtype
 from ckptool.transforms.casting import FLOATING, parse_keep
 from ckptool.writing import save
 from tests import trees
@@ -86,7 +86,7 @@ def test_floating_tensors_become_what_torch_makes_of_them(tmp_path, dtype, forma
         "z": torch.zeros(2, dtype=torch.complex64),
     }
     with saved(tmp_path / "m.pth", weights) as checkpoint:
-        made = Cast(dtype)(single_state_dict(checkpoint))
+        made = Cast(dtype)(extract_state_dict(checkpoint))
         receipt = save(made, tmp_path / "out", format=format, verify=True)
     with open_checkpoint(tmp_path / "out") as result:
         for name, tensor in weights.items():

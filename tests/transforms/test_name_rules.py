@@ -9,7 +9,7 @@ import pytest
 from ckptool.core.names import find_similar
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.transforms import prefix_rule, read_map_file, regex_rule, table_rule
-from ckptool.transforms.name_rules import parse_rules, to_regex_text
+from ckptool.transforms.name_rules import convert_prefix_to_regex, parse_rules
 
 
 def test_a_regular_expression():
@@ -155,7 +155,7 @@ def test_one_rule_is_no_list_of_them(given):
 
 def test_a_prefix_as_a_regex_does_the_same():
     for text in ["a=b", "a.=", "=m.", "a.b=c", "a=b.c", "(=[", r"a=\1"]:
-        prefix, regex = prefix_rule(text), regex_rule(to_regex_text(text))
+        prefix, regex = prefix_rule(text), regex_rule(convert_prefix_to_regex(text))
         for name in ("a.w", "a.a.w", "a.b.w", "ab.w", "x.a.w", "(.w", "w"):
             assert regex.apply(name) == prefix.apply(name), text
 

@@ -10,7 +10,7 @@ from ckptool.core.modules import to_module_state
 from ckptool.core.names import WRAPPERS, make_module_prefixer, make_prefixer, strip_names
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.transforms import Strip, Wrap
-from ckptool.transforms.names import filter_metadata, move_metadata
+from ckptool.transforms.names import drop_empty_modules, move_metadata
 from tests.trees import (
     by_name,
     checkpoint,
@@ -426,15 +426,15 @@ def test_components_that_change_places_and_back_are_the_identity(names, others):
 def test_modules_that_lost_all_their_names_go_with_what_is_inside_them():
     old = {"": 0, "a": 1, "a.conv": 2, "a.act": 3, "b": 4, "act": 5, 3: 6}
     names = ["a.conv.w", "a.conv.b", "b.w"]
-    assert filter_metadata(old, names, ["b.w"]) == {"": 0, "b": 4, "act": 5, 3: 6}
-    assert filter_metadata(old, names, ["a.conv.b"]) == {
+    assert drop_empty_modules(old, names, ["b.w"]) == {"": 0, "b": 4, "act": 5, 3: 6}
+    assert drop_empty_modules(old, names, ["a.conv.b"]) == {
         "": 0, "a": 1, "a.conv": 2, "a.act": 3, "act": 5, 3: 6,
     }  # fmt: skip
-    assert filter_metadata(old, names, []) == {"": 0, "act": 5, 3: 6}
+    assert drop_empty_modules(old, names, []) == {"": 0, "act": 5, 3: 6}
 
 
 @given(MODULE_NAMES, st.data())
 def test_what_remains_is_what_the_kept_names_need(names, data):
     kept = [name for name in names if data.draw(st.booleans())]
-    made = filter_metadata(every_module(names), names, kept)
+    made = drop_empty_modules(every_module(names), names, kept)
     assert list(made) == [path for path in every_module(names) if path in every_module(kept)]

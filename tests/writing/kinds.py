@@ -197,7 +197,7 @@ class Kind:
 
     def write_again(self, folder):
         """The next write to the same target."""
-        changes = (transforms.single_state_dict,) if self.target.endswith(".json") else ()
+        changes = (transforms.extract_state_dict,) if self.target.endswith(".json") else ()
         sized = {"max_shard_size": 100_000} if changes else {}
         kept = folder.parent / "kept" / "model.pth"
         if not kept.exists():
@@ -242,7 +242,7 @@ def cut_short(folder):
 
 def shards(size, source="model.pth", target=SHARDED, *changes, **options):
     return write(
-        source, target, transforms.single_state_dict, *changes, max_shard_size=size, **options
+        source, target, transforms.extract_state_dict, *changes, max_shard_size=size, **options
     )
 
 

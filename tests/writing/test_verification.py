@@ -19,7 +19,7 @@ from ckptool.formats import (
     open_checkpoint,
     shard_format_of,
 )
-from ckptool.transforms import single_state_dict
+from ckptool.transforms import extract_state_dict
 from ckptool.writing.verification import verify
 
 ONE_FILE = [
@@ -147,7 +147,7 @@ def doubled(checkpoint, calls):
 def test_what_was_computed_is_not_computed_again(source, tmp_path, format):
     calls = []
     plain = source.with_root({"a": source.root["a"], "b": source.root["b"]})
-    made = doubled(single_state_dict(plain), calls)
+    made = doubled(extract_state_dict(plain), calls)
     streamed = written(made, format, tmp_path / "out")
     once = sum(calls)
     verify(made, str(tmp_path / "out"), streamed)
