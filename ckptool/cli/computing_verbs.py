@@ -46,7 +46,7 @@ from ckptool.transforms import Cast, Masters, average, merge_lora, parse_floatin
 @flag("--cast-optimizer", "Also cast optimizer state.")
 @flag(
     "--allow-overflow",
-    "Write values that overflow as torch does: inf, NaN or the maximum.",
+    "Write overflowing values as torch does: inf, NaN or the maximum.",
 )
 @master_option
 @workers_option

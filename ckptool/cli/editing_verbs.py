@@ -172,7 +172,8 @@ def remap_command(
     """Change the devices that tensors load onto.
 
     Optimizer state and torch.device values change as well; tensor data does not. The result loads
-    with torch.load without map_location. --to cpu writes model.cpu.pth, --map model.remapped.pth.
+    with torch.load without map_location. --to cpu writes model.cpu.pth; --map writes
+    model.remapped.pth.
     """
     if sum(map(bool, (device is not None, rules, visible_devices is not None))) != 1:
         raise UsageError(

@@ -21,7 +21,7 @@ VERBS = {
         "scan": "Show what loading a file would run, without running it.",
         "doctor": "Explain why a checkpoint does not load, and how to fix it.",
         "match": "Check whether a checkpoint fits a model, and what to rename.",
-        "report": "Write an HTML page about one checkpoint, or comparing two.",
+        "report": "Write an HTML page that describes one checkpoint or compares two.",
         "recipes": "List the recipes for convert --recipe, or print one.",
     },
     "Change": {

@@ -75,10 +75,10 @@ def command(
 ) -> None:
     """Check whether a checkpoint fits a model, and what to rename.
 
-    Wrapper prefixes such as "module.", one common prefix, and keys that torch itself renamed match
-    without a rule. Other renames are only proposed; apply them with --rename. If REFERENCE is a
-    file, only its header is read, without torch. MODULE:FACTORY is imported from the current folder
-    and called without arguments, on the meta device if possible. Load the result with
+    These match without a rule: wrapper prefixes such as "module.", one common prefix, and keys that
+    torch itself renamed. Other renames are only proposed; apply them with --rename. If REFERENCE is
+    a file, only its header is read, without torch. MODULE:FACTORY is imported from the current
+    folder and called without arguments, on the meta device if possible. Load the result with
     ckptool.load_into, or save it with the model's keys with ckptool convert --like.
     """
     reference = resolve_reference(like)

@@ -28,7 +28,7 @@ from ckptool.render.page import page_lines
 def command(
     file: str, output: str, no_values: bool, force: bool, screen: Screen, **options: Any
 ) -> None:
-    """Write an HTML page about one checkpoint, or comparing two.
+    """Write an HTML page that describes one checkpoint or compares two.
 
     The page is one file and works offline. It has a summary with the verdict of doctor, the values,
     a map of the bytes by module, all tensors with search and sort, and histograms. With FILE2, it

@@ -251,7 +251,7 @@ def check_objects(subject: Subject) -> Iterator[Complaint]:
             (name for name in candidates if name.partition(".")[0] not in _EVERYWHERE), None
         )
         effect = (
-            f"nothing else loads it without the class {printable(custom_class)}"
+            f"other tools cannot load it without the class {printable(custom_class)}"
             if custom_class
             else ""
         )
@@ -524,7 +524,7 @@ def check_versions(subject: Subject) -> Iterator[Complaint]:
             kinds = dict.fromkeys(tensors[name].dtype for name in cast)
             yield Complaint(
                 "cast-buffers",
-                f"buffers that count or index were cast to {', '.join(kinds)}",
+                f"counter and index buffers were cast to {', '.join(kinds)}",
                 summarize_names(cast),
                 hint="in code: state[name] = state[name].long(); ckptool cast skips them",
                 severity="misleads",

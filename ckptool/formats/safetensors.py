@@ -201,7 +201,7 @@ def describe_changes(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) 
         yield f"wrote tied tensors once; {METADATA} lists the other keys: {pairs}"
     scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
     if scattered:
-        yield f"made contiguous: {listed(scattered)}"
+        yield f"made {counted(len(scattered), 'tensor')} contiguous: {listed(scattered)}"
     arrays = [name for name, tensor in tensors.items() if tensor.kind == "numpy"]
     if arrays:
         yield f"converted numpy arrays to tensors: {listed(arrays)}"

@@ -437,7 +437,7 @@ class _Reader:
             isinstance(target, str) for target in table.values()
         )
         if not is_table or len(table) > _MOST_RULES:
-            raise UsageError("tied is not a table of keys")
+            raise UsageError('"tied" is not a table of keys')
         if chained := [key for key, target in table.items() if target in table]:
             raise UsageError(f"{listed(chained)} is tied to a key that is itself tied")
         return dict(table)

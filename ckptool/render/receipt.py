@@ -58,7 +58,10 @@ def receipt_line(receipt: Receipt) -> str:
     path = clean(receipt.path)
     present, past = ("edit", "edited") if receipt.edited else ("write", "wrote")
     done = f"{f'would {present}' if receipt.dry_run else past} {path}"
-    facts = [receipt.format, counted(receipt.tensors, "tensor"), format_size(receipt.size)]
+    size = format_size(receipt.size)
+    if len(receipt.files) > 1:
+        size += f" in {len(receipt.files):,} files"
+    facts = [receipt.format, counted(receipt.tensors, "tensor"), size]
     if receipt.edited:
         facts.append(f"{format_size(receipt.written)} written")
         done += " in place"

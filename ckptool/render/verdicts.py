@@ -185,8 +185,8 @@ def _list_facts(verdict: Verdict) -> Iterator[str]:
         yield counted(verdict.tensors, "tensor")
     yield format_size(verdict.size)
     if verdict.summed and verdict.checked:
-        total = "" if verdict.summed == verdict.records else f" of {verdict.summed:,}"
-        yield f"CRC-32{total}"
+        is_of_all = verdict.summed == verdict.records
+        yield "CRC-32" if is_of_all else f"{verdict.summed:,} CRC-32 checksums"
     elif not verdict.manifest:
         yield "no CRC-32 stored" if verdict.records else "no checksums in this format"
     if verdict.manifest:
@@ -242,7 +242,7 @@ _MOST_CALLS = 20
 
 
 def scan_lines(report: Scan, look: Look = PLAIN) -> Iterator[str]:
-    """Yield the verdict, for example `model.pth: runs`, and the calls behind it."""
+    """Yield the verdict, for example `model.pth: runs code`, and the calls behind it."""
     name = look.bold(clean(report.file))
     if report.skipped:
         yield f"{name}: {'Python code, not checked' if report.code else 'no pickle'}"
@@ -251,7 +251,8 @@ def scan_lines(report: Scan, look: Look = PLAIN) -> Iterator[str]:
     else:
         is_bad = report.verdict in (RUNS, CANNOT_TELL)
         modules = f" (imports {listed(report.modules)})" if report.modules else ""
-        yield f"{name}: {look.alarm(report.verdict) if is_bad else report.verdict}{modules}"
+        shown = _describe_scan(report.verdict)
+        yield f"{name}: {look.alarm(shown) if is_bad else shown}{modules}"
     lines = (line for stream in report.streams for line in _stream_lines(stream))
     yield from (f"  {line}" for line in limit_lines(lines, _MOST_CALLS))
 
@@ -265,11 +266,16 @@ def _stream_lines(stream: Stream) -> Iterator[str]:
         yield f"{place}byte {stream.offset:,}: {clean(stream.fault)}"
 
 
+def _describe_scan(verdict: str) -> str:
+    """Return a verdict as in a sentence: `runs code` for `runs`."""
+    return "runs code" if verdict == RUNS else verdict
+
+
 def scan_summary(results: Sequence[Scan], errors: int, look: Look) -> str:
-    """Return `3 files: 1 runs, 2 data`, the worst first."""
+    """Return `3 files: 1 runs code, 2 data`, the worst first."""
     counts = Counter("without a pickle" if report.skipped else report.verdict for report in results)
     parts = [
-        look.alarm(f"{counts[verdict]:,} {verdict}")
+        look.alarm(f"{counts[verdict]:,} {_describe_scan(verdict)}")
         if verdict in (RUNS, CANNOT_TELL)
         else f"{counts[verdict]:,} {verdict}"
         for verdict in (*reversed(VERDICTS), "without a pickle")

@@ -202,7 +202,7 @@ class TrainConfig:
         target: Predict this CSV column. [default: the last]
         model: Train `linear`, `mlp:16,32`, `cnn` or `module:factory`.
         loss: Use this loss: a function in `torch.nn.functional`, or `module:function`.
-            [default: the loss of the data]
+            [default: depends on the data]
         dtype: Use this dtype for weights and features.
         seed: Seed the weights, the order of the samples and dropout.
         epochs: Go through the data this many times.
@@ -215,8 +215,8 @@ class TrainConfig:
         momentum: Set the momentum of `sgd`.
         weight_decay: Set the weight decay of the optimizer.
         schedule: Change the learning rate over time; `cosine` and `linear` end at 0.
-        step_size: Change the rate after this many epochs, with the schedule `step`.
-        gamma: Multiply the rate by this at each change, with the schedule `step`.
+        step_size: With the `step` schedule, change the rate after this many epochs.
+        gamma: With the `step` schedule, multiply the rate by this at each change.
         warmup: Increase the rate linearly over this many steps, before the schedule.
         amp: Use automatic mixed precision: `bf16`, or `fp16` with a gradient scaler.
         clip: Clip the total norm of the gradients to this value.
@@ -228,7 +228,7 @@ class TrainConfig:
         device_ids: Put replicas on these GPUs, with `dp`. [default: all]
         output_device: Gather the outputs on this GPU, with `dp`. [default: the first]
         devices: Put the layers on these devices in order, with `model-parallel`.
-        updates: Apply gradients with `parameter-server` as they arrive, one batch per worker
+        updates: With `parameter-server`, apply gradients as they arrive, one batch per worker
             (`asynchronous`), or once per batch, split over all workers (`synchronous`).
         staleness: Let the weights of a worker lag this many updates, with `parameter-server`.
         sync_batchnorm: Compute batch norm over the whole batch, not per process, with `ddp`.

@@ -189,9 +189,8 @@ class Loop:
             )
         if math.isfinite(progress.best) and not os.path.lexists(self._checkpoints.path("best")):
             self._note(
-                f"no epoch has a lower loss than {progress.best:g}: best.pth is in the "
-                "original run "
-                "folder"
+                f"no epoch of this run had a lower loss than {progress.best:g}; best.pth is only "
+                "in the original run folder"
             )
 
     def _note(self, text: str) -> None:

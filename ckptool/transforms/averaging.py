@@ -61,8 +61,12 @@ class _Mixing:
         is_valid &= not is_mean or t is None
         if not is_valid or not all(map(isfinite, (*numbers, sum(map(abs, numbers)), t or 0))):
             raise UsageError(
-                "a mean needs two or more checkpoints and one weight for each, with a sum that is "
-                "not 0; slerp needs two checkpoints, task three, and both one number t; all finite",
+                {
+                    MEAN: "mode mean needs two or more checkpoints, and one finite weight for each "
+                    "with a sum that is not 0",
+                    SLERP: "mode slerp needs two checkpoints and one finite number t",
+                    TASK: "mode task needs three checkpoints and one finite number t",
+                }[mode],
                 hint={
                     MEAN: "ckptool average A B --weights 0.7,0.3 -o OUT",
                     SLERP: "ckptool average A B --mode slerp --t 0.5 -o OUT",

@@ -82,7 +82,7 @@ def merge_lora(
     scales = tuple(map(float, scale)) or (1.0,)
     count = max(len(adapters), 1)
     if len(scales) not in (1, count) or not all(map(math.isfinite, scales)):
-        raise UsageError(f"scale needs one finite number, or one for each of {count} adapters")
+        raise UsageError(f"scale needs one finite number, or one for each adapter ({count})")
     refuse_placeholders(base)
     part = find_model_state_dict(base, key)
     if adapters:

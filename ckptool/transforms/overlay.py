@@ -22,7 +22,7 @@ from ckptool.transforms.names import replace_entries
 from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import are, counted, listed, printable, shell
 
-_OPTIMIZER = "has an optimizer state, which belongs to the replaced weights"
+_OPTIMIZER = "still has the optimizer state of the old weights"
 
 
 @dataclass(frozen=True)

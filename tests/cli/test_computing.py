@@ -246,5 +246,5 @@ def test_wrong_usage_is_told(ckptool, tmp_path):
     assert "'-o' / '--output'" in ckptool("merge-lora", BASE, LORA / "plain").err
     done = ckptool("merge-lora", BASE, LORA / "plain", "-o", target, "--scale", "1,2")
     assert done.code == 2
-    assert "ckptool: scale needs one finite number, or one for each of 1 adapters" in done.err
+    assert "ckptool: scale needs one finite number, or one for each adapter (1)" in done.err
     assert ckptool("merge-lora", BASE, BASE, "-o", target).code == 2

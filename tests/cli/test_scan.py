@@ -34,7 +34,7 @@ def test_a_call_is_printed_with_its_arguments(ckptool, tmp_path):
     done = ckptool("scan", path)
     assert done.code == 1
     first, second = done.out.splitlines()
-    assert first == f"{path}: runs (imports os)"
+    assert first == f"{path}: runs code (imports os)"
     assert second == f"  byte 34, REDUCE: os.system({COMMAND!r})"
 
 
@@ -46,14 +46,14 @@ def test_a_folder_and_a_pattern_and_what_is_missing(ckptool, tmp_path):
     done = ckptool("scan", tmp_path)
     assert done.code == 1
     assert done.out.splitlines()[-1] == (
-        "4 files: 1 runs, 1 data, 2 without a pickle, 1 with Python code, which is not checked"
+        "4 files: 1 runs code, 1 data, 2 without a pickle, 1 with Python code, which is not checked"
     )
     done = ckptool("scan", tmp_path / "*.pth", tmp_path / "a.pth")
     assert done.out == f"{tmp_path / 'a.pth'}: data (1 pickle)\n"
     done = ckptool("scan", tmp_path / "no.pth", tmp_path)
     assert done.code == 2
     assert "no such file" in done.err
-    assert "1 runs" in done.out
+    assert "1 runs code" in done.out
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(ckptool, tmp_path, monkeypatch):
@@ -78,7 +78,7 @@ def test_many_files_have_a_line_where_there_is_something_to_say(ckptool, tmp_pat
     evil(tmp_path / "evil.pkl")
     done = ckptool("scan", tmp_path)
     assert len(done.out.splitlines()) == 3
-    assert done.out.splitlines()[-1] == "31 files: 1 runs, 30 data"
+    assert done.out.splitlines()[-1] == "31 files: 1 runs code, 30 data"
 
 
 def test_the_document(ckptool, tmp_path):

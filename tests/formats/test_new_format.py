@@ -68,7 +68,7 @@ def test_the_format_is_small():
         ("show run module.fc.bias", 0, r"float32 \[7\]"),
         ("stats run", 0, r"module\.conv\.weight"),
         ("diff run same.pth", 0, "identical: 3 entries"),
-        ("verify run", 0, r"ok \(3 tensors, .*CRC-32 of 9\)"),
+        ("verify run", 0, r"ok \(3 tensors, .*9 CRC-32 checksums\)"),
         ("doctor run", 1, "it is a folder of tiles"),
         ("match run --like same.pth", 0, "run fits same.pth: all 3 tensors"),
         ("report run same.pth -o page.html", 0, "page.html"),

@@ -108,7 +108,7 @@ def test_views_are_made_contiguous(tmp_path):
     for name, tensor in tensors.items():
         equal(found[name], tensor)
     notes = "\n".join(receipt.notes)
-    assert "made contiguous: transposed, step, expanded, conv, neg" in notes
+    assert "made 5 tensors contiguous: transposed, step, expanded, conv, neg" in notes
     assert "their own bytes: transposed, step, expanded, scalar" in notes
     assert receipt.left_out == ()
 

@@ -61,7 +61,7 @@ Each line runs ckptool once per shell. To avoid that, write the script to a file
 
 ```text
 _CKPTOOL_COMPLETE=bash_source ckptool > ~/.local/share/bash-completion/completions/ckptool
-_CKPTOOL_COMPLETE=zsh_source ckptool > ~/.zfunc/_ckptool          # a folder of fpath
+_CKPTOOL_COMPLETE=zsh_source ckptool > ~/.zfunc/_ckptool          # a folder in $fpath
 _CKPTOOL_COMPLETE=fish_source ckptool > ~/.config/fish/completions/ckptool.fish
 ```
 """

@@ -275,7 +275,7 @@ def _check_safetensors(source: Source) -> Findings:
     text = source.read(LENGTH.size, length)
     problems = []
     if not text.startswith(b"{"):
-        problems.append(Finding("header", "the header does not begin with {"))
+        problems.append(Finding("header", 'the header does not begin with "{"'))
     if text.rstrip(b" ")[-1:] != b"}":
         problems.append(Finding("padding", "the padding of the header is not spaces"))
     note = f"tensors begin at {LENGTH.size + length:,}, which is not a multiple of 8"

@@ -126,7 +126,8 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
         try:
             if FLAT.search(str(path[-1] if path else "")):
                 raise UnsupportedFormat(
-                    "is a flat FSDP parameter, without the names and shapes of its parameters",
+                    "is a flat FSDP parameter, without the names and shapes of the original "
+                    "parameters",
                     hint=_FULL,
                 )
             for rank, rank_leaves in zip(ranks, leaves, strict=True):

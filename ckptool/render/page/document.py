@@ -231,7 +231,10 @@ def _render_first_rows(
     """Return a table of the first rows, for a browser without scripts."""
     drawn = render_table(headers, rows, right=right, class_="first")
     if total > FIRST:
-        drawn += render_element("p", f"The first {FIRST} of {total:,}; the others need the script.")
+        drawn += render_element(
+            "p",
+            f"Only the first {FIRST} of {total:,} rows are shown. Enable JavaScript to see all.",
+        )
     return drawn
 
 
