@@ -214,7 +214,7 @@ def test_weights_and_modes(ckptool, files, tmp_path):
         assert torch.load(target)["state_dict"]["fc.weight"].unique().tolist() == [wanted]
     done = ckptool("average", *files, "--mode", "task", "-o", target, "--force")
     assert done.code == 2
-    assert "slerp needs two checkpoints, task three" in done.err
+    assert "mode task needs three checkpoints" in done.err
     assert ckptool("average", *files, "--weights", "a,b", "-o", target, "--force").code == 2
 
 

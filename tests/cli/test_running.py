@@ -238,7 +238,7 @@ def step(self):
     for _ in range(2):  # the second finds the run at its cleaning up
         os.kill(os.getpid(), NUMBER)
 
-atomic.FileOutput._step = step
+atomic.FileOutput._advance = step
 sys.exit(main())
 """
 

@@ -200,9 +200,9 @@ class Sink:
         self.data += data.read()
 
     def copy_with_crc(self, data):
-        return self.stream(data.blocks())
+        return self.write_blocks(data.iterate_blocks())
 
-    def stream(self, blocks):
+    def write_blocks(self, blocks):
         crc = 0
         for block in blocks:
             crc = zlib.crc32(block, crc)

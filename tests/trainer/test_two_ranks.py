@@ -112,6 +112,6 @@ def test_the_first_clock_decides(told, folder):
 def test_batch_norm_of_a_share_is_told(told):
     for rank in told:
         note, (kind, message, steps) = rank["batch_norm"]
-        assert "for the whole batch, use --sync-batchnorm" in note
+        assert "whole batch on GPUs, add --sync-batchnorm" in note
         assert (kind, steps) == ("TrainingError", 0)
         assert message == "torch's SyncBatchNorm only works on GPUs"

@@ -108,7 +108,7 @@ def test_without_the_script_there_are_a_summary_and_the_first_rows():
     many = drawn({"state_dict": state(*(f"layer.{n}" for n in range(FIRST + 5)))})
     inside = [one for one in many.elements if "noscript" in one.inside]
     assert sum(one.tag == "tr" for one in inside) == FIRST + 1
-    assert f"The first {FIRST} of {FIRST + 5}" in many.one("noscript").text
+    assert f"Only the first {FIRST} of {FIRST + 5} rows" in many.one("noscript").text
     (summary,) = many.all("section", id="summary")
     assert "torch-zip" in summary.text
 
