@@ -36,13 +36,15 @@ MEAN, SLERP, TASK = MODES = ("mean", "slerp", "task")
 
 @dataclass(frozen=True)
 class _Mixing:
-    """How to compute one tensor from the tensors of one key."""
+    """The formula that computes one tensor from the tensors of one key."""
 
     mode: str
     count: int
     """The number of files."""
     weights: tuple[float, ...]
+    """The weight of each file in a mean; empty if all are equal."""
     t: float
+    """The position of `slerp`, or the factor of `task`."""
 
     @classmethod
     def from_arguments(
@@ -99,7 +101,7 @@ class _Mixing:
 def _compute_means(
     tensors_by_key: Sequence[tuple[str, Tensors]], files: Sequence[str], mixing: _Mixing
 ) -> tuple[dict[int, TensorRef], list[Change]]:
-    """Return the mean for each tensor of the first file, by identity, and warnings.
+    """Return the mean by the identity of the first file's tensor, and warnings of lost sharing.
 
     Each mean has its own storage. Keys that are tied in every file share one mean.
 
@@ -132,7 +134,7 @@ def _compute_means(
 
 
 def _compute_mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> TensorRef:
-    """Return a tensor like the first, over the mean of all. Its strides stay if without gaps."""
+    """Return a tensor like the first with the mean of all; it keeps strides without gaps."""
     first = tensors[0]
     if first.storage is None:
         raise UsageError("tensors without data cannot be averaged")
@@ -207,7 +209,10 @@ def average(
 def _pair_models(
     checkpoints: Sequence[Checkpoint], key: Any
 ) -> tuple[Checkpoint, list[tuple[Section, list[Section]]]]:
-    """Return the first checkpoint, or its state dict at `key`, and its models with counterparts."""
+    """Return the first checkpoint, and its models with their counterparts in the other files.
+
+    With `key`, the checkpoint is reduced to the state dict at this path, its one model.
+    """
     first, *others = checkpoints
     if key is not None:
         chosen = extract_state_dict(first, key)
@@ -228,7 +233,7 @@ def _list_models(checkpoint: Checkpoint) -> list[Section]:
 
 
 def _find_state_dict(key: Any, checkpoint: Checkpoint) -> Section:
-    """Return the state dict at a path, or the only one of a file without that path."""
+    """Return the state dict at the path `key`, or the only one of a file without this path."""
     try:
         return find_model_state_dict(checkpoint, key)
     except AmbiguousName:
@@ -293,7 +298,7 @@ class _Plan:
     _retyped: list[str] = field(default_factory=list)
 
     def add_model(self, part: Section, others: list[Section]) -> None:
-        """Add a model of the first checkpoint with its counterparts.
+        """Plan the tensors of a model in the first checkpoint, with its counterparts.
 
         Raises:
             UsageError, NotFound: if the models do not match.
@@ -310,8 +315,8 @@ class _Plan:
             sides = ((own, files[0], other, path), (other, path, own, files[0]))
             facts = [
                 f"only {owner} has {listed(found, most=3)}; {other_path} does not"
-                for one, owner, another, other_path in sides
-                if (found := [name for name in one if name not in another])
+                for tensors, owner, other_tensors, other_path in sides
+                if (found := [name for name in tensors if name not in other_tensors])
             ]
             if facts:
                 raise NotFound("; ".join(facts), file=path)
@@ -339,7 +344,7 @@ class _Plan:
             yield Change("warning", text, len(self._retyped))
 
     def _add_tensor(self, name: str, tensors: Tensors) -> None:
-        """Add the tensors of one key; integers are only counted.
+        """Plan the tensors of one key, one from each file; integers are only counted.
 
         Raises:
             UsageError: if they differ in shape or kind, or have no plain elements.
@@ -361,20 +366,23 @@ class _Plan:
             self._retyped.append(name)
 
     def _check_tensor(self, name: str, first: TensorRef, tensor: TensorRef, file: str) -> None:
-        """Refuse a tensor of another shape or kind, without plain elements, or other integers."""
+        """Refuse a tensor of `file` that differs from the first in shape, kind or integers.
+
+        Also one without plain elements.
+        """
         first_path, kind = self.checkpoints[0].path, _classify_dtype(first)
-        is_equal = kind == "integer" and self.ints == _SAME
-        hint = "add --ints first to take those of the first file" if is_equal else None
+        must_be_equal = kind == "integer" and self.ints == _SAME
+        hint = "add --ints first to take those of the first file" if must_be_equal else None
         if tensor.shape != first.shape:
             fact, hint = f"has the shape {list(tensor.shape)} here and {list(first.shape)}", None
         elif _classify_dtype(tensor) != kind:
             fact, hint = f"is {tensor.dtype} here and {first.dtype}", None
-        elif is_equal and tensor.dtype != first.dtype:
+        elif must_be_equal and tensor.dtype != first.dtype:
             fact = f"is {tensor.dtype} here and {first.dtype}"
-        elif not tensor.has_content and (is_equal or kind != "integer"):
+        elif not tensor.has_content and (must_be_equal or kind != "integer"):
             text = f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain values"
             raise UsageError(text, file=file)
-        elif is_equal and tensor is not first and not has_same_content(first, tensor):
+        elif must_be_equal and tensor is not first and not has_same_content(first, tensor):
             fact = f"({first.dtype}) has other integers here than"
         else:
             return
@@ -401,6 +409,7 @@ def _replace_averaged(
     left_out = {id(part.holder) for part in parts if part.kind in ("optimizer", "scheduler")}
 
     def replace_leaf(node: Any) -> Any:
+        """Return an averaged tensor over its mean; any other node unchanged."""
         original = originals.find(node)
         if original is None:
             return node
@@ -409,10 +418,12 @@ def _replace_averaged(
         return replace_elements(node, **place, stride=mean.stride, flags=mean.flags)
 
     def is_left_out(node: Any) -> bool:
+        """Return True for an optimizer or scheduler, or a list of these."""
         nodes = node if isinstance(node, (list, tuple)) and node else (node,)
         return all(id(item) in left_out for item in nodes)
 
     def filter_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a dict without optimizers and schedulers."""
         kept = [(key, value) for key, value in mapping.items() if not is_left_out(value)]
         return mapping if len(kept) == len(mapping) else copy_with_items(mapping, kept)
 

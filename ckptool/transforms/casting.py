@@ -70,7 +70,7 @@ class Originals:
 
 
 def replace_tensors(root: Any, replacements: Mapping[Path, TensorRef]) -> Any:
-    """Return the tree with other tensors at some paths; a tied key keeps its old tensor.
+    """Return the tree with new tensors at some paths; keys tied to these keep the old tensor.
 
     Paths that lead through more than containers and attributes are skipped.
     """
@@ -96,7 +96,10 @@ def replace_tensors(root: Any, replacements: Mapping[Path, TensorRef]) -> Any:
 
 
 def _find_holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
-    """Return the innermost dict on the path of a tensor, and its depth."""
+    """Return the innermost dict on the path of a tensor, and its depth; None for another path.
+
+    The path may lead through dicts, lists, tuples and attributes of objects.
+    """
     node, found = root, None
     for depth, key in enumerate(path):
         node = node.attributes if isinstance(node, Opaque) else node
@@ -109,7 +112,7 @@ def _find_holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
 
 
 def _replace_inside(node: Any, path: Path, tensor: TensorRef) -> Any:
-    """Return a list or tuple with the tensor at a path inside it; the tensor at an empty path."""
+    """Return nested lists or tuples with `tensor` at the path inside; `tensor` if it is empty."""
     if not path:
         return tensor
     items = list(node)
@@ -118,7 +121,7 @@ def _replace_inside(node: Any, path: Path, tensor: TensorRef) -> Any:
 
 
 def find_optimizer_paths(checkpoint: Checkpoint) -> set[Path]:
-    """Return the paths of tensors in optimizers and schedulers, in any form."""
+    """Return the paths of tensors in optimizers and schedulers: sections, objects, or by key."""
     paths = {
         path
         for section in checkpoint.sections
@@ -128,6 +131,7 @@ def find_optimizer_paths(checkpoint: Checkpoint) -> set[Path]:
     pickled_paths: list[Path] = []
 
     def note_pickled(path: Path, node: Any) -> bool:
+        """Note the path of a pickled optimizer; enter every container."""
         if isinstance(node, Opaque) and node.class_name.startswith("torch.optim."):
             pickled_paths.append(path)
         return True
@@ -153,7 +157,10 @@ def _iterate_unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, Ten
 
 
 def _separate_spared(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
-    """Return the checkpoint with separate tensors at the paths `spared`, over the same storages."""
+    """Return the checkpoint with own tensor objects at the paths `spared`, which are not cast.
+
+    Without this, a tensor that is also at another path would be cast with it.
+    """
     others = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
     own: dict[int, TensorRef] = {}
     placed = {
@@ -312,7 +319,9 @@ def parse_keep(keep: Any) -> tuple[tuple[str, str | None], ...]:
 def refuse_dependent_tensors(
     checkpoint: Checkpoint, chosen: Collection[int], remedy: str = ""
 ) -> None:
-    """Refuse to change tensors (by identity) that only have a meaning together with others.
+    """Refuse to change tensors that only have a meaning together with others.
+
+    `chosen` has the identities of the tensors to change.
 
     Raises:
         NotRepresentable: if one is quantized, is the companion of a quantized one, or has a meaning
@@ -320,10 +329,12 @@ def refuse_dependent_tensors(
     """
 
     def raise_error(fact: str, *remedies: str) -> None:
+        """Raise the error with all remedies as its hint."""
         hint = "; ".join(filter(None, (*remedies, remedy)))
         raise NotRepresentable(fact, file=checkpoint.path, hint=hint or None)
 
     def contains_chosen(node: Any) -> bool:
+        """Return True if a node is or contains one of the tensors to change."""
         return any(id(_get_elements(tensor)) in chosen for tensor in find_tensors(node))
 
     for section in checkpoint.sections:
@@ -352,7 +363,7 @@ def refuse_dependent_tensors(
 def _find_quantized_weights(
     checkpoint: Checkpoint, *, alone: bool = False
 ) -> Iterator[tuple[dict[Any, Any], str, Quantized]]:
-    """Yield each quantized weight: the dict that contains it, its key, and its quantization.
+    """Yield the state dict, the key and the quantization of each quantized weight.
 
     Only models are judged by shapes, and a pickled module by its `state_dict()`. With `alone`, also
     yield torch's quantized tensors, which need no companions (in a layer, the scale of the
@@ -380,26 +391,25 @@ def _find_quantized_weights(
 
 
 def _get_elements(tensor: TensorRef) -> TensorRef:
-    """Return the tensor with the elements: `tensor`, or the values of a sparse tensor."""
+    """Return the tensor itself, or the values of a sparse tensor, or the buffer of a nested one."""
     part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
     return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
 
 
-def _find_obstacle(tensor: TensorRef, wanted: str) -> str | None:
-    """Return the reason why a floating tensor cannot be cast, or None."""
+def _find_obstacle(tensor: TensorRef, dtype: str) -> str | None:
+    """Return the reason why a floating tensor cannot be cast to `dtype`, or None."""
     if tensor.kind == "numpy":
         return "a numpy array"
     if tensor.has_content:
-        is_negated = tensor.flags and wanted.startswith("float8")
-        return (
-            "lazily negated, which torch does not support for 8-bit dtypes" if is_negated else None
-        )
+        if tensor.flags and dtype.startswith("float8"):
+            return "lazily negated, which torch does not support for 8-bit dtypes"
+        return None
     return "part of a distributed tensor" if tensor.is_spread else f"a {tensor.kind} tensor"
 
 
 @dataclass(frozen=True)
 class _PendingCast:
-    """A tensor to cast, with its keys."""
+    """A tensor to cast, with its new dtype and all of its keys."""
 
     tensor: TensorRef
     storage: Storage
@@ -414,14 +424,14 @@ class _PendingCast:
 
 @dataclass
 class _Plan:
-    """The new dtype of each tensor."""
+    """The new dtype of each tensor, and the changes for the receipt."""
 
     checkpoint: Checkpoint
     dtype: str | None
     """None: only dequantized weights change."""
     rules: dict[str, str | None]
     wanted: dict[int, _PendingCast] = field(default_factory=dict)
-    """By the identity of the tensor with the elements."""
+    """The tensors to cast, by the identity of the tensor with the elements."""
     scaled: dict[int, str] = field(default_factory=dict)
     """The new dtypes of dequantized storages, by identity."""
     schemes: dict[str, None] = field(default_factory=dict)
@@ -444,6 +454,49 @@ class _Plan:
         Raises:
             NotRepresentable: if a weight has an unsupported quantization.
             NotFound: if no weight is quantized.
+        """
+        replacements_by_state = self._dequantize_weights(dtype)
+        for node in every_node(self.checkpoint.root):
+            if isinstance(node, dict):
+                self._refuse_incomplete(node, replacements_by_state.get(id(node), {}))
+        if not replacements_by_state:
+            has_float8 = any(
+                tensor.dtype.startswith("float8_") for _, tensor in self.checkpoint.tensors()
+            )
+            raise NotFound(
+                "the file has no quantized weights",
+                file=self.checkpoint.path,
+                hint=f"cast float8 weights without scales with --dtype {dtype}"
+                if has_float8
+                else None,
+            )
+
+        def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
+            """Return a state dict with the plain tensors in place of the quantized ones."""
+            replacements = replacements_by_state.get(id(old), {})
+            if not replacements:
+                return old
+            entries = [replacements.get(key, {key: value}).items() for key, value in old.items()]
+            counts = Counter(key for items in entries for key, _ in items)
+            if duplicates := [key for key, count in counts.items() if count > 1]:
+                raise NotRepresentable(
+                    f"several entries would become {listed(duplicates)} when dequantized",
+                    file=self.checkpoint.path,
+                )
+            return copy_with_items(old, chain.from_iterable(entries))
+
+        root = rebuild(self.checkpoint.root, None, replace_entries)
+        details = self.checkpoint.details
+        details = replace(details, header=plain_header(details.header))
+        self.checkpoint = replace(self.checkpoint, root=root, details=details)
+
+    def _dequantize_weights(self, dtype: str) -> dict[int, dict[str, dict[str, TensorRef]]]:
+        """Return the new entries of each quantized weight and companion.
+
+        By the identity of the state dict, then by old key. A companion has no new entries.
+
+        Raises:
+            NotRepresentable: if a weight has an unsupported quantization.
         """
         done_by_parts: dict[tuple[int, ...], dict[str, TensorRef]] = {}
         replacements_by_state: dict[int, dict[str, dict[str, TensorRef]]] = {}
@@ -479,41 +532,7 @@ class _Plan:
             left_out = (*quantized.companions, *markers)
             self.gone.update(dict.fromkeys(left_out))
             replacements.update({name: new_entries} | {key: {} for key in left_out})
-        for node in every_node(self.checkpoint.root):
-            if isinstance(node, dict):
-                self._refuse_incomplete(node, replacements_by_state.get(id(node), {}))
-        if not replacements_by_state:
-            has_float8 = any(
-                tensor.dtype.startswith("float8_") for _, tensor in self.checkpoint.tensors()
-            )
-            raise NotFound(
-                "the file has no quantized weights",
-                file=self.checkpoint.path,
-                hint=f"cast float8 weights without scales with --dtype {dtype}"
-                if has_float8
-                else None,
-            )
-
-        def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
-            """Return a state dict with the plain tensors in place of the quantized ones."""
-            replacements = replacements_by_state.get(id(old), {})
-            if not replacements:
-                return old
-            entries = [replacements.get(key, {key: value}).items() for key, value in old.items()]
-            counts = Counter(key for one in entries for key, _ in one)
-            if duplicates := [key for key, count in counts.items() if count > 1]:
-                raise NotRepresentable(
-                    f"several entries would become {listed(duplicates)} when dequantized",
-                    file=self.checkpoint.path,
-                )
-            return copy_with_items(old, chain.from_iterable(entries))
-
-        root, details = (
-            rebuild(self.checkpoint.root, None, replace_entries),
-            self.checkpoint.details,
-        )
-        details = replace(details, header=plain_header(details.header))
-        self.checkpoint = replace(self.checkpoint, root=root, details=details)
+        return replacements_by_state
 
     def _refuse_incomplete(
         self, state: Mapping[Any, Any], replacements: Mapping[str, Mapping[str, TensorRef]]
@@ -529,6 +548,7 @@ class _Plan:
         """
 
         def refuse(name: object, fact: str) -> NoReturn:
+            """Raise the error for a weight without its companions."""
             raise NotRepresentable(
                 f"{printable(str(name))!r} is {fact}, but the tensors that it needs are missing",
                 file=self.checkpoint.path,
@@ -565,18 +585,18 @@ class _Plan:
         """Choose the dtype of every tensor of the checkpoint, except at `spared_paths`."""
         tensors = [*self.checkpoint.tensors(), *_iterate_unsaved_buffers(self.checkpoint)]
         rule_by_position = self._match_rules(tensors)
-        for at, (path, tensor) in enumerate(tensors):
+        for position, (path, tensor) in enumerate(tensors):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
                 self._other[tensor.dtype] += 1
             elif path in spared_paths:
                 self._optimizers += 1
             else:
-                self._choose_dtype(path, tensor, rule_by_position.get(at))
+                self._choose_dtype(path, tensor, rule_by_position.get(position))
         for identity in self.fixed & self.wanted.keys():
             self._disputed.extend(self.wanted.pop(identity).names)
 
     def _match_rules(self, tensors: list[tuple[Path, TensorRef]]) -> dict[int, str]:
-        """Return the first rule that matches each tensor, by position.
+        """Return the first rule that matches each tensor, by position in `tensors`.
 
         Raises:
             NotFound: if a rule matches no tensor.
@@ -587,12 +607,15 @@ class _Plan:
             matches = index.select(rule, endings=False)
             if not matches:
                 raise unmatched_error(index.describe_unmatched(rule), self.checkpoint.path)
-            for at in matches:
-                rule_by_position.setdefault(at, rule)
+            for position in matches:
+                rule_by_position.setdefault(position, rule)
         return rule_by_position
 
     def _choose_dtype(self, path: Path, tensor: TensorRef, rule: str | None) -> None:
-        """Choose the dtype of a tensor, or note the reason why it cannot be cast."""
+        """Choose the dtype of a tensor, or note the reason why it cannot be cast.
+
+        `rule` is the first exception that matches it.
+        """
         dtype, name, elements = self.dtype or tensor.dtype, name_of(path), _get_elements(tensor)
         if id(tensor.storage) in self.scaled:
             dtype = self.scaled[id(tensor.storage)]
@@ -617,12 +640,12 @@ class _Plan:
         """Yield a change for each group of tensors that is cast, or skipped, with the reason."""
         if self.scaled:
             count = len(self.scaled)
-            text = f"dequantized {_format_tensor_count(count)} ({listed(self.schemes)})"
+            text = f"dequantized {counted(count, 'tensor')} ({listed(self.schemes)})"
             left_out = f"; left out: {listed(self.gone)}" if self.gone else ""
             yield Change("dequantize", text + left_out, count)
         pairs = Counter(cast.pair for cast in self.wanted.values() for _ in cast.names)
         for (old, new), count in pairs.items():
-            text = f"cast {_format_tensor_count(count)} from {old} to {new}"
+            text = f"cast {counted(count, 'tensor')} from {old} to {new}"
             # A dtype from `keep` is not the dtype of the whole model.
             now = new if new == self.dtype else None
             yield Change("cast", text, count, was=old, now=now)
@@ -634,17 +657,17 @@ class _Plan:
             elif dtype is None:
                 yield Change(
                     "keep",
-                    f"kept {_format_tensor_count(count)} that match {printable(glob)!r}",
+                    f"kept {counted(count, 'tensor')} that match {printable(glob)!r}",
                     count,
                 )
         if self._other:
             count = sum(self._other.values())
             are = "is" if count == 1 else "are"
             dtypes = listed(self._other)
-            text = f"skipped {_format_tensor_count(count)} that {are} not floating point ({dtypes})"
+            text = f"skipped {counted(count, 'tensor')} that {are} not floating point ({dtypes})"
             yield Change("keep", text, count)
         if self._optimizers:
-            tensors = _format_tensor_count(self._optimizers)
+            tensors = counted(self._optimizers, "tensor")
             text = f"skipped {tensors} of optimizers (--cast-optimizer casts them)"
             yield Change("keep", text, self._optimizers)
         if self._left:
@@ -673,7 +696,7 @@ class _Plan:
 
 
 class _Work:
-    """The new storages, and the precision that was lost."""
+    """The new storages, and the values that overflowed or were rounded."""
 
     def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
         """Prepare one caster for each pair of dtypes, and one new storage for each cast storage."""
@@ -695,7 +718,7 @@ class _Work:
         }
 
     def replace_leaf(self, node: Any) -> Any:
-        """Return the replacement for a node of the tree."""
+        """Return a tensor with its new dtype, or any other node unchanged."""
         if not isinstance(node, TensorRef):
             return node
         elements = _get_elements(node)
@@ -751,7 +774,7 @@ _LOSSES = {
 
 
 def _summarize_losses(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:
-    """Return the change for all tensors cast from one dtype to another."""
+    """Return the change for all tensors cast from one dtype to another, with their losses."""
     all_losses = list(losses)
     count = sum(tensor_losses.elements for tensor_losses in all_losses)
     facts = []
@@ -762,7 +785,7 @@ def _summarize_losses(pair: tuple[str, str], tensors: int, losses: Iterable[Loss
                 _format_share(n_lost, count) if kind == "precision" else counted(n_lost, "value")
             )
             facts.append(f"{share} {verb}")
-    subject = f"{_format_tensor_count(tensors)}, {' -> '.join(pair)}"
+    subject = f"{counted(tensors, 'tensor')}, {' -> '.join(pair)}"
     return Change("cast", f"{subject}: {', '.join(facts) or 'nothing was lost'}", count)
 
 
@@ -771,10 +794,5 @@ def _format_share(part: int, whole: int) -> str:
     percent = 100 * part / whole
     if percent < 1:
         return counted(part, "value")
-    return (
-        f"{f'{percent:.0f}' if percent <= 99 or part == whole else 'more than 99'}% of the values"
-    )
-
-
-def _format_tensor_count(count: int, word: str = "") -> str:
-    return counted(count, f"{word} tensor" if word else "tensor")
+    shown = f"{percent:.0f}" if percent <= 99 or part == whole else "more than 99"
+    return f"{shown}% of the values"

@@ -37,7 +37,7 @@ class Untie(Step):
         count = 0
 
         def copy_tied(mapping: dict[Any, Any]) -> dict[Any, Any]:
-            """Return a dict with a storage of its own for each tied tensor."""
+            """Return a dict in which each tensor that was seen before has its own storage."""
             nonlocal count
             items, before = dict(mapping), count
             for key, value in mapping.items():
@@ -113,7 +113,7 @@ Span = tuple[int, int]
 
 
 def _find_used_spans(root: Any) -> dict[Storage, set[Span]]:
-    """Return the byte ranges of each storage that tensors use; all of a storage that is a value."""
+    """Return the byte ranges that tensors use, by storage; all bytes if it is a value itself."""
     spans: dict[Storage, set[Span]] = defaultdict(set)
     for node in walk_everything(root):
         if isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
@@ -146,7 +146,7 @@ class _Trimmed:
     """The start of each kept span in the old storage and in this one."""
 
     def compute_offset(self, tensor: TensorRef) -> int:
-        """Return the new offset of a tensor, in elements."""
+        """Return the offset in this storage of a tensor over the old one, in elements."""
         if not tensor.numel:
             return 0
         old, new = self.moves[bisect(self.moves, (tensor.reach[0], self.storage.nbytes)) - 1]
@@ -178,7 +178,7 @@ def _plan_trims(root: Any, chosen: Container[Storage] | None = None) -> dict[Sto
 
 
 def _merge_spans(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
-    """Return the union of the spans, each widened to multiples of `unit` bytes."""
+    """Return the sorted union of spans, widened to multiples of `unit` bytes, up to `nbytes`."""
     kept: list[Span] = []
     for start, stop in sorted(spans):
         if start == stop:
@@ -194,6 +194,7 @@ def _move_tensors(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
     """Return the tree with its tensors over the new storages."""
 
     def move_leaf(leaf: Any) -> Any:
+        """Return a tensor over its new storage; any other leaf unchanged."""
         if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
         new = trimmed[leaf.storage]
@@ -203,7 +204,7 @@ def _move_tensors(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
 
 
 def _report_trims(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
-    """Yield a change for each of the storages that shrink most, and one for the rest."""
+    """Yield a change for each of the storages that shrink most, and one for all others."""
     names: dict[Storage, list[str]] = {storage: [] for storage in trimmed}
     for path, leaf in walk(root):
         for part in walk_everything(leaf) if isinstance(leaf, TensorRef) else ():
@@ -220,14 +221,14 @@ def _report_trims(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Chang
 
 
 def _format_sizes(trimmed: dict[Storage, _Trimmed]) -> str:
-    """Return the total size before and after: `12,000 to 120 bytes`."""
+    """Return the total size of the storages before and after: `12,000 to 120 bytes`."""
     before = sum(storage.nbytes for storage in trimmed)
     after = sum(plan.storage.nbytes for plan in trimmed.values())
     return f"{before:,} to {after:,} bytes"
 
 
 def _report_totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
-    """Yield the unused bytes in the file, and the total saved in storages."""
+    """Yield changes for the dropped unused bytes of the file, and for the total that was saved."""
     details = checkpoint.details
     for text in details.unreferenced:
         yield Change("compact", text)

@@ -46,18 +46,18 @@ class Rules:
 
     def __call__(self, tag: str) -> str:
         """Return the new tag, or the same tag if no rule matches. `meta` never changes."""
-        pattern = self.find_rule(tag)
-        return tag if pattern is None else self._rules[pattern]
+        rule = self.find_rule(tag)
+        return tag if rule is None else self._rules[rule]
 
     def find_rule(self, tag: str) -> str | None:
-        """Return the rule that applies to a tag. `cuda:*` includes `cuda`."""
+        """Return the key of the rule that applies to a tag, or None. `cuda:*` includes `cuda`."""
         if tag == "meta":
             return None
         kind = tag.partition(":")[0]
         return next((rule for rule in (tag, f"{kind}:*", "*") if rule in self._rules), None)
 
     def find_unused(self, tags: Iterable[str]) -> list[str]:
-        """Return the rules other than `*` that apply to none of these tags."""
+        """Return the keys of the rules other than `*` that apply to none of these tags."""
         used = {self.find_rule(tag) for tag in tags}
         return [source for source in self._rules if source not in used and source != "*"]
 
@@ -132,6 +132,7 @@ class Remap(Step):
 
     @property
     def _rules(self) -> dict[str, str]:
+        """The new device by device or pattern, from `to` or `map`."""
         return dict(self.map) if self.to is None else {"*": self.to}
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -159,12 +160,12 @@ class Remap(Step):
 
 
 def make_remap(rules: str | Mapping[str, str]) -> Remap:
-    """Return the step for rules, or for one device for all tensors."""
+    """Return the step for `rules`: new devices by device, or one device for all tensors."""
     return Remap(to=rules) if isinstance(rules, str) else Remap(map=rules)
 
 
 def _rewrite_tags(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
-    """Return the checkpoint with device tags rewritten, also in objects."""
+    """Return the checkpoint with device tags rewritten by `rules`, also in objects."""
     decide = Rules(rules)
     tags = count_device_tags(checkpoint.root)
     listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _list_tags(tensor))
@@ -188,9 +189,12 @@ def _rewrite_tags(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoin
 
 
 def _describe_move(tensors: int, mentions: int, old: str, new: str) -> str:
-    """Return the line of a receipt, which also counts devices in objects."""
-    what = counted(tensors, "tensor") if tensors else counted(mentions, "mention")
-    return f"moved {what} from {printable(old)} to {new}"
+    """Return the line of the receipt for one device.
+
+    It counts tensors or, without any, mentions of the device in values and objects.
+    """
+    count = counted(tensors, "tensor") if tensors else counted(mentions, "mention")
+    return f"moved {count} from {printable(old)} to {new}"
 
 
 def _renumber_devices(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
@@ -221,7 +225,10 @@ class _Mover:
         if isinstance(leaf, TensorRef):
             return self._move_tensor(leaf)
         if isinstance(leaf, StorageRef):
-            target = self._require_target(leaf.storage.device, "a storage")
+            device = leaf.storage.device
+            target = self._decide(device)
+            if target != device and _has_no_storages(target):
+                raise _no_storages_error("a storage", device, target)
             return replace(leaf, storage=self._move_storage(leaf.storage, target))
         if isinstance(leaf, Storage):
             return self._move_storage(leaf, self._decide(leaf.device))
@@ -240,42 +247,43 @@ class _Mover:
         return self._storages[key]
 
     def _move_tensor(self, tensor: TensorRef) -> TensorRef:
-        """Return the tensor on its new device, with its storage."""
+        """Return the tensor on its new device, with its storage; the same tensor if it stays."""
         target = self._decide(tensor.device)
         if tensor.kind == "numpy" or target == tensor.device:
             return tensor
         has_carrier = "carrier" in (tensor.parts or {})
-        if target.partition(":")[0] in CARRIED:
-            return (
-                replace(tensor, device=target)
-                if has_carrier
-                else self._carry_on_cpu(tensor, target)
-            )
+        if _has_no_storages(target):
+            if has_carrier:
+                return replace(tensor, device=target)
+            return self._carry_on_cpu(tensor, target)
         storage = tensor.storage and self._move_storage(tensor.storage, target)
         parts = None if has_carrier else tensor.parts
         return replace(tensor, device=target, storage=storage, parts=parts)
 
     def _carry_on_cpu(self, tensor: TensorRef, target: str) -> TensorRef:
-        """Return a tensor for a back end without storages, over a CPU tensor."""
+        """Return a tensor on a back end without storages, which carries its data in a CPU tensor.
+
+        Raises:
+            DeviceError: if the tensor is not strided.
+        """
         if tensor.kind != "strided" or tensor.storage is None:
-            self._require_target(tensor.device, f"a {tensor.kind} tensor")
-        storage = tensor.storage and self._move_storage(tensor.storage, "cpu")
+            raise _no_storages_error(f"a {tensor.kind} tensor", tensor.device, target)
+        storage = self._move_storage(tensor.storage, "cpu")
         data = replace(
             tensor, device="cpu", storage=storage, requires_grad=False, hooks=None, wrapping=()
         )
         parts = {"carrier": "cpu_tensor", "data": data}
         return replace(tensor, device=target, storage=storage, hooks=None, parts=parts)
 
-    def _require_target(self, tag: str, subject: str) -> str:
-        """Return the new tag of an object that cannot move to a back end without storages.
 
-        Raises:
-            DeviceError: if the target is one of these back ends.
-        """
-        target = self._decide(tag)
-        if target.partition(":")[0] in CARRIED and target != tag:
-            raise DeviceError(f"{subject} on {printable(tag)} cannot be pickled on {target}")
-        return target
+def _has_no_storages(device: str) -> bool:
+    """Return True if torch pickles tensors on this device without a storage (TPUs and others)."""
+    return device.partition(":")[0] in CARRIED
+
+
+def _no_storages_error(subject: str, old: str, new: str) -> DeviceError:
+    """Return the error for an object that cannot move to a device without storages."""
+    return DeviceError(f"{subject} on {printable(old)} cannot be pickled on {new}")
 
 
 def _refuse_distributed(checkpoint: Checkpoint, decide: Rules) -> None:

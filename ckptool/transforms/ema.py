@@ -87,9 +87,7 @@ def take_averages(checkpoint: Checkpoint) -> Checkpoint:
         for part in checkpoint.sections
         if part.kind in MODEL_KINDS and part.path != average.path
     )
-    own_section = (
-        [average.section] if average.section else []
-    )  # These have the model's keys already.
+    own_section = [average.section] if average.section else []  # It has the model's keys already.
     models = [average.model] if average.model else others or own_section
     matches = [
         (model, named)
@@ -160,7 +158,7 @@ def has_online_model(names: Collection[str]) -> bool:
 def _find_shadow_lists(
     node: Any, path: Path, depth: int = 4
 ) -> Iterator[tuple[Path, list[TensorRef]]]:
-    """Yield the lists `shadow_params`, which may be a few dicts deep."""
+    """Yield each list `shadow_params` with its path, in at most `depth` nested dicts."""
     for key, value in node.items() if isinstance(node, dict) and depth else ():
         if key != _SHADOW:
             yield from _find_shadow_lists(value, (*path, key), depth - 1)
@@ -177,7 +175,10 @@ def _select_by_prefix(prefix: str, tensors: _Tensors) -> _Tensors:
 
 
 def _match_model_keys(average: _Average, raw: _Tensors) -> _Tensors | None:
-    """Return the averages by the keys of a model, or None if they belong to another."""
+    """Return the averages by the keys of a model, or None if they belong to another model.
+
+    `raw` are the tensors of the model.
+    """
     if not isinstance(average.tensors, dict):
         return _match_by_order(average.tensors, raw)
     if average.path[-1:] == (_LITEMA,):
@@ -199,20 +200,23 @@ def _match_model_keys(average: _Average, raw: _Tensors) -> _Tensors | None:
 
 
 def _index_by_bare_key(tensors: _Tensors) -> dict[str, str]:
-    """Return keys by their form without wrapper prefixes; the counter of averages is left out."""
+    """Return each key by its form without wrapper prefixes, except the counter of averages."""
     bare = map_to_bare_names(tensors).items()
     return {new: name for name, new in bare if name.rpartition(".")[2] != N_AVERAGED}
 
 
 def _index_by_dotless_key(tensors: _Tensors, prefix: str) -> dict[str, str]:
-    """Return the keys under a prefix by their names in `LitEma`; empty if two are the same."""
+    """Return each key with the prefix by its form in `LitEma`; empty if two have the same form."""
     inside = _select_by_prefix(prefix, tensors)
     keys = {name.replace(".", ""): f"{prefix}{name}" for name in inside}
     return keys if len(keys) == len(inside) else {}
 
 
 def _index_by_attribute(averages: _Tensors, raw: _Tensors) -> list[dict[str, str]]:
-    """Return the keys below the one attribute that has all keys of the averages."""
+    """Return the model's key by averaged key, for the one submodule that has all of the keys.
+
+    The list is empty if no submodule, or several, have all of them.
+    """
     first = next(iter(averages))
     fronts = [name.removesuffix(first) for name in raw if f".{name}".endswith(f".{first}")]
     candidates = [{name: front + name for name in averages} for front in fronts]
@@ -221,7 +225,7 @@ def _index_by_attribute(averages: _Tensors, raw: _Tensors) -> list[dict[str, str
 
 
 def _match_by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
-    """Return the tensors of a list by key, if their shapes match the model's in only one way.
+    """Return the averages in a list by key, or None unless their shapes fit in only one way.
 
     Buffers with known names are left out. Other buffers and frozen weights are skipped.
     """
@@ -234,24 +238,27 @@ def _match_by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | 
     wanted = [tensor.shape for tensor in averages]
     first = _find_subsequence(wanted, shapes)
     last = _find_subsequence(wanted[::-1], shapes[::-1])
-    if first is None or last is None or first != [len(shapes) - 1 - at for at in last[::-1]]:
+    if first is None or last is None or first != [len(shapes) - 1 - i for i in last[::-1]]:
         return None
-    return {names[at]: average for at, average in zip(first, averages, strict=True)}
+    return {names[i]: average for i, average in zip(first, averages, strict=True)}
 
 
 def _find_subsequence(wanted: Sequence[Any], items: Sequence[Any]) -> list[int] | None:
-    """Return the first positions of `items` that contain `wanted` in order."""
+    """Return the first positions in `items` of the values `wanted`, in order; None if some lack."""
     positions: list[int] = []
-    for at, item in enumerate(items):
+    for position, item in enumerate(items):
         if len(positions) < len(wanted) and item == wanted[len(positions)]:
-            positions.append(at)
+            positions.append(position)
     return positions if len(positions) == len(wanted) else None
 
 
 def _apply_averages(
     checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors
 ) -> Checkpoint:
-    """Return the checkpoint with the averages as root; other entries are those of the model."""
+    """Return the checkpoint with the model's state dict as root, its tensors replaced by averages.
+
+    `named` has the averages by key. Entries without an average are those of the model.
+    """
     raw, averages = get_named_tensors(model.node), {**named}
     tied = {raw[name].place: tensor for name, tensor in averages.items()}
     for name, tensor in raw.items():
@@ -276,12 +283,12 @@ def _apply_averages(
 
 
 def _drop_entry(node: Any, path: Path) -> Any:
-    """Return a tree without the entry at a path of dicts."""
+    """Return a tree of dicts without the entry at a path."""
     key, *below = path
-    rest = {name: one for name, one in node.items() if name != key}
+    items = {name: child for name, child in node.items() if name != key}
     if below:
-        rest[key] = _drop_entry(node[key], tuple(below))
-    return copy_with_items(node, rest)
+        items[key] = _drop_entry(node[key], tuple(below))
+    return copy_with_items(node, items)
 
 
 @dataclass(frozen=True)
@@ -344,9 +351,10 @@ class Masters(Step):
 
 
 def _to_dict(node: Any) -> dict[Any, Any]:
+    """Return a dict, or an empty one for any other node."""
     return node if isinstance(node, dict) else {}
 
 
 def _get_identity(node: Any) -> Any:
-    """Return the identity of a weight, which tied keys share."""
+    """Return a value that is equal for tied weights only."""
     return node.place if isinstance(node, TensorRef) else id(node)

@@ -58,7 +58,7 @@ Choose = Callable[[list[Path]], Collection[Path]]
 
 
 class _Pruning:
-    """The containers of a tree, and the entries to remove because `choose` leaves out their paths.
+    """Removes the entries of a tree that `choose` leaves out, and containers that need these.
 
     `choose` also gets the other entries of a state dict that belong to the model
     (`sections.list_wrappable_keys`), with an `_extra_state` as one entry.
@@ -84,23 +84,27 @@ class _Pruning:
                 self._decide_container(entry)
 
     def _collect_entries(self) -> list[Path]:
-        """Collect the containers and the entries to choose from; return the entries' paths."""
+        """Collect the containers and the entries to choose from; return these entries' paths."""
         paths: list[Path] = []
 
         def add_entry(entry: _Entry) -> None:
+            """Add an entry to the tree of entries."""
             self._entries[entry.path] = entry
             if entry.path:
                 self._entries[entry.path[:-1]].inside.append(entry)
 
         def belongs_to_model(path: Path) -> bool:
+            """Return True for an entry of a state dict that belongs to the model."""
             return bool(path) and path[-1] in self._entries[path[:-1]].names
 
         def add_choice(path: Path, node: Any) -> None:
+            """Add an entry that can be chosen."""
             if path not in self._entries:
                 add_entry(_Entry(path, node, tensors=sum(1 for _ in find_tensors(node))))
                 paths.append(path)
 
         def enter_container(path: Path, node: Any) -> bool:
+            """Add a container, and return True; an `_extra_state` is one entry to choose."""
             if belongs_to_model(path):
                 add_choice(path, node)
                 return False
@@ -119,7 +123,7 @@ class _Pruning:
         return paths
 
     def _decide_container(self, entry: _Entry) -> None:
-        """Decide whether to remove a container, after the containers in it."""
+        """Decide whether a container is removed; those inside it were decided before."""
         node, section = entry.node, self._parts.get(id(entry.node))
         leaving = [child for child in entry.inside if child.gone]
         entry.reduced = bool(leaving) or any(child.reduced for child in entry.inside)
@@ -133,7 +137,7 @@ class _Pruning:
             entry.is_partly_kept, entry.gone = entry.kept, not entry.kept
 
     def prune(self, file: str | None) -> tuple[Any, list[Change]]:
-        """Return the tree without these entries (None if nothing is left), and the changes.
+        """Return the tree without the entries to remove (None if nothing is left), and the changes.
 
         Raises:
             UsageError: if a list or an object would lose some of its tensors, or a dict with two
@@ -177,6 +181,7 @@ class _Pruning:
             return self._root, []
 
         def remove_keys(node: dict[Any, Any]) -> dict[Any, Any]:
+            """Return a dict without its removed entries."""
             keys = dropped.get(id(node), ((), ()))[1]
             return drop_keys(node, keys) if keys else node
 
@@ -228,7 +233,7 @@ class _Pruning:
 
 
 def drop_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
-    """Return a state dict, or another mapping, without some entries, also in its `_metadata`."""
+    """Return a state dict, or another dict, without the keys `dropped`, also in `_metadata`."""
     smaller = copy_with_items(
         node, ((key, value) for key, value in node.items() if key not in dropped)
     )
@@ -241,20 +246,21 @@ def drop_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
 
 
 def drop_tensors(checkpoint: Checkpoint, dropped: Collection[Path]) -> tuple[Any, list[Change]]:
-    """Return the tree without the tensors at some paths (or None), and what was left out.
+    """Return the tree without the tensors at some paths (or None), and changes that list them.
 
     Raises:
         UsageError: if a list or an object would lose some of its tensors.
     """
 
     def choose_others(paths: list[Path]) -> set[Path]:
+        """Return the paths that are not dropped."""
         return set(paths).difference(dropped)
 
     return _Pruning(checkpoint.root, choose_others, ()).prune(checkpoint.path or None)
 
 
 def _report_left_out(dropped_texts: list[tuple[str, int]]) -> Iterator[Change]:
-    """Yield a change for each dropped text with its count; many are summarized."""
+    """Yield a change for each description and count of dropped entries; the last ones share one."""
     for text, count in dropped_texts[:_MOST_LISTED]:
         yield Change("left-out", text, count)
     if len(dropped_texts) > _MOST_LISTED:
@@ -299,7 +305,10 @@ def _isolate_state_dict(checkpoint: Checkpoint, section: Section) -> Checkpoint:
 
 
 def _isolate_weights(checkpoint: Checkpoint, section: Section) -> Checkpoint:
-    """Return `_isolate_state_dict` without the values among the tensors, which no model loads."""
+    """Return a checkpoint with only the weights of a section as root.
+
+    Like `_isolate_state_dict`, but without the values among the tensors, which no model loads.
+    """
     alone = _isolate_state_dict(checkpoint, section)
     names = [name for name in list_value_keys(alone.root) if not has_tensors(alone.root[name])]
     if not names:
@@ -380,7 +389,10 @@ def report_outside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
 
 
 def _report_loose_leaves(values: Section, chosen: Path) -> Iterator[Change]:
-    """Yield changes for leaves in no section, grouped by the highest node outside `chosen`."""
+    """Yield changes for the tensors, values and objects outside all sections and `chosen`.
+
+    Each names the highest nodes that contain such leaves, but not `chosen`.
+    """
     groups = {group: Counter[str]() for group in ("tensors", "values", "objects")}
     for path, leaf in values.node.items():
         if is_within(path, chosen):
@@ -403,7 +415,10 @@ def _classify_leaf(leaf: Any) -> str:
 
 
 def select_part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
-    """Return the part chosen by `key` and `model_only`, and the path of its root."""
+    """Return the part at `key`, with `model_only` its state dict, and the path of its root.
+
+    Without both, the part is the whole checkpoint.
+    """
     if key == "":
         raise UsageError(
             "an entry with an empty key cannot be selected",
@@ -455,6 +470,7 @@ def _resolve_key(checkpoint: Checkpoint, key: Any) -> tuple[Path, Any]:
 
 
 def _can_be_root(node: Any) -> bool:
+    """Return True for a container, a tensor, or an object that is not a plain value."""
     if isinstance(node, Opaque):
         return node.plain is None
     return isinstance(node, (dict, list, tuple, TensorRef))
@@ -476,6 +492,7 @@ def select_tensors(
     file = checkpoint.path or None
 
     def choose(paths: list[Path]) -> set[Path]:
+        """Return the paths that the patterns select."""
         index = NameIndex(((path, None) for path in paths), checkpoint.path)
         chosen = select(index, include, exclude, endings=False)
         if chosen.unmatched:
@@ -536,8 +553,11 @@ class Salvage(Step):
         lost = [path for path, tensor in tensors if any(map(_is_lost, walk_everything(tensor)))]
         parts = (part for _, tensor in tensors for part in walk_everything(tensor))
         storages = (part.storage for part in parts if isinstance(part, TensorRef))
-        sources = (one.data.source for one in storages
-                    if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
+        sources = (
+            storage.data.source
+            for storage in storages
+            if storage and storage.data and storage.nbytes and storage.crc32 is None
+        )
         has_unchecked = not all(isinstance(source, MemorySource) for source in sources)
         note = "; the file has no checksums, so only lengths were checked" if has_unchecked else ""
         if not lost and tensors:
@@ -556,6 +576,6 @@ class Salvage(Step):
 
 
 def _is_lost(tensor: object) -> bool:
-    """Return True if the data of a tensor is missing from the file."""
+    """Return True for a tensor with bytes that are missing from the file."""
     storage = getattr(tensor, "storage", None)
     return storage is not None and storage.data is None and storage.device != "meta"

@@ -134,11 +134,13 @@ class _Adapter:
     """The content of an adapter: factors by module, and tensors that replace others."""
 
     path: str
-    factors: dict[str, Factors]
-    saved: dict[str, TensorRef]
-    parts: set[str]
-    """The names of all its tensors, and of the tensors that they replace."""
-    embeddings: frozenset[str] = frozenset()
+    factors: dict[str, Factors] = field(default_factory=dict)
+    """By module."""
+    saved: dict[str, TensorRef] = field(default_factory=dict)
+    """The tensors that replace those of the base, by key."""
+    parts: set[str] = field(default_factory=set)
+    """The keys of all its tensors in its base, and of the tensors that they replace."""
+    embeddings: set[str] = field(default_factory=set)
     """The modules with factors of an embedding."""
 
     @classmethod
@@ -151,46 +153,14 @@ class _Adapter:
         *,
         is_own: bool = False,
     ) -> _Adapter:
-        """Read an adapter from its own file or, with `is_own`, from within its base."""
+        """Return an adapter read from its own file or, with `is_own`, from within its base.
+
+        Raises:
+            NotFound, NotRepresentable, UsageError: if it is incomplete, or not one LoRA.
+        """
         config = _Config.read(file, alpha)
-        tensors = get_named_tensors(section.node)
-        matches = {name: match for name in tensors if (match := _PART.fullmatch(name))}
-        factored = [match for match in matches.values() if not match["alpha"]]
-        groups: dict[str, dict[str, TensorRef]] = {match["module"]: {} for match in factored}
-        if not groups:
-            raise NotFound("has no LoRA weights", file=file.path)
-        if len(adapters := {match["adapter"] or "" for match in factored}) > 1:
-            raise UsageError(
-                f"has several adapters: {listed(sorted(adapters))}",
-                file=file.path,
-                hint="merge them with merge_and_unload() of the PeftModel",
-            )
-        saved: dict[str, TensorRef] = {}
-        parts: set[str] = set()
-        embeddings: set[str] = set()
-        for name, tensor in tensors.items():
-            match = matches.get(name)
-            if match and match["module"] in groups:  # Otherwise a parameter is named alpha.
-                roles = groups[match["module"]]
-                role = next(role for role in ("down", "up", "size", "alpha") if match[role])
-                if role in roles:
-                    raise UsageError(
-                        f"{printable(match['module'])!r} has two of {match[role]}", file=file.path
-                    )
-                roles[role] = tensor
-                if (match["down"] or "").startswith("lora_embedding"):
-                    embeddings.add(match["module"])
-                parts.add(name)
-            elif foreign := _FOREIGN.search(name):
-                raise NotRepresentable(
-                    f"{printable(name)!r}: merge-lora does not know {foreign[1]}; it merges LoRA "
-                    "and DoRA, not LoHa, LoKr and other adapters",
-                    file=file.path,
-                )
-            elif is_own and ".original_module." in name:
-                parts.add(name)
-            elif not is_own:
-                saved[name] = tensor
+        adapter = cls(file.path)
+        groups = adapter._group_tensors(get_named_tensors(section.node), is_own=is_own)
         is_peft = is_own or config.is_there or any(name.startswith(PEFT) for name in section.node)
         if (
             is_peft
@@ -204,30 +174,87 @@ class _Adapter:
                 hint="put it there, or add --alpha N with its lora_alpha, if it has neither "
                 "patterns nor rslora",
             )
-        factors = {}
         for module, roles in groups.items():
-            if not {"down", "up"} <= roles.keys():
-                raise NotFound(f"{printable(module)!r} has only one factor", file=file.path)
-            if "size" in roles and module in embeddings:
-                raise NotRepresentable("DoRA on an embedding is not supported", file=file.path)
-            rank = (roles["down"].shape[:1] or (1,))[0] or 1
-            if "alpha" in roles:
-                factor = _require_number(
-                    _read_scalar(roles["alpha"]), f"{printable(module)}.alpha", file.path
-                )
-            else:
-                factor = config.find_alpha(module, default=rank)
-            factors[module] = Factors(
-                roles["down"],
-                roles["up"],
-                scale * (factor / (math.sqrt(rank) if config.is_rslora else rank)),
-                magnitude=roles.get("size"),
-                transposed=config.is_transposed or module in embeddings,
+            adapter._add_factors(module, roles, config, scale)
+        return adapter
+
+    def _group_tensors(
+        self, tensors: Mapping[str, TensorRef], *, is_own: bool
+    ) -> dict[str, dict[str, TensorRef]]:
+        """Return the tensors of each module by role (`down`, `up`, `size`, `alpha`).
+
+        Other tensors of an adapter in its own file are `saved`.
+
+        Raises:
+            NotFound: if there are no factors.
+            UsageError: if there are several adapters, or a module has two tensors of one role.
+            NotRepresentable: if the adapter is of another kind.
+        """
+        matches = {name: match for name in tensors if (match := _PART.fullmatch(name))}
+        factored = [match for match in matches.values() if not match["alpha"]]
+        groups: dict[str, dict[str, TensorRef]] = {match["module"]: {} for match in factored}
+        if not groups:
+            raise NotFound("has no LoRA weights", file=self.path)
+        if len(adapters := {match["adapter"] or "" for match in factored}) > 1:
+            raise UsageError(
+                f"has several adapters: {listed(sorted(adapters))}",
+                file=self.path,
+                hint="merge them with merge_and_unload() of the PeftModel",
             )
-        return cls(file.path, factors, saved, parts, frozenset(embeddings))
+        for name, tensor in tensors.items():
+            match = matches.get(name)
+            if match and match["module"] in groups:  # Otherwise a parameter is named alpha.
+                roles = groups[match["module"]]
+                role = next(role for role in ("down", "up", "size", "alpha") if match[role])
+                if role in roles:
+                    raise UsageError(
+                        f"{printable(match['module'])!r} has two of {match[role]}", file=self.path
+                    )
+                roles[role] = tensor
+                if (match["down"] or "").startswith("lora_embedding"):
+                    self.embeddings.add(match["module"])
+                self.parts.add(name)
+            elif foreign := _FOREIGN.search(name):
+                raise NotRepresentable(
+                    f"{printable(name)!r}: merge-lora does not know {foreign[1]}; it merges LoRA "
+                    "and DoRA, not LoHa, LoKr and other adapters",
+                    file=self.path,
+                )
+            elif is_own and ".original_module." in name:
+                self.parts.add(name)
+            elif not is_own:
+                self.saved[name] = tensor
+        return groups
+
+    def _add_factors(
+        self, module: str, roles: Mapping[str, TensorRef], config: _Config, scale: float
+    ) -> None:
+        """Add the factors of a module; their scale is `scale` * alpha / rank.
+
+        Raises:
+            NotFound: if one of the two factors is missing.
+            NotRepresentable: if it is DoRA on an embedding.
+        """
+        if not {"down", "up"} <= roles.keys():
+            raise NotFound(f"{printable(module)!r} has only one factor", file=self.path)
+        if "size" in roles and module in self.embeddings:
+            raise NotRepresentable("DoRA on an embedding is not supported", file=self.path)
+        rank = (roles["down"].shape[:1] or (1,))[0] or 1
+        if "alpha" in roles:
+            alpha = _read_scalar(roles["alpha"])
+            factor = _require_number(alpha, f"{printable(module)}.alpha", self.path)
+        else:
+            factor = config.find_alpha(module, default=rank)
+        self.factors[module] = Factors(
+            roles["down"],
+            roles["up"],
+            scale * (factor / (math.sqrt(rank) if config.is_rslora else rank)),
+            magnitude=roles.get("size"),
+            transposed=config.is_transposed or module in self.embeddings,
+        )
 
     def list_vocabulary_sizes(self) -> set[int | None]:
-        """Return the row counts of the embeddings, and of the matrices that are saved in full."""
+        """Return the numbers of rows of the embeddings, and of the matrices saved in full."""
         shapes = [_get_weight_shape(self.factors[module]) for module in self.embeddings]
         shapes += [tensor.shape for tensor in self.saved.values() if len(tensor.shape) == 2]
         return {shape[0] for shape in shapes if shape}
@@ -239,6 +266,7 @@ class _Config:
 
     alpha: float | None
     patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
+    """Other values of alpha, by pattern of the module."""
     is_there: bool = False
     is_rslora: bool = False
     is_transposed: bool = False
@@ -304,7 +332,7 @@ class _Config:
         )
 
     def find_alpha(self, module: str, default: float) -> float:
-        """Return the alpha of a module: that of the matching pattern, or the default.
+        """Return the alpha of a module: of the first matching pattern, else of all, else `default`.
 
         Raises:
             UsageError: if the name is too long to match patterns.
@@ -317,10 +345,10 @@ class _Config:
 
 
 def _require_number(value: object, name: str, file: str) -> float:
-    """Return a finite number of a configuration.
+    """Return a number as a float; `name` and `file` are for messages.
 
     Raises:
-        UsageError: if it is not one.
+        UsageError: if it is not a finite number.
     """
     if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:
         return float(value)
@@ -354,7 +382,12 @@ class _Plan:
                 self._flat.setdefault(flat, []).append(name)
 
     def add_adapter(self, adapter: _Adapter) -> Change:
-        """Add an adapter, and return the change that it makes."""
+        """Plan the weights that an adapter changes, and return the line for the receipt.
+
+        Raises:
+            NotFound: if a tensor has no counterpart in the base.
+            UsageError: if shapes do not match.
+        """
         used_keys: dict[str, str] = {}
         grown: dict[str, Sequence[int | None]] = {}
         sizes = adapter.list_vocabulary_sizes()
@@ -390,7 +423,7 @@ class _Plan:
         return Change("merge", text, len(used_keys) + len(adapter.saved))
 
     def merge_weights(self, dropped: set[str]) -> dict[str, TensorRef]:
-        """Return the new tensors by key; tied tensors of the base change together."""
+        """Return the new tensors by key, except `dropped` ones; tied tensors change together."""
         node, merger = self.part.node, Merger()
         by_place: dict[Any, list[Factors]] = {}
         for name, factors in self._added.items():
@@ -401,8 +434,8 @@ class _Plan:
             if name not in dropped and (tensor.place in by_place or name in self._replaced)
         }
         refuse_dependent_tensors(self.base, {id(tensor) for tensor in chosen.values()})
-        done_by_identity: dict[Any, TensorRef] = {}
-        made: dict[str, TensorRef] = {}
+        merged: dict[Any, TensorRef] = {}
+        new_tensors: dict[str, TensorRef] = {}
         for name, tensor in chosen.items():
             replacement = self._replaced.get(name)
             if (
@@ -410,7 +443,7 @@ class _Plan:
                 and replacement.dtype == tensor.dtype
                 and tensor.place not in by_place
             ):
-                made[name] = replace_elements(
+                new_tensors[name] = replace_elements(
                     tensor,
                     storage=replacement.storage,
                     offset=replacement.offset,
@@ -425,19 +458,19 @@ class _Plan:
                     file=self.base.path,
                 )
             identity = name if replacement is not None else tensor.place
-            if identity not in done_by_identity:
+            if identity not in merged:
                 storage = merger.merge(tensor, replacement, by_place.get(tensor.place, ()))
                 stride = row_major_strides(tensor.sizes)
-                done_by_identity[identity] = replace_elements(
+                merged[identity] = replace_elements(
                     tensor, storage=storage, offset=0, stride=stride, flags=()
                 )
-            made[name] = done_by_identity[identity]
-        return made
+            new_tensors[name] = merged[identity]
+        return new_tensors
 
     def _check_shapes(
         self, adapter: _Adapter, module: str, weight: TensorRef, factors: Factors
     ) -> None:
-        """Refuse factors if their product does not have the shape of the weight."""
+        """Refuse factors of a module if their product does not have the shape of the weight."""
         matrices = [
             matrix for matrix in (factors.down, factors.up, factors.magnitude) if matrix is not None
         ]
@@ -454,7 +487,10 @@ class _Plan:
             )
 
     def _refuse_larger_vocabulary(self, grown: Mapping[str, Sequence[int | None]]) -> NoReturn:
-        """Refuse an adapter that was trained after the vocabulary of its base was extended."""
+        """Refuse an adapter that was trained after the vocabulary of its base was extended.
+
+        `grown` has the larger shapes by key in the base.
+        """
         rules = (f"--resize {shell(f'{escaped_glob(name)}={to[0]}')}" for name, to in grown.items())
         name, shape = next(iter(grown.items()))
         raise UsageError(
@@ -466,7 +502,10 @@ class _Plan:
         )
 
     def _refuse_unclear_order(self, adapter: _Adapter, used_keys: Mapping[str, str]) -> None:
-        """Refuse a square weight if other weights are transposed, against the configuration."""
+        """Refuse a square weight if other weights contradict the order that is configured.
+
+        A square shape does not show its own order. `used_keys` has the modules by key in the base.
+        """
         square, differs = None, False
         for name, module in used_keys.items():
             factors, shape = adapter.factors[module], self.part.node[name].shape
@@ -484,7 +523,9 @@ class _Plan:
     def _claim_key(
         self, adapter: _Adapter, shown: str, wanted: str, used_keys: dict[str, str]
     ) -> str:
-        """Return the key in the base for a tensor of the adapter, and mark it as used.
+        """Return the key in the base for the key `wanted` of the adapter, and mark it as used.
+
+        Messages show it as `shown`.
 
         Raises:
             NotFound: if no key matches, or several do.
@@ -512,7 +553,7 @@ class _Plan:
         )
 
     def _find_candidates(self, wanted: str) -> Iterator[list[str]]:
-        """Yield the possible keys, the most certain first."""
+        """Yield the possible keys in the base for a key of the model, the most certain first."""
         yield self._names.get(wanted, [])
         if match := _KOHYA.match(wanted):
             flat = wanted[match.end() :].removesuffix(".weight")
@@ -523,7 +564,7 @@ class _Plan:
 
 
 def _get_weight_shape(factors: Factors) -> tuple[int | None, ...]:
-    """Return the shape of the weight that the factors change."""
+    """Return the shape of the weight that the factors belong to."""
     shape = tuple(factors.shape or ())
     return shape[::-1] if factors.transposed else shape
 
@@ -536,7 +577,7 @@ def _has_more_rows(shape: Sequence[int | None], old: Sequence[int | None]) -> bo
 
 
 def _describe_tensor(tensor: TensorRef, other: TensorRef) -> str:
-    """Return the shape, and the kind if that is the difference from another tensor."""
+    """Return the shape as text, after the kind if the kinds of the two tensors differ."""
     shape = str(list(tensor.shape))
     return shape if tensor.kind == other.kind else f"{tensor.kind} {shape}"
 

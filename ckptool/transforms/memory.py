@@ -27,12 +27,12 @@ def change_dict(
         CheckpointError: if `change` raises it.
     """
     live = _Live()
-    changed = change(live.to_checkpoint(mapping))
-    for one in changed.changes:
-        if one.kind == "warning":
-            warn(one.text)
-    made: OrderedDict[Any, Any] = live.to_object(changed.root)
-    return made
+    result = change(live.to_checkpoint(mapping))
+    for note in result.changes:
+        if note.kind == "warning":
+            warn(note.text)
+    new_dict: OrderedDict[Any, Any] = live.to_object(result.root)
+    return new_dict
 
 
 def remap_dict(
@@ -52,12 +52,13 @@ def remap_dict(
     relocation = _Relocation(decide, [originals.get(id(node)) for node in walk_everything(root)])
 
     def move(node: Any) -> Any:
+        """Return the node of the moved tensor or device; any other node unchanged."""
         original = originals.get(id(node))
         moved = relocation.move(original)
         return node if moved is original else live.make_node(moved)
 
-    made: OrderedDict[Any, Any] = live.to_object(rebuild(root, move))
-    return made
+    new_dict: OrderedDict[Any, Any] = live.to_object(rebuild(root, move))
+    return new_dict
 
 
 class _Live(LiveTree):
@@ -87,7 +88,7 @@ class _Live(LiveTree):
         return super().make_leaf(node)
 
     def to_object(self, node: Any) -> Any:
-        """Return the object for a node, in new containers."""
+        """Return the original object of a node, or a new container with such objects."""
         if id(node) in self.originals:
             return self.originals[id(node)]
         if not isinstance(node, (dict, list, tuple, Opaque)):
@@ -129,7 +130,11 @@ class _Relocation:
         self._moved: dict[tuple[int, str], Any] = {}
 
     def move(self, node: Any) -> Any:
-        """Return a tensor or device, moved by the rules, or any other leaf unchanged."""
+        """Return a tensor or device, moved by the rules, or any other leaf unchanged.
+
+        Raises:
+            DeviceError: if torch cannot use the new device.
+        """
         torch = _get_torch()
         if torch is None or not isinstance(node, (torch.Tensor, torch.device)):
             return node
@@ -159,7 +164,7 @@ class _Relocation:
         return moved.requires_grad_() if tensor.requires_grad else moved
 
     def _move_storage(self, shared: int, data: Any, target: str) -> Any:
-        """Return the storage on another device, moved once."""
+        """Return the storage of `data` on another device; `shared` is its id. Moves it once."""
         if (shared, target) not in self._moved:
             whole = data.new_empty(0, dtype=_get_torch().uint8).set_(data.untyped_storage())
             self._moved[shared, target] = whole.to(target).untyped_storage()
@@ -167,7 +172,7 @@ class _Relocation:
 
 
 def _get_storage_id(node: Any) -> int | None:
-    """Return the identity of the storage of a plain strided tensor, or None for any other node."""
+    """Return the id of the storage of a plain strided tensor, or None for any other node."""
     torch = _get_torch()
     if torch is None or type(node) not in (torch.Tensor, torch.nn.Parameter):
         return None

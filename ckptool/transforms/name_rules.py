@@ -60,6 +60,7 @@ def regex_rule(text: str) -> Rule:
         ) from error
 
     def apply(name: str) -> str | None:
+        """Return the key with all matches replaced, or None if there are none."""
         new, count = pattern.subn(replacement, name)
         return new if count else None
 
@@ -86,6 +87,7 @@ def prefix_rule(text: str) -> Rule:
     after = f"{new}." if new else ""
 
     def apply(name: str) -> str | None:
+        """Return the key with the new prefix, or None if it does not have the old one."""
         if old and name == old:
             return new
         return after + name[len(before) :] if name.startswith(before) else None
@@ -94,7 +96,7 @@ def prefix_rule(text: str) -> Rule:
 
 
 def convert_prefix_to_regex(text: str) -> str:
-    """Return the text `REGEX=>REPL` that is equivalent to a prefix rule."""
+    """Return the text `REGEX=>REPL` that is equivalent to the prefix rule `OLD=NEW`."""
     old, _, new = (part.strip().removesuffix(".") for part in text.partition("="))
     new = new.replace("\\", r"\\")
     if not old:
@@ -109,7 +111,7 @@ def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:
 
 
 def parse_rules(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[Rule]:
-    """Return `rules`, given as `REGEX=>REPL` or `Rule`, then those of `prefixes`, `OLD=NEW`.
+    """Return the rules in order: texts `REGEX=>REPL` or `Rule`s, then the prefixes `OLD=NEW`.
 
     Raises:
         UsageError: if an item is not a rule, or a list is a single text.
@@ -166,7 +168,7 @@ class AppliedRules:
         return steps[-1].new if steps else name
 
     def find_matches(self, name: str) -> list[RuleMatch]:
-        """Return the matches of the rules for a key, without counting them."""
+        """Return each rule that matches a key, with the key before and after; counts nothing."""
         steps: list[RuleMatch] = []
         for index, rule in enumerate(self.rules):
             new = rule.apply(name)
@@ -176,7 +178,7 @@ class AppliedRules:
         return steps
 
     def describe_unused(self) -> Iterator[str]:
-        """Yield the rules that match no key, and the keys of tables that are not found."""
+        """Yield a text for each rule that matches no key, or has table keys that are not found."""
         matched: list[set[str]] = [set() for _ in self.rules]
         for step in chain.from_iterable(self.steps.values()):
             matched[step.rule].add(step.old)
@@ -186,17 +188,14 @@ class AppliedRules:
                 suggestions = self._suggest_keys(index, unused)
                 yield f"rule {printable(rule.text)} matches no key{suggestions}"
             elif rule.exact and unused:
-                suggestions, keys = (
-                    self._suggest_keys(index, unused),
-                    counted(len(rule.wanted), "key"),
-                )
+                keys = counted(len(rule.wanted), "key")
                 text = f"{len(unused):,} of {keys} in {printable(rule.text)} not found"
-                yield f"{text}: {listed(unused)}{suggestions}"
+                yield f"{text}: {listed(unused)}{self._suggest_keys(index, unused)}"
 
     def _suggest_keys(self, index: int, unused: list[str]) -> str:
-        """Return a question with the existing keys most similar to those of a rule.
+        """Return a question with the existing keys most similar to the unused keys of a rule.
 
-        The keys are those that the rule sees, after the rules before it.
+        Existing keys are compared as the rule gets them, after the rules before it.
         """
         names = [
             next((step.new for step in reversed(steps) if step.rule < index), name)
@@ -248,7 +247,7 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _read_columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each pair of two columns, with the line for messages."""
+    """Yield the line (for messages), the old key and the new key of each row of two columns."""
     for line, row in enumerate(text.splitlines(), start=1):
         content = re.sub(r"(^|\s)#.*", "", row).strip()
         if not content:
@@ -262,7 +261,7 @@ def _read_columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str
 
 
 def _read_json_rows(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each pair of a JSON object, with an empty text for messages."""
+    """Yield an empty text (there is no line), the old key and the new key of a JSON object."""
     try:
         pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
     except (ValueError, RecursionError) as error:
@@ -276,4 +275,5 @@ def _read_json_rows(path: str | os.PathLike[str], text: str) -> Iterator[tuple[s
 
 
 def _table_error(path: Any, fact: str) -> UsageError:
+    """Return the error for a table of another form."""
     return UsageError(fact, file=path, hint="write two columns, old and new key, or a JSON object")

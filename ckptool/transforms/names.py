@@ -66,14 +66,10 @@ def move_metadata(
     """
     targets_by_keys = _find_targets_by_keys(metadata, names)
     if rename_module is None:
-        rename_module, metadata = (
-            _make_nearest_renamer(names),
-            _drop_merged_modules(metadata, names, targets_by_keys),
-        )
+        metadata = _drop_merged_modules(metadata, names, targets_by_keys)
+        rename_module = _make_nearest_renamer(names)
     targets = {
-        path: targets_by_keys[path]
-        if path in targets_by_keys
-        else _find_target_by_rule(path, rename_module)
+        path: targets_by_keys.get(path) or _find_target_by_rule(path, rename_module)
         for path in metadata
     }
     ranked = [(rank, new, path) for path, ranks in targets.items() for new, rank in ranks.items()]
@@ -89,7 +85,10 @@ def move_metadata(
 
 
 def _find_targets_by_keys(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
-    """Return the new paths of modules by the keys below them, if only the front changes."""
+    """Return the new paths of each module, judging by the keys below it.
+
+    A module above a renamed one counts only as long as the last parts of both paths are equal.
+    """
     targets: dict[str, Targets] = {}
     modules = dict.fromkeys((_get_parent(name), _get_parent(new)) for name, new in names.items())
     for path, new in modules:
@@ -117,7 +116,7 @@ def _make_nearest_renamer(names: Mapping[str, str]) -> Renamer:
     targets = _find_targets_by_keys(modules, names)
 
     def rename(path: str) -> str:
-        """Return the new path of a module."""
+        """Return the new path of a module, moved like the nearest one above with keys."""
         above = path
         while above and above not in targets:
             above = _get_parent(above)
@@ -148,10 +147,12 @@ def _find_target_by_rule(path: Any, rename_module: Renamer) -> Targets:
 
 
 def _get_parent(name: str) -> str:
+    """Return the path of the module that contains a key or module; "" for the root."""
     return name.rpartition(".")[0]
 
 
 def _is_below(path: Any, above: Any) -> bool:
+    """Return True if the module `path` is inside the module `above`."""
     return isinstance(path, str) and (not above or path.startswith(f"{above}."))
 
 
@@ -160,7 +161,7 @@ def drop_empty_modules(
 ) -> dict[Any, Any]:
     """Return `_metadata` without the modules that lost all keys below them, and those inside.
 
-    The root stays.
+    `names` are the keys before, `kept` the remaining ones. The root stays.
     """
     removed = _list_modules_above(metadata, names) - _list_modules_above(metadata, kept) - {""}
     return type(metadata)(
@@ -171,7 +172,7 @@ def drop_empty_modules(
 
 
 def _list_modules_above(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
-    """Return the modules above the keys, upwards until an entry is missing."""
+    """Return the modules above the keys, upward until `metadata` lacks an entry."""
     modules: set[str] = set()
     for name in names:
         path = _get_parent(name)
@@ -195,9 +196,9 @@ Naming = tuple[frozenset[str], Mapping[str, str]]
 
 
 def find_new_names(names_in_optimizer: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
-    """Return the new names in an optimizer, from the state dicts that have most of its names.
+    """Return the new name by old name for an optimizer, like in the state dicts with these names.
 
-    Names that are in no state dict are left out.
+    The state dict with most of its names decides first. Names in no state dict are left out.
     """
     own_names = frozenset(names_in_optimizer)
     new_names: dict[str, str] = {}
@@ -209,7 +210,7 @@ def find_new_names(names_in_optimizer: Iterable[str], namings: Iterable[Naming])
 
 @dataclass
 class NamePlan:
-    """The changes for one pass over the tree, by the identity of the objects."""
+    """The renames of one pass over the tree: the new dicts and objects, and their changes."""
 
     file: str
     """The path for messages; empty for dicts in memory."""
@@ -217,7 +218,7 @@ class NamePlan:
     decides_module: Callable[[str], bool] = lambda name: True
     """Returns True if a key decides where its module moves."""
     replacements: dict[int, Any] = field(default_factory=dict)
-    """The replacements of dicts and objects."""
+    """The new dict or object by the identity of the old one."""
     changes: list[Change] = field(default_factory=list)
     _namings: list[Naming] = field(default_factory=list)
 
@@ -242,7 +243,7 @@ class NamePlan:
         renamed: dict[str, str],
         rename_module: Renamer | None = None,
     ) -> None:
-        """Plan a state dict with its new keys and `_metadata`.
+        """Plan a state dict with its new keys and `_metadata`; note the renames for optimizers.
 
         `names` are all keys of the model, `renamed` the keys that change; `rename_module` is the
         same as for `move_metadata`.
@@ -321,7 +322,7 @@ class NamePlan:
                 self.changes.append(Change("follow", text, len(renamed)))
 
     def _plan_optimizer(self, section: Section, names: list[str], renamed: dict[str, str]) -> None:
-        """Plan an optimizer's state dict with its new names."""
+        """Plan an optimizer with its new parameter names, in its state and groups."""
         optimizer = section.node
         self._refuse_collisions(section, names, renamed)
         if not renamed or not is_optimizer(optimizer):
@@ -346,10 +347,10 @@ class NamePlan:
     def _refuse_collisions(
         self, section: Section, names: Iterable[Any], renamed: dict[str, str]
     ) -> None:
-        """Refuse names of which two would become the same.
+        """Refuse renames that give two of the `names` the same new name.
 
         Raises:
-            NameCollision: if there are such names.
+            NameCollision: if two would become the same.
         """
         check_collisions(
             names,
@@ -363,7 +364,7 @@ class NamePlan:
 def replace_entries(
     checkpoint: Checkpoint, items: Mapping[int, Iterable[tuple[Any, Any]]], *changes: Change
 ) -> Checkpoint:
-    """Return the checkpoint with other entries in its state dicts, by the identity of each.
+    """Return the checkpoint with new entries in some dicts; `items` has them by the dict's id.
 
     Raises:
         UsageError: if a state dict is in a pickled module or object, or next to other sections.
@@ -371,6 +372,7 @@ def replace_entries(
     replaced = set[int]()
 
     def replace_items(old: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the dict with its new entries, or the dict itself."""
         if id(old) not in items:
             return old
         replaced.add(id(old))
@@ -387,9 +389,10 @@ def replace_entries(
 
 
 def _replace_nodes(root: Any, replacements: dict[int, Any]) -> Any:
-    """Return the tree with other nodes, by the identity of the old ones."""
+    """Return the tree with the replacements, which are by the identity of the old nodes."""
 
     def replace_node(node: Any) -> Any:
+        """Return the replacement of a node, or the node itself."""
         return replacements.get(id(node), node)
 
     return rebuild(root, leaf=replace_node, mapping=replace_node)
@@ -397,9 +400,8 @@ def _replace_nodes(root: Any, replacements: dict[int, Any]) -> Any:
 
 def list_distinct_sections(sections: Iterable[Section]) -> list[Section]:
     """Return each section once, even if the file has it under several paths."""
-    return list({id(section.holder): section for section in reversed(list(sections))}.values())[
-        ::-1
-    ]
+    by_holder = {id(section.holder): section for section in reversed(list(sections))}
+    return list(by_holder.values())[::-1]
 
 
 def find_changed_keys(names: Iterable[str], rename: Renamer) -> dict[str, str]:
@@ -415,9 +417,10 @@ def unchanged_module_warning(section: Section) -> Change:
 
 
 def _rename_in_object(holder: Opaque, renamed: dict[str, str]) -> Opaque:
-    """Return a state dict of a subclass of `dict`, with its new keys."""
+    """Return a state dict that is an object of a subclass of `dict`, with its new keys."""
 
     def rename_step(kind: str, value: Any) -> tuple[str, Any]:
+        """Return a step of the pickle with renamed keys, if it sets items."""
         if kind != "set":
             return kind, value
         return kind, [(renamed.get(name, name), item) for name, item in value]
@@ -426,7 +429,7 @@ def _rename_in_object(holder: Opaque, renamed: dict[str, str]) -> Opaque:
 
 
 def _rename_items(items: Any, renamed: dict[str, str]) -> Any:
-    """Return a list or tuple with the new names of its items."""
+    """Return a list or tuple of names with the new names; any other value unchanged."""
     if not isinstance(items, (list, tuple)):
         return items
     return type(items)(renamed.get(item, item) if isinstance(item, str) else item for item in items)
@@ -434,7 +437,7 @@ def _rename_items(items: Any, renamed: dict[str, str]) -> Any:
 
 @dataclass
 class Unwrapped:
-    """The replacements of wrapper modules, and the resulting keys."""
+    """The replacements of the wrappers in a pickled module, and the keys that change."""
 
     replacements: dict[int, Any] = field(default_factory=dict)
     """The module directly inside each wrapper, by the identity of the wrapper."""
@@ -455,7 +458,7 @@ def unwrap_modules(
     levels: int | None = None,
     at: str | None = None,
 ) -> Unwrapped:
-    """Return the replacements that unwrap a pickled module; options as for `names.strip_names`.
+    """Return the replacements that unwrap a pickled module. Options: see `core.names.strip_names`.
 
     A wrapper has one child with the name that the wrapper gives it, and no tensors of its own. If
     that name is `module`, it must also be outermost, with a class like `DataParallel`.
@@ -569,7 +572,7 @@ class Rename(Step):
 
 
 def _suggest_move(checkpoint: Checkpoint, rules: _Renaming) -> Iterator[Change]:
-    """Yield a note for each prefix that matches no key because it is part of the path instead."""
+    """Yield a note for each prefix rule without a match that names a key of the root instead."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     for rule, count in zip(rules.rules, rules.counts, strict=True):
         old, equals, new = rule.text.partition("=")
@@ -613,7 +616,7 @@ class _Renaming(AppliedRules):
         return self._changed
 
     def rename_module(self, path: str) -> str:
-        """Return the new path of a module without parameters."""
+        """Return the new path of a module without parameters, as if it had a key below it."""
         before = f"{path}." if path else ""
         matches = self.find_matches(f"{before}{_BELOW}")
         name = matches[-1].new if matches else f"{before}{_BELOW}"
@@ -621,7 +624,7 @@ class _Renaming(AppliedRules):
         return parent if last == _BELOW else path
 
     def list_changes(self) -> Iterator[Change]:
-        """Yield a change for each rule."""
+        """Yield a change for each rule that renamed keys, with an example."""
         for rule, count, example in zip(self.rules, self._changed, self._examples, strict=True):
             if example is not None:
                 sample = f"{printable(example.old)} -> {printable(example.new)}"
@@ -664,6 +667,7 @@ class Strip(Step):
 
     @property
     def _options(self) -> dict[str, Any]:
+        """The arguments for `strip_names` and `unwrap_modules`."""
         return {"only": self.only, "levels": self.levels, "at": self.at}
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -675,9 +679,8 @@ class Strip(Step):
         """
         if self.levels == 0:
             return checkpoint
-        checkpoint = (
-            checkpoint.with_late_values()
-        )  # the names in an optimizer may be in separate files
+        # The names in an optimizer may be in separate files.
+        checkpoint = checkpoint.with_late_values()
         plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
         options = self._options
         sections = list_distinct_sections(checkpoint.sections)
@@ -745,13 +748,10 @@ class Wrap(Step):
         """
         checkpoint = checkpoint.with_late_values()
         plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
-        rename, all_sections = (
-            make_prefixer(self.wrapper, self.at),
-            list_distinct_sections(checkpoint.sections),
-        )
-        sections = (
-            all_sections if self.key is None else [find_model_state_dict(checkpoint, self.key)]
-        )
+        rename = make_prefixer(self.wrapper, self.at)
+        all_sections = sections = list_distinct_sections(checkpoint.sections)
+        if self.key is not None:
+            sections = [find_model_state_dict(checkpoint, self.key)]
         _require_submodule(checkpoint, sections, self.at)
         for section in sections:
             if section.kind == "state_dict":
@@ -767,10 +767,10 @@ class Wrap(Step):
 
 
 def _require_submodule(checkpoint: Checkpoint, sections: list[Section], at: str | None) -> None:
-    """Refuse a path with which no key starts.
+    """Refuse the path of a submodule if no key of a model starts with it.
 
     Raises:
-        NotFound: if there is no such key.
+        NotFound: if no key does; the message lists the submodules.
     """
     if at is None:
         return

@@ -37,7 +37,7 @@ class Flatten(Step):
         root, losses = OrderedMap(), list[str]()
 
         def note_losses(path: Path, node: Any) -> bool:
-            """Note the losses of a container; refuse an object."""
+            """Note the losses of a container, and enter it; refuse an object."""
             shown = describe_path(path)
             if isinstance(node, Opaque):
                 raise NotRepresentable(

@@ -91,7 +91,7 @@ class Overlay(Step):
     def _overlay_section(
         self, checkpoint: Checkpoint, section: Section, other: Checkpoint
     ) -> Checkpoint:
-        """Return the checkpoint with the tensors of `other` in one state dict."""
+        """Return the checkpoint with the tensors of `other` in the state dict `section`."""
         other_state = copy_state_dict(other, find_model_state_dict(other, self.key))
         selected = self._select_tensors(other_state, other)
         model_tensors = {
@@ -141,7 +141,7 @@ class Overlay(Step):
         return replace(result, sources=(*result.sources, *other.sources))
 
     def _select_tensors(self, other_state: OrderedMap, other: Checkpoint) -> dict[str, TensorRef]:
-        """Return the tensors of the other file by their keys in the model."""
+        """Return the chosen tensors of the other file, by their bare keys in the model."""
         tensors = {name: node for name, node in other_state.items() if isinstance(node, TensorRef)}
         bare_keys = map_to_bare_names(tensors)
         index = NameIndex([((bare_keys[name],), tensor) for name, tensor in tensors.items()])
@@ -159,7 +159,10 @@ class Overlay(Step):
         by_bare: Mapping[str, str],
         other: Checkpoint,
     ) -> NotFound:
-        """Return the error that no key is common, with the prefix that gives the most matches."""
+        """Return the error for files without a common key.
+
+        Its hint has the submodule with the most tensors of these keys and shapes, if there is one.
+        """
         front = len(self.at) + 1 if self.at is not None else 0
         prefixes: Counter[str] = Counter()
         shapes = {short: section.node[name].shape for short, name in by_bare.items()}
@@ -187,7 +190,7 @@ def _refuse_mismatched(
     pairs: Mapping[str, TensorRef],
     other: Checkpoint,
 ) -> None:
-    """Refuse tensors of another shape or dtype."""
+    """Refuse replacements with another shape or dtype; `pairs` has them by key of the model."""
     differing = [
         f"{printable(name)} (file {tensor.dtype} {list(tensor.shape)}, model "
         f"{model_tensors[name].dtype} {list(model_tensors[name].shape)})"
@@ -213,7 +216,7 @@ def _refuse_mismatched(
 def _refuse_separated_companions(
     checkpoint: Checkpoint, state: Mapping[Any, Any], chosen: Iterable[str], owner: str
 ) -> None:
-    """Refuse to separate quantized weights from their scales."""
+    """Refuse to choose only some of a quantized weight and its scales; `owner` is for messages."""
     names = {*chosen}
     for weight, quantized in find_quantized(state).items():
         group = {weight, *quantized.companions}
@@ -229,7 +232,7 @@ def _refuse_separated_companions(
 def _find_tied_replacements(
     model_tensors: Mapping[str, TensorRef], pairs: Mapping[str, TensorRef]
 ) -> dict[str, TensorRef]:
-    """Return the new tensors of keys that are only tied to a replaced one."""
+    """Return the new tensor for each key that is not replaced, but tied to a replaced one."""
     by_place = {
         model_tensors[name].place: tensor
         for name, tensor in pairs.items()

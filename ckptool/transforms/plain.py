@@ -51,7 +51,7 @@ _NOTHING = object()
 
 
 def is_rejected(node: Any) -> bool:
-    """Return True if `weights_only=True` rejects this node, whatever its content.
+    """Return True if `torch.load(weights_only=True)` rejects this node, with any content.
 
     Source: torch/_weights_only_unpickler.py, which allows some names, and sets the state of some
     classes only. A tensor is accepted even if a layer around it has a rejected class.
@@ -63,19 +63,21 @@ def is_rejected(node: Any) -> bool:
     if isinstance(node, TensorRef):
         parts = node.parts or {}
         is_jagged = node.kind == "nested" and "state" in parts
-        foreign = "type" in parts and (parts["type"] is None or is_rejected(parts["type"]))
-        return node.is_array or is_jagged or foreign
+        has_rejected_type = "type" in parts and (
+            parts["type"] is None or is_rejected(parts["type"])
+        )
+        return node.is_array or is_jagged or has_rejected_type
     return False
 
 
 def _is_accepted(node: Opaque) -> bool:
-    """Return True if `torch.load(weights_only=True)` loads the object."""
+    """Return True if `torch.load(weights_only=True)` accepts the object."""
     if not isinstance(node.func, Global) or is_rejected(node.func):
         return False
     if node.maker == "persid" or node.kwargs is not None:
         return False
-    filled = {"build", "set"} if node.class_name == _COUNTER else {"build"}
-    return {kind for kind, _ in node.steps} <= filled
+    allowed = {"build", "set"} if node.class_name == _COUNTER else {"build"}
+    return {kind for kind, _ in node.steps} <= allowed
 
 
 def get_class_name(node: Any) -> str:
@@ -116,7 +118,10 @@ def to_plain_data(node: Opaque) -> Any:
 
 
 def _convert_by_structure(node: Opaque) -> Any:
-    """Return the plain form of an object of an unknown class, by the way it is pickled."""
+    """Return the plain form of an object of an unknown class, judging by its pickle calls.
+
+    None: the class may have more state than its attributes and items.
+    """
     kinds = {kind for kind, _ in node.steps}
     base, inside = _find_base_class(node)
     if base is None:
@@ -131,7 +136,7 @@ def _convert_by_structure(node: Opaque) -> Any:
 
 
 def _find_base_class(node: Opaque) -> tuple[str | None, Any]:
-    """Return the base class from which an object was created, and its content.
+    """Return the base class from which an object was created, and the content given to it.
 
     `cls.__new__(cls)`, `cls()` with later steps, or `copyreg._reconstructor(cls, base, content)` in
     protocols 0 and 1. The base is None if only the class knows the meaning of its arguments.
@@ -159,7 +164,10 @@ def _read_attributes(node: Opaque) -> dict[Any, Any] | None:
 
 
 def _convert_to_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
-    """Return the items of an instance of a dict subclass, with its attributes as items."""
+    """Return an instance of a dict subclass as a plain dict, or None if its state is not a dict.
+
+    `content` has the items that it was created with. Attributes that are not items are kept.
+    """
     items = {**dict(content), **dict(list_items(node))}
     state, attributes = node.state, node.attributes
     if not (state is node or attributes or state in _NO_STATE):
@@ -211,7 +219,7 @@ def _to_plain_tensor(tensor: TensorRef) -> TensorRef:
 
 
 def _strip_rejected_class(layer: Wrapping) -> Wrapping | None:
-    """Return a layer without its rejected class; None if nothing of it remains.
+    """Return a layer of a tensor with torch.Tensor for a rejected class; None if it has no state.
 
     The state may not be complete yet.
     """
@@ -229,12 +237,12 @@ def _convert_path(node: Opaque) -> str | None:
     """Return the text of a `pathlib` path, or None if its arguments are not text."""
     if not isinstance(node.args, tuple) or not all(isinstance(part, str) for part in node.args):
         return None
-    windows = "Windows" in node.class_name.rpartition(".")[2]
-    return str((PureWindowsPath if windows else PurePosixPath)(*node.args))
+    is_windows = "Windows" in node.class_name.rpartition(".")[2]
+    return str((PureWindowsPath if is_windows else PurePosixPath)(*node.args))
 
 
 def _convert_deque(node: Opaque) -> list[Any] | None:
-    """Return the items of a `collections.deque`."""
+    """Return the items of a `collections.deque`, or None for arguments of another form."""
     match node.args:
         case () | ((), _):
             return [value for _, value in list_items(node)]
@@ -242,7 +250,7 @@ def _convert_deque(node: Opaque) -> list[Any] | None:
 
 
 def _convert_frozenset(node: Opaque) -> Opaque | None:
-    """Return a set with the items of a frozenset."""
+    """Return a set with the items of a frozenset, or None for arguments of another form."""
     match node.args:
         case ([*items],):
             return Opaque(Global("builtins", "set"), (list(items),))
@@ -277,7 +285,7 @@ def _convert_scalar(node: Opaque) -> str | bytes | None:
 def _convert_omegaconf(node: Opaque) -> Any:
     """Return the items of a DictConfig or ListConfig, or the value of a node in one.
 
-    The rest of it is types and references to its parent. Interpolations stay text.
+    Its types and references to its parent are left out. Interpolations stay text.
     """
     attributes = node.attributes
     value = attributes.get("_content", attributes.get("_val"))
@@ -305,11 +313,12 @@ _KNOWN: dict[str, Callable[[Opaque], Any]] = {
 
 
 _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+"""The attributes of a module that its `state_dict()` is made from."""
 _OF_EVERY_MODULE = frozenset({"training", "_version", "_is_full_backward_hook", "_backend"})
 
 
 def _find_content_outside_state(module: Opaque) -> tuple[list[str], list[str]]:
-    """Return the content of a module outside its `state_dict()`: tensors, and attributes.
+    """Describe the content of a module outside its `state_dict()`: tensors, and other attributes.
 
     Tensors with another key in the state dict (`_flat_weights` of an LSTM) do not count.
     """
@@ -421,7 +430,7 @@ class Plain(Step):
 
 
 def _drop_rejected(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
-    """Return the checkpoint without rejected objects; `hint` is for errors.
+    """Return the checkpoint without the objects that torch rejects; `hint` is for errors.
 
     Raises:
         NotRepresentable: if nothing, or no tensor of a model, would remain.
@@ -477,7 +486,7 @@ def _refuse_empty_result(before: Checkpoint, after: Checkpoint, hint: str | None
     """Refuse to lose all tensors, or all content of a file without tensors.
 
     Raises:
-        NotRepresentable: if that would happen; the message lists the objects.
+        NotRepresentable: if `after` has none; the message lists the objects of `before`.
     """
     had_tensors = has_tensors(before.root)
     if not (has_tensors(after.root) if had_tensors else _has_content(after)):
@@ -503,7 +512,10 @@ def _describe_rejected(path: Path, node: Any) -> str:
 
 
 def _describe_remaining(path: Path, node: Any) -> str:
-    """Return the path and class of an object that remains, with the content of a module."""
+    """Return the path and class of an object without a plain form.
+
+    For a module, also its content outside its state dict.
+    """
     lost = _find_content_outside_state(node)[0] if is_module(node) else ()
     exception = f", except for its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
     return f"{describe_path(path)} ({get_class_name(node)}{exception})"
@@ -514,7 +526,10 @@ Forms = Callable[[Any], Any]
 
 
 def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
-    """Return the function that converts a leaf; with `partly`, also modules with other tensors."""
+    """Return the function that converts a leaf to its plain form.
+
+    With `partly`, it also converts modules with tensors outside their state dict.
+    """
 
     def convert(leaf: Any) -> Any:
         """Return the plain form of a leaf, or the leaf itself."""
@@ -545,7 +560,7 @@ def _convert_leaves(checkpoint: Checkpoint, convert: Forms) -> Checkpoint:
     forms: dict[int, Any] = {}
 
     def convert_leaf(leaf: Any) -> Any:
-        """Convert a leaf, unless it is in a key and its plain form may be unhashable."""
+        """Convert a leaf and note its form, unless the leaf is in a key of a dict."""
         if not isinstance(leaf, (TensorRef, Opaque)):
             return leaf
         plain = convert(leaf)
@@ -562,10 +577,13 @@ def _convert_leaves(checkpoint: Checkpoint, convert: Forms) -> Checkpoint:
 
 
 def _report_conversions(root: Any, convert: Forms, forms: dict[int, Any]) -> Iterator[Change]:
-    """Yield a change for every object and array with a plain form, in the order of the file."""
+    """Yield a change for every object and array that was converted, in the order of the file.
+
+    `forms` has the plain form by the identity of the object.
+    """
 
     def has_more(node: Any) -> bool:
-        """Return True if the result keeps the content of a node (not of numbers or modules)."""
+        """Return True if the result keeps the content of a node; numbers and modules lose it."""
         is_container = isinstance(forms.get(id(node)), (dict, list, tuple, Opaque))
         return not is_rejected(node) or (is_container and not is_module(node))
 
@@ -613,7 +631,7 @@ def _describe_form(form: Any) -> str:
 
 
 def _strip_rejected(leaf: Any) -> Any:
-    """Return a leaf without its rejected parts, or None for a rejected leaf."""
+    """Return a leaf without its rejected layers or set items; None for a rejected leaf."""
     if is_rejected(leaf):
         return None
     if isinstance(leaf, TensorRef):
@@ -642,7 +660,7 @@ def _drop_rejected_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _select_accepted_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the entries whose key and value are not rejected."""
+    """Return the entries in which neither the key nor the value is rejected."""
     return {
         key: value
         for key, value in mapping.items()
