@@ -148,7 +148,7 @@ def add_implied_steps(steps: Iterable[Step], target: str) -> Iterator[Step]:
     ):
         ordered.insert(
             take_positions[-1] + 1 if take_positions else take_position,
-            _OnlyStateDict(chosen=bool(take_positions)),
+            _OnlyStateDict(after_take=bool(take_positions)),
         )
     strip_position = next(
         (
@@ -170,17 +170,19 @@ def add_implied_steps(steps: Iterable[Step], target: str) -> Iterator[Step]:
 class _OnlyStateDict(Step):
     """Take the only state dict, for a flat format."""
 
-    chosen: bool = False
-    """True if the user chose the section, so that any dict counts as a state dict."""
+    after_take: bool = False
+    """True if `Take(key=...)` already took a part; then any dict counts as a state dict."""
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the state dict as its root."""
+        """Return the checkpoint with the state dict as its root.
+
+        If the user took a part that is a dict but no state dict, return the checkpoint unchanged.
+        """
         try:
             return extract_state_dict(checkpoint)
-        except AmbiguousName:
-            raise
-        except NotFound:
-            if self.chosen and isinstance(checkpoint.root, dict):
+        except NotFound as error:
+            is_taken = self.after_take and isinstance(checkpoint.root, dict)
+            if is_taken and not isinstance(error, AmbiguousName):  # which is a NotFound
                 return checkpoint
             raise
 

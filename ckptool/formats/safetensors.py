@@ -172,10 +172,11 @@ def describe_losses(root: Mapping[Any, Any]) -> Iterator[str]:
     tensors = [value for value in root.values() if isinstance(value, TensorRef)]
     others = {key: value for key, value in root.items() if not isinstance(value, TensorRef)}
     if others:
-        yield "values: " + listed(
+        labels = (
             f"{key} ({value.class_name})" if isinstance(value, Opaque) else str(key)
             for key, value in others.items()
         )
+        yield f"{listed(labels)} ({'value' if len(others) == 1 else 'values'})"
     has_class = [
         any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
         for tensor in tensors

@@ -19,7 +19,7 @@ WORST = 3
 
 
 def receipt_lines(receipt: Receipt) -> Iterator[str]:
-    """Yield the changes, the omissions, the objects that `weights_only` rejects, and the file."""
+    """Yield all lines of a receipt, in the order of the work; the last one is about the file."""
     for kind, changes in groupby(receipt.changes, key=lambda change: change.kind):
         mark = "warning: " if kind == "warning" else ""
         yield from limit_lines((clean(mark + change.text) for change in changes), SCREEN)

@@ -235,13 +235,17 @@ def _choose_single_format(checkpoint: Checkpoint, name: str, format: str | None)
 
 
 def _choose_sharded_format(single: str, format: str | None) -> str:
-    """Return the sharded form of the format `single`, unless `format` decides."""
+    """Return the format of shards and their index: `safetensors-sharded` for `safetensors`.
+
+    `format` decides, if it is given. Otherwise it is that of the format `single`, or the default if
+    files of `single` may contain more than tensors.
+    """
     chosen = format or (single if load_format(single).tensors_only else DEFAULT)
-    shards = {registered.shard: registered.name for registered in REGISTRY if registered.shard}
-    if chosen in (*shards, *shards.values()):
-        return shards.get(chosen, chosen)
+    sharded_by_single = {entry.shard: entry.name for entry in REGISTRY if entry.shard}
+    if chosen in (*sharded_by_single, *sharded_by_single.values()):
+        return sharded_by_single.get(chosen, chosen)
     raise UsageError(
-        f"shards are files of {' or '.join(shards)}, not of {chosen}",
+        f"shards are files of {' or '.join(sharded_by_single)}, not of {chosen}",
         hint="leave out --format, or name one file to write",
     )
 

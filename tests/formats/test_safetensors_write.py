@@ -260,7 +260,7 @@ def test_what_is_left_out_is_named(tmp_path):
     state.note = "mine"
     _, receipt = written(tmp_path, state)
     assert receipt.left_out == (
-        "values: epoch, best, size, extra, dtype, name, path (builtins.slice)",
+        "epoch, best, size, extra, dtype, name, path (builtins.slice) (values)",
         "the Parameter type of 1 tensor",
         "requires_grad of 2 tensors",
         "attributes: note, _metadata of 'x'",

@@ -263,7 +263,7 @@ def test_what_safetensors_cannot_hold_is_named_once(opened):
     tensors["_extra_state"] = {"steps": 3}
     found = plan(opened(tensors), 6)
     assert found.left_out == (
-        "values: _extra_state",
+        "_extra_state (value)",
         "the Parameter type of 1 tensor",
         "requires_grad of 1 tensor",
     )

@@ -99,7 +99,7 @@ class Strategy:
         self.config, self.observer = config, observer
         self.world = World()
         self.processes, self.takes_steps = 1, True
-        self._feed: Iterator[tuple[Any, Any]] | None = None
+        self._prefetched_batches: Iterator[tuple[Any, Any]] | None = None
 
     # The processes and devices.
 
@@ -226,11 +226,13 @@ class Strategy:
     ) -> Iterator[None]:
         """Prepare the batches of an epoch from step `first` on, ahead if there are workers."""
         rows = [self.select_rows(batch) for step in steps for batch in step]
-        self._feed = self._load_batches(self._train, rows, epoch, first * self.config.accumulate)
+        self._prefetched_batches = self._load_batches(
+            self._train, rows, epoch, first * self.config.accumulate
+        )
         try:
             yield
         finally:
-            self._feed = None  # ends the workers
+            self._prefetched_batches = None  # ends the workers
 
     def _load_batches(
         self, dataset: Dataset, rows: Sequence[Sequence[int]], epoch: int = 0, first: int = 0
@@ -247,8 +249,11 @@ class Strategy:
         )
 
     def compute_loss(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return the mean loss of some samples; without samples 0, with gradients of zeros."""
-        batch = next(self._feed or self._load_batches(self._train, [rows]))
+        """Return the mean loss of the samples `rows`; without samples 0, with gradients of zeros.
+
+        During an epoch the workers have loaded the batch: the same rows in the same order.
+        """
+        batch = next(self._prefetched_batches or self._load_batches(self._train, [rows]))
         return self._loss_of_batch(batch, rows, trace=self.config.trace_batches)
 
     def place_batch(self, batch: Any) -> Any:
