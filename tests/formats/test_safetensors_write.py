@@ -268,7 +268,7 @@ def test_what_is_left_out_is_named(tmp_path):
     with open_checkpoint(tmp_path / "out.safetensors") as checkpoint:
         assert checkpoint.root.metadata == {"": {"version": 1}}
     (tmp_path / "out.safetensors").unlink()
-    assert "left out would be: values: epoch" in refused(tmp_path, state, strict=True)
+    assert "left out would be: epoch, best" in refused(tmp_path, state, strict=True)
     state.update(extra={"inner": torch.rand(2)}, note=torch.nn.Parameter(torch.rand(1)))
     state["note"].scale = torch.rand(3)
     said = "not objects with tensors inside: extra (1 tensor inside), note (1 tensor inside)"
