@@ -132,3 +132,22 @@ def test_a_public_class_name_stands_for_one_class():
     )
     assert names
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_function_of_more_than_seven_lines_has_a_docstring():
+    functions = [
+        (file, node)
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    assert len(functions) > 1000
+    bare = [
+        f"{file}:{node.lineno} {node.name}"
+        for file, node in functions
+        if node.end_lineno - node.lineno >= 7
+        and ast.get_docstring(node) is None
+        and not node.name.startswith("__")
+        and not any(ast.unparse(one).endswith("overload") for one in node.decorator_list)
+    ]
+    assert bare == []

@@ -162,6 +162,7 @@ class Params:
         """Return the value of an expression."""
 
         def value(node: ast.expr) -> int:
+            """Return the value of a node of the expression."""
             if isinstance(node, ast.BinOp):
                 made = _OPERATORS[type(node.op)][1](value(node.left), value(node.right))
                 if abs(made) > MAX_SIZE:

@@ -171,6 +171,7 @@ def _dequantize_bitsandbytes_4bit(parts: Parts) -> TensorRef:
         tensors += [outer, outer_codes]
 
     def elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Look the codes of the range up in `quant_map`, and scale them by block."""
         import torch
 
         raw = weight.data.read(start // 2, -(-stop // 2) - start // 2)

@@ -179,6 +179,7 @@ def dequantize_compressed_tensors(parts: Parts) -> TensorRef:
     tables = [scale, *(one for one in (zero, order) if one is not None)]
 
     def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the scales, the zero points and the group of each column."""
         import torch
 
         scales, *more = tables
@@ -313,6 +314,7 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
     transposed = rearrange(weight, (rows, words), (1, rows))
 
     def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return scales, zero points with their offset, and the group of each column, checked."""
         import torch
 
         zeros = unpack_bits(tables[1].view(groups, -1).view(torch.uint8), bits)[:, :rows]
@@ -376,6 +378,7 @@ def dequantize_awq(parts: Parts) -> TensorRef:
     shifts = [4 * at for at in _AWQ_ORDER]
 
     def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the scales, and the zero points unpacked in the order of AWQ."""
         import torch
 
         packed = (

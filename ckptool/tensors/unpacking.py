@@ -262,6 +262,7 @@ def compute_blocks(
         raise UnknownLayout
 
     def numbers(start: int, stop: int, loaded: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return codes minus zero points, times scales, for a range of elements."""
         import torch
 
         elements = read_elements(codes, start, stop)
@@ -325,6 +326,7 @@ def compute_tensor(
         raise UnknownLayout
 
     def fill(offset: int, buffer: memoryview) -> None:
+        """Write the computed bytes from `offset` into `buffer`; the last chunk is kept."""
         require_torch()
         import torch
 
