@@ -90,6 +90,7 @@ class _Mixing:
         return averager.average(elements, like, dtype, name, weights=self.weights)
 
     def __str__(self) -> str:
+        """Return the phrase for the receipt."""
         if self.mode == SLERP:
             return f"interpolated along the arc from the first file to the second, at {self.t:g}"
         if self.mode == TASK:
@@ -134,7 +135,10 @@ def _compute_means(
 
 
 def _compute_mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> TensorRef:
-    """Return a tensor like the first with the mean of all; it keeps strides without gaps."""
+    """Return a tensor like the first with the mean of all.
+
+    It keeps the strides of the first if these have no gaps; otherwise it is in row-major order.
+    """
     first = tensors[0]
     if first.storage is None:
         raise UsageError("tensors without data cannot be averaged")
@@ -142,8 +146,8 @@ def _compute_mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixi
     if not first.permuted(order).is_contiguous:
         order = list(range(len(stride)))
         stride = row_major_strides(first.sizes)
-    runs = [run_of_tensor(tensor.permuted(order)) for tensor in tensors]
-    storage = mixing.make_storage(averager, runs, first.storage, first.dtype, name)
+    elements = [run_of_tensor(tensor.permuted(order)) for tensor in tensors]
+    storage = mixing.make_storage(averager, elements, first.storage, first.dtype, name)
     return replace(first, storage=storage, offset=0, stride=stride, flags=())
 
 
@@ -189,12 +193,12 @@ def average(
     if ints not in (_SAME, _FIRST):
         raise UsageError(f"ints takes 'same' or 'first', not {ints!r}")
     first, models = _pair_models(checkpoints, key)
-    for part, others in models:
-        for checkpoint, section in zip(checkpoints, (part, *others), strict=True):
+    for model, others in models:
+        for checkpoint, section in zip(checkpoints, (model, *others), strict=True):
             refuse_placeholders(checkpoint, section)
     plan = _Plan(checkpoints, ints, mixing)
-    for part, others in models:
-        plan.add_model(part, others)
+    for model, others in models:
+        plan.add_model(model, others)
     refuse_dependent_tensors(first, {id(tensors[0]) for _, tensors in plan.averaged})
     means, warnings = _compute_means(
         plan.averaged, [checkpoint.path for checkpoint in checkpoints], mixing
@@ -216,20 +220,22 @@ def _pair_models(
     first, *others = checkpoints
     if key is not None:
         chosen = extract_state_dict(first, key)
-        part = Section((), "state_dict", chosen.root, chosen.root)
-        return chosen, [(part, [_find_state_dict(key, other) for other in others])]
+        section = Section((), "state_dict", chosen.root, chosen.root)
+        return chosen, [(section, [_find_state_dict(key, other) for other in others])]
     models = _list_models(first)
     if not models:
         find_model_state_dict(first)
     counterparts = [_find_counterparts(first, models, other) for other in others]
-    return first, [
-        (part, [of_file[at] for of_file in counterparts]) for at, part in enumerate(models)
-    ]
+    # One tuple of counterparts for each model: from lists by file to lists by model.
+    by_model = zip(*counterparts, strict=True)
+    return first, [(model, list(others)) for model, others in zip(models, by_model, strict=True)]
 
 
 def _list_models(checkpoint: Checkpoint) -> list[Section]:
     """Return the models of a checkpoint, each once."""
-    return list_distinct_sections(part for part in checkpoint.sections if part.kind in MODEL_KINDS)
+    return list_distinct_sections(
+        section for section in checkpoint.sections if section.kind in MODEL_KINDS
+    )
 
 
 def _find_state_dict(key: Any, checkpoint: Checkpoint) -> Section:
@@ -255,7 +261,9 @@ def _find_counterparts(
     other_models = _list_models(other)
     if len(models) == len(other_models) == 1:
         return other_models
-    by_name, wanted_names = ({part.name: part for part in each} for each in (other_models, models))
+    by_name, wanted_names = (
+        {section.name: section for section in sections} for sections in (other_models, models)
+    )
     for names, owner, lacking in (
         (wanted_names.keys() - by_name.keys(), first, other),
         (by_name.keys() - wanted_names.keys(), other, first),
@@ -270,10 +278,10 @@ def _find_counterparts(
     return [by_name[name] for name in wanted_names]
 
 
-def _get_tensors_by_key(part: Section) -> Names:
+def _get_tensors_by_key(section: Section) -> Names:
     """Return the tensors of a section by key."""
-    depth = len(part.path)
-    return {name_of(path[depth:]): tensor for path, tensor in part.tensors()}
+    depth = len(section.path)
+    return {name_of(path[depth:]): tensor for path, tensor in section.tensors()}
 
 
 def _classify_dtype(tensor: TensorRef) -> str:
@@ -292,25 +300,26 @@ class _Plan:
     mixing: _Mixing
     averaged: list[tuple[str, Tensors]] = field(default_factory=list)
     """Keys with the tensors of all files."""
-    _means: list[Change] = field(default_factory=list)
-    _counters: list[Change] = field(default_factory=list)
-    _integers: int = 0
-    _retyped: list[str] = field(default_factory=list)
+    _mean_changes: list[Change] = field(default_factory=list)
+    _counter_changes: list[Change] = field(default_factory=list)
+    _integer_count: int = 0
+    _retyped_keys: list[str] = field(default_factory=list)
 
-    def add_model(self, part: Section, others: list[Section]) -> None:
+    def add_model(self, section: Section, others: list[Section]) -> None:
         """Plan the tensors of a model in the first checkpoint, with its counterparts.
 
         Raises:
             UsageError, NotFound: if the models do not match.
         """
-        own = _get_tensors_by_key(part)
+        own = _get_tensors_by_key(section)
         by_file = [own, *(_rename_like(own, _get_tensors_by_key(other)) for other in others)]
         files = [checkpoint.path for checkpoint in self.checkpoints]
         if not all(N_AVERAGED in tensors for tensors in by_file):
-            for at, tensors in enumerate(by_file):
+            for path, tensors in zip(files, by_file, strict=True):
                 if tensors.pop(N_AVERAGED, None) is not None:
-                    text = f"{N_AVERAGED} of {files[at]}, which is not a weight"
-                    self._counters.append(Change("left-out" if at else "keep", text, 1))
+                    kind = "keep" if tensors is own else "left-out"
+                    text = f"{N_AVERAGED} of {path}, which is not a weight"
+                    self._counter_changes.append(Change(kind, text, 1))
         for path, other in zip(files[1:], by_file[1:], strict=True):
             sides = ((own, files[0], other, path), (other, path, own, files[0]))
             facts = [
@@ -324,24 +333,24 @@ class _Plan:
         for name in own:
             self._add_tensor(name, tuple(tensors[name] for tensors in by_file))
         means = len(self.averaged) - before
-        text = f"{self.mixing}: {counted(means, 'tensor')}{describe_location(part.path)}"
-        self._means.append(Change("average", text, means))
+        text = f"{self.mixing}: {counted(means, 'tensor')}{describe_location(section.path)}"
+        self._mean_changes.append(Change("average", text, means))
 
     def list_changes(self) -> Iterator[Change]:
         """Yield a change for everything that was averaged or kept."""
-        yield from self._means
-        if self._integers:
+        yield from self._mean_changes
+        if self._integer_count:
             first = self.checkpoints[0].path
             how = "equal in all files" if self.ints == _SAME else f"those of {first}"
-            text = f"{counted(self._integers, 'integer tensor')}: {how}"
-            yield Change("keep", text, self._integers)
-        yield from self._counters
-        if self._retyped:
+            text = f"{counted(self._integer_count, 'integer tensor')}: {how}"
+            yield Change("keep", text, self._integer_count)
+        yield from self._counter_changes
+        if self._retyped_keys:
             text = (
                 "dtypes differ between the files, rounded to that of the first: "
-                f"{listed(self._retyped)}"
+                f"{listed(self._retyped_keys)}"
             )
-            yield Change("warning", text, len(self._retyped))
+            yield Change("warning", text, len(self._retyped_keys))
 
     def _add_tensor(self, name: str, tensors: Tensors) -> None:
         """Plan the tensors of one key, one from each file; integers are only counted.
@@ -350,10 +359,10 @@ class _Plan:
             UsageError: if they differ in shape or kind, or have no plain elements.
         """
         first, kind = tensors[0], _classify_dtype(tensors[0])
-        for at, tensor in enumerate(tensors):
-            self._check_tensor(name, first, tensor, self.checkpoints[at].path)
+        for checkpoint, tensor in zip(self.checkpoints, tensors, strict=True):
+            self._check_tensor(name, first, tensor, checkpoint.path)
         if kind == "integer":
-            self._integers += 1
+            self._integer_count += 1
             return
         if first.kind == "numpy":
             raise UsageError(
@@ -363,7 +372,7 @@ class _Plan:
             )
         self.averaged.append((name, tensors))
         if len({tensor.dtype for tensor in tensors}) > 1:
-            self._retyped.append(name)
+            self._retyped_keys.append(name)
 
     def _check_tensor(self, name: str, first: TensorRef, tensor: TensorRef, file: str) -> None:
         """Refuse a tensor of `file` that differs from the first in shape, kind or integers.
@@ -406,7 +415,9 @@ def _replace_averaged(
     """Return the first's tree with averaged tensors, without optimizers and schedulers."""
     originals = Originals(first.root, averaged)
     parts = first.sections
-    left_out = {id(part.holder) for part in parts if part.kind in ("optimizer", "scheduler")}
+    left_out = {
+        id(section.holder) for section in parts if section.kind in ("optimizer", "scheduler")
+    }
 
     def replace_leaf(node: Any) -> Any:
         """Return an averaged tensor over its mean; any other node unchanged."""
@@ -432,14 +443,14 @@ def _replace_averaged(
 
 def _report_rest(first: Checkpoint, new_root: Any) -> Iterator[Change]:
     """Yield a change for everything outside the models: left out, or taken from the first file."""
-    for part in first.sections:
-        count = len(part.tensors())
-        if part.kind in ("optimizer", "scheduler"):
+    for section in first.sections:
+        count = len(section.tensors())
+        if section.kind in ("optimizer", "scheduler"):
             content = f" ({counted(count, 'tensor')})" if count else ""
-            text = f"the {part.kind} {printable(part.name)}{content}"
+            text = f"the {section.kind} {printable(section.name)}{content}"
             yield Change("left-out", text, count)
-    for part in find_sections(new_root):
-        if part.kind == "values":
-            names = dict.fromkeys(name_of(path[:1]) for path in part.node)
+    for section in find_sections(new_root):
+        if section.kind == "values":
+            names = dict.fromkeys(name_of(path[:1]) for path in section.node)
             text = f"took from {first.path}: {listed(names)}"
-            yield Change("keep", text, len(part.node))
+            yield Change("keep", text, len(section.node))

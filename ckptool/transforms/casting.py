@@ -79,8 +79,8 @@ def replace_tensors(root: Any, replacements: Mapping[Path, TensorRef]) -> Any:
         location = _find_holder(root, path)
         if location is not None:
             holder, depth = location
-            key, rest = path[depth], path[depth + 1 :]
-            holders.setdefault(id(holder), {}).setdefault(key, {})[rest] = tensor
+            key, inner_path = path[depth], path[depth + 1 :]
+            holders.setdefault(id(holder), {}).setdefault(key, {})[inner_path] = tensor
 
     def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
         """Return a dict with the new tensors, or the dict itself."""
@@ -88,8 +88,8 @@ def replace_tensors(root: Any, replacements: Mapping[Path, TensorRef]) -> Any:
             return old
         new = copy_with_items(old, old)
         for key, new_tensors in holders[id(old)].items():
-            for rest, tensor in new_tensors.items():
-                new[key] = _replace_inside(new[key], rest, tensor)
+            for inner_path, tensor in new_tensors.items():
+                new[key] = _replace_inside(new[key], inner_path, tensor)
         return new
 
     return rebuild(root, None, replace_entries) if holders else root
@@ -100,15 +100,15 @@ def _find_holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
 
     The path may lead through dicts, lists, tuples and attributes of objects.
     """
-    node, found = root, None
+    node, innermost = root, None
     for depth, key in enumerate(path):
         node = node.attributes if isinstance(node, Opaque) else node
         if isinstance(node, dict) and key in node:
-            found = node, depth
+            innermost = node, depth
         elif not (isinstance(node, (list, tuple)) and isinstance(key, int) and key < len(node)):
             return None
         node = node[key]
-    return found if isinstance(node, TensorRef) else None
+    return innermost if isinstance(node, TensorRef) else None
 
 
 def _replace_inside(node: Any, path: Path, tensor: TensorRef) -> Any:
@@ -274,12 +274,14 @@ class Cast(Step):
         if not self.raw:
             refuse_dependent_tensors(
                 plan.checkpoint,
-                {*plan.wanted, *plan.left},
+                {*plan.casts, *plan.uncastable},
                 "add --raw to cast them as plain numbers",
             )
         changes = list(plan.list_changes())
-        if not plan.wanted and not plan.scaled:
-            notable = [change for change in changes if change.kind == "warning" or not plan.fixed]
+        if not plan.casts and not plan.dequantized:
+            notable = [
+                change for change in changes if change.kind == "warning" or not plan.unchanged
+            ]
             return checkpoint.with_root(checkpoint.root, *notable) if notable else checkpoint
         work = _Work(plan, allow_overflow=self.allow_overflow)
         root = rebuild(plan.checkpoint.root, work.replace_leaf)
@@ -430,23 +432,23 @@ class _Plan:
     dtype: str | None
     """None: only dequantized weights change."""
     rules: dict[str, str | None]
-    wanted: dict[int, _PendingCast] = field(default_factory=dict)
+    casts: dict[int, _PendingCast] = field(default_factory=dict)
     """The tensors to cast, by the identity of the tensor with the elements."""
-    scaled: dict[int, str] = field(default_factory=dict)
+    dequantized: dict[int, str] = field(default_factory=dict)
     """The new dtypes of dequantized storages, by identity."""
     schemes: dict[str, None] = field(default_factory=dict)
     """The schemes of dequantized weights."""
-    gone: dict[str, None] = field(default_factory=dict)
+    dropped_keys: dict[str, None] = field(default_factory=dict)
     """The keys that dequantized weights no longer need."""
-    left: set[int] = field(default_factory=set)
+    uncastable: set[int] = field(default_factory=set)
     """The identities of tensors that cannot be cast."""
-    fixed: set[int] = field(default_factory=set)
+    unchanged: set[int] = field(default_factory=set)
     """The identities of tensors that already have the new dtype."""
-    _matches: Counter[str] = field(default_factory=Counter)
-    _left: list[str] = field(default_factory=list)
-    _other: Counter[str] = field(default_factory=Counter)
-    _optimizers: int = 0
-    _disputed: list[str] = field(default_factory=list)
+    _matches_by_rule: Counter[str] = field(default_factory=Counter)
+    _uncastable_names: list[str] = field(default_factory=list)
+    _other_dtypes: Counter[str] = field(default_factory=Counter)
+    _optimizer_count: int = 0
+    _disputed_names: list[str] = field(default_factory=list)
 
     def dequantize(self, dtype: str) -> None:
         """Replace quantized weights and their companions with plain tensors of `dtype`.
@@ -526,11 +528,11 @@ class _Plan:
                     else "add --model-only to convert the module to a state dict first",
                 ) from None
             done_by_parts[parts] = plain_tensors
-            self.scaled[id(next(iter(plain_tensors.values())).storage)] = dtype
+            self.dequantized[id(next(iter(plain_tensors.values())).storage)] = dtype
             self.schemes[quantized.scheme] = None
             markers = (key for key in state if str(key).rpartition(".")[2] in MARKERS)
             left_out = (*quantized.companions, *markers)
-            self.gone.update(dict.fromkeys(left_out))
+            self.dropped_keys.update(dict.fromkeys(left_out))
             replacements.update({name: new_entries} | {key: {} for key in left_out})
         return replacements_by_state
 
@@ -539,9 +541,9 @@ class _Plan:
     ) -> None:
         """Refuse a state dict with quantized weights that lack their companions.
 
-        `replacements` has the new entries of each dequantized weight. Weights without companions
-        have a key that only codes have, or the last part of their key and the dtype of a
-        dequantized weight.
+        Such a weight has a key that only quantized weights have, or it looks like a dequantized
+        one: the same last part of the key, dtype and kind. `replacements` has the new entries of
+        each dequantized weight.
 
         Raises:
             NotRepresentable: if the result would still have quantized weights.
@@ -555,8 +557,8 @@ class _Plan:
                 hint="get all shards of the model, or leave it out with --exclude",
             )
 
-        def describe(name: Any, tensor: TensorRef) -> tuple[str, str, str]:
-            """Return the end of a key, and the dtype and kind of its tensor."""
+        def get_looks(name: Any, tensor: TensorRef) -> tuple[str, str, str]:
+            """Return the last part of a key, and the dtype and kind of its tensor."""
             return str(name).rpartition(".")[2], tensor.dtype, tensor.kind
 
         for name in find_incomplete(state, replacements.keys()):
@@ -564,20 +566,20 @@ class _Plan:
         if not replacements:
             return
         # Codes may be stored as bfloat16, like the weights of ordinary layers.
-        coded = {
+        candidates = {
             name: tensor
             for name, tensor in state.items()
             if isinstance(tensor, TensorRef)
             and (tensor.dtype not in FLOATING or BY_NAME[tensor.dtype].itemsize == 1)
         }
-        codes = {
-            describe(name, coded[name]): name
+        known = {
+            get_looks(name, candidates[name]): name
             for name, plain_tensors in replacements.items()
-            if plain_tensors and name in coded
+            if plain_tensors and name in candidates
         }
-        for name, tensor in coded.items():
+        for name, tensor in candidates.items():
             if name not in replacements:
-                similar = codes.get(describe(name, tensor))
+                similar = known.get(get_looks(name, tensor))
                 if similar is not None:
                     refuse(name, f"{tensor.dtype}, like the quantized {printable(similar)!r}")
 
@@ -587,13 +589,13 @@ class _Plan:
         rule_by_position = self._match_rules(tensors)
         for position, (path, tensor) in enumerate(tensors):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
-                self._other[tensor.dtype] += 1
+                self._other_dtypes[tensor.dtype] += 1
             elif path in spared_paths:
-                self._optimizers += 1
+                self._optimizer_count += 1
             else:
                 self._choose_dtype(path, tensor, rule_by_position.get(position))
-        for identity in self.fixed & self.wanted.keys():
-            self._disputed.extend(self.wanted.pop(identity).names)
+        for identity in self.unchanged & self.casts.keys():
+            self._disputed_names.extend(self.casts.pop(identity).names)
 
     def _match_rules(self, tensors: list[tuple[Path, TensorRef]]) -> dict[int, str]:
         """Return the first rule that matches each tensor, by position in `tensors`.
@@ -617,40 +619,40 @@ class _Plan:
         `rule` is the first exception that matches it.
         """
         dtype, name, elements = self.dtype or tensor.dtype, name_of(path), _get_elements(tensor)
-        if id(tensor.storage) in self.scaled:
-            dtype = self.scaled[id(tensor.storage)]
+        if id(tensor.storage) in self.dequantized:
+            dtype = self.dequantized[id(tensor.storage)]
         elif rule is not None:
             dtype = self.rules[rule] or tensor.dtype
-            self._matches[rule] += 1
+            self._matches_by_rule[rule] += 1
         obstacle = _find_obstacle(elements, dtype)
         if dtype == tensor.dtype:
-            self.fixed.add(id(elements))
+            self.unchanged.add(id(elements))
         elif obstacle is not None or elements.storage is None:
-            self.left.add(id(elements))
-            self._left.append(f"{name} ({obstacle})")
+            self.uncastable.add(id(elements))
+            self._uncastable_names.append(f"{name} ({obstacle})")
         else:
-            cast = self.wanted.setdefault(
+            cast = self.casts.setdefault(
                 id(elements), _PendingCast(elements, elements.storage, dtype)
             )
             cast.names.append(name)
             if cast.dtype != dtype:
-                self._disputed.append(name)
+                self._disputed_names.append(name)
 
     def list_changes(self) -> Iterator[Change]:
         """Yield a change for each group of tensors that is cast, or skipped, with the reason."""
-        if self.scaled:
-            count = len(self.scaled)
+        if self.dequantized:
+            count = len(self.dequantized)
             text = f"dequantized {counted(count, 'tensor')} ({listed(self.schemes)})"
-            left_out = f"; left out: {listed(self.gone)}" if self.gone else ""
+            left_out = f"; left out: {listed(self.dropped_keys)}" if self.dropped_keys else ""
             yield Change("dequantize", text + left_out, count)
-        pairs = Counter(cast.pair for cast in self.wanted.values() for _ in cast.names)
+        pairs = Counter(cast.pair for cast in self.casts.values() for _ in cast.names)
         for (old, new), count in pairs.items():
             text = f"cast {counted(count, 'tensor')} from {old} to {new}"
             # A dtype from `keep` is not the dtype of the whole model.
             now = new if new == self.dtype else None
             yield Change("cast", text, count, was=old, now=now)
         for glob, dtype in self.rules.items():
-            count = self._matches[glob]
+            count = self._matches_by_rule[glob]
             if not count:
                 text = f"no floating-point tensor matches {printable(glob)!r}"
                 yield Change("warning", text)
@@ -660,32 +662,32 @@ class _Plan:
                     f"kept {counted(count, 'tensor')} that match {printable(glob)!r}",
                     count,
                 )
-        if self._other:
-            count = sum(self._other.values())
+        if self._other_dtypes:
+            count = sum(self._other_dtypes.values())
             are = "is" if count == 1 else "are"
-            dtypes = listed(self._other)
+            dtypes = listed(self._other_dtypes)
             text = f"skipped {counted(count, 'tensor')} that {are} not floating point ({dtypes})"
             yield Change("keep", text, count)
-        if self._optimizers:
-            tensors = counted(self._optimizers, "tensor")
+        if self._optimizer_count:
+            tensors = counted(self._optimizer_count, "tensor")
             text = f"skipped {tensors} of optimizers (--cast-optimizer casts them)"
-            yield Change("keep", text, self._optimizers)
-        if self._left:
-            text = f"unchanged: {listed(self._left)}"
-            yield Change("warning", text, len(self._left))
-        if self._disputed:
-            text = f"tied keys must have one dtype: {listed(self._disputed)}"
-            yield Change("warning", text, len(self._disputed))
+            yield Change("keep", text, self._optimizer_count)
+        if self._uncastable_names:
+            text = f"unchanged: {listed(self._uncastable_names)}"
+            yield Change("warning", text, len(self._uncastable_names))
+        if self._disputed_names:
+            text = f"tied keys must have one dtype: {listed(self._disputed_names)}"
+            yield Change("warning", text, len(self._disputed_names))
 
     def warn_of_separated(self) -> Iterator[Change]:
         """Warn of tensors that no longer share memory because their dtypes differ now."""
         kinds: dict[int, set[tuple[str, str]]] = {}
         names: dict[int, list[str]] = {}
-        for cast in self.wanted.values():
+        for cast in self.casts.values():
             kinds.setdefault(id(cast.storage), set()).add(cast.pair)
             names.setdefault(id(cast.storage), []).extend(cast.names)
         for node in every_node(self.checkpoint.root):
-            if isinstance(node, (TensorRef, StorageRef)) and id(node) not in self.wanted:
+            if isinstance(node, (TensorRef, StorageRef)) and id(node) not in self.casts:
                 kinds.get(id(node.storage), set()).add(("", ""))
         separated = [
             name for storage, pairs in kinds.items() if len(pairs) > 1 for name in names[storage]
@@ -700,7 +702,7 @@ class _Work:
 
     def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
         """Prepare one caster for each pair of dtypes, and one new storage for each cast storage."""
-        read_ahead, file, casts = ReadAhead(), plan.checkpoint.path, plan.wanted.values()
+        read_ahead, file, casts = ReadAhead(), plan.checkpoint.path, plan.casts.values()
         self._plan = plan
         self._originals = Originals(plan.checkpoint.root, (cast.tensor for cast in casts))
         self._casters = {
@@ -727,7 +729,7 @@ class _Work:
         original = self._originals.find(node)
         if original is None:
             return node
-        dtype = self._plan.wanted[id(original)].dtype
+        dtype = self._plan.casts[id(original)].dtype
         storage = self._storages[id(node.storage), node.dtype, dtype]
         return replace_elements(node, dtype=dtype, storage=storage)
 
@@ -748,7 +750,7 @@ class _Work:
                 yield _summarize_losses(pair, count, caster.losses.values())
         ties = {
             cast.names[0]: f"{printable(cast.names[0])} (and {listed(cast.names[1:])})"
-            for cast in self._plan.wanted.values()
+            for cast in self._plan.casts.values()
             if len(cast.names) > 1
         }
         for kind, verb in _LOSSES.items():

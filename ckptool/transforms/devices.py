@@ -154,9 +154,9 @@ class Remap(Step):
         """
         from ckptool.transforms.memory import remap_dict  # only dicts need it
 
-        numbers = self.visible_devices or ()
-        new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
-        return remap_dict(mapping, Rules(new or self._rules))
+        return remap_dict(
+            mapping, Rules(_make_renumbering(self.visible_devices or ()) or self._rules)
+        )
 
 
 def make_remap(rules: str | Mapping[str, str]) -> Remap:
@@ -198,10 +198,14 @@ def _describe_move(tensors: int, mentions: int, old: str, new: str) -> str:
 
 
 def _renumber_devices(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
-    """Return the checkpoint with the devices renumbered as `CUDA_VISIBLE_DEVICES` does."""
-    new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
+    """Return the checkpoint with the visible devices renumbered as `CUDA_VISIBLE_DEVICES` does.
+
+    Raises:
+        DeviceError: if tensors are on another CUDA device.
+    """
+    new_tags = _make_renumbering(numbers)
     tags = [tag for tag in count_device_tags(checkpoint.root) if tag.startswith("cuda:")]
-    missing = [tag for tag in tags if tag not in new]
+    missing = [tag for tag in tags if tag not in new_tags]
     if missing:
         raise DeviceError(
             f"tensors are on {listed(missing)}, which is not a visible device; "
@@ -209,8 +213,13 @@ def _renumber_devices(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpo
             file=checkpoint.path or None,
             hint="list every device of the file, in their new order",
         )
-    rules = {tag: new[tag] for tag in tags if new[tag] != tag}
+    rules = {tag: new_tags[tag] for tag in tags if new_tags[tag] != tag}
     return _rewrite_tags(checkpoint, rules) if rules else checkpoint
+
+
+def _make_renumbering(numbers: Iterable[int]) -> dict[str, str]:
+    """Return the new device by visible device: the first becomes `cuda:0`, and so on."""
+    return {f"cuda:{number}": f"cuda:{index}" for index, number in enumerate(numbers)}
 
 
 class _Mover:
@@ -296,12 +305,13 @@ def _refuse_distributed(checkpoint: Checkpoint, decide: Rules) -> None:
     moving = [node for node in nodes if isinstance(node, TensorRef) or _refers_to_processes(node)]
     for node in moving if any(map(_refers_to_processes, moving)) else ():
         parts = list(walk_everything(node))
-        ties = [part.class_name for part in parts if _refers_to_processes(part)]
-        if ties and any(decide(tag) != tag for part in parts for tag in _list_tags(part)):
+        classes = [part.class_name for part in parts if _refers_to_processes(part)]
+        if classes and any(decide(tag) != tag for part in parts for tag in _list_tags(part)):
             paths = (path for path, leaf in walk(checkpoint.root) if leaf is node)
+            subject = printable(name_of(next(paths, ()))) or "a part of an object"
             raise DeviceError(
-                f"{printable(name_of(next(paths, ()))) or 'a part of an object'} cannot be moved: "
-                f"it contains a {printable(ties[0])}, which refers to devices of other processes",
+                f"{subject} cannot be moved: it contains a {printable(classes[0])}, which refers "
+                "to devices of other processes",
                 file=checkpoint.path or None,
                 hint="gather the full tensors in the training job and save those",
             )

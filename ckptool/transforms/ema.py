@@ -174,27 +174,30 @@ def _select_by_prefix(prefix: str, tensors: _Tensors) -> _Tensors:
     return {name[cut:]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _match_model_keys(average: _Average, raw: _Tensors) -> _Tensors | None:
-    """Return the averages by the keys of a model, or None if they belong to another model.
-
-    `raw` are the tensors of the model.
-    """
+def _match_model_keys(average: _Average, model_tensors: _Tensors) -> _Tensors | None:
+    """Return the averages by the keys of a model, or None if they belong to another model."""
     if not isinstance(average.tensors, dict):
-        return _match_by_order(average.tensors, raw)
+        return _match_by_order(average.tensors, model_tensors)
     if average.path[-1:] == (_LITEMA,):
         averaged = {name.replace(".", ""): tensor for name, tensor in average.tensors.items()}
-        candidates = [_index_by_dotless_key(raw, "model."), _index_by_dotless_key(raw, "")]
+        candidates = [
+            _index_by_dotless_key(model_tensors, "model."),
+            _index_by_dotless_key(model_tensors, ""),
+        ]
     elif average.path[-1:] == (_TIMM,):
-        averaged, candidates = dict(average.tensors), _index_by_attribute(average.tensors, raw)
+        averaged, candidates = (
+            dict(average.tensors),
+            _index_by_attribute(average.tensors, model_tensors),
+        )
     else:
         averaged = {
             new: average.tensors[old] for new, old in _index_by_bare_key(average.tensors).items()
         }
-        candidates = [_index_by_bare_key(raw)]
+        candidates = [_index_by_bare_key(model_tensors)]
     for names in candidates:
         if averaged and averaged.keys() <= names.keys():
             named = {names[name]: tensor for name, tensor in averaged.items()}
-            if all(tensor.shape == raw[name].shape for name, tensor in named.items()):
+            if all(tensor.shape == model_tensors[name].shape for name, tensor in named.items()):
                 return named
     return None
 
@@ -212,29 +215,31 @@ def _index_by_dotless_key(tensors: _Tensors, prefix: str) -> dict[str, str]:
     return keys if len(keys) == len(inside) else {}
 
 
-def _index_by_attribute(averages: _Tensors, raw: _Tensors) -> list[dict[str, str]]:
+def _index_by_attribute(averages: _Tensors, model_tensors: _Tensors) -> list[dict[str, str]]:
     """Return the model's key by averaged key, for the one submodule that has all of the keys.
 
     The list is empty if no submodule, or several, have all of them.
     """
     first = next(iter(averages))
-    fronts = [name.removesuffix(first) for name in raw if f".{name}".endswith(f".{first}")]
+    fronts = [
+        name.removesuffix(first) for name in model_tensors if f".{name}".endswith(f".{first}")
+    ]
     candidates = [{name: front + name for name in averages} for front in fronts]
-    candidates = [names for names in candidates if raw.keys() >= {*names.values()}]
+    candidates = [names for names in candidates if model_tensors.keys() >= {*names.values()}]
     return candidates if len(candidates) == 1 else []
 
 
-def _match_by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
+def _match_by_order(averages: Sequence[TensorRef], model_tensors: _Tensors) -> _Tensors | None:
     """Return the averages in a list by key, or None unless their shapes fit in only one way.
 
     Buffers with known names are left out. Other buffers and frozen weights are skipped.
     """
     unique: dict[Any, str] = {}
-    for name, tensor in raw.items():
+    for name, tensor in model_tensors.items():
         if name.rpartition(".")[2] not in BUFFER_NAMES and tensor.dtype in FLOATING:
             unique.setdefault(tensor.place or id(tensor), name)
     names = list(unique.values())
-    shapes = [raw[name].shape for name in names]
+    shapes = [model_tensors[name].shape for name in names]
     wanted = [tensor.shape for tensor in averages]
     first = _find_subsequence(wanted, shapes)
     last = _find_subsequence(wanted[::-1], shapes[::-1])
@@ -259,14 +264,16 @@ def _apply_averages(
 
     `named` has the averages by key. Entries without an average are those of the model.
     """
-    raw, averages = get_named_tensors(model.node), {**named}
-    tied = {raw[name].place: tensor for name, tensor in averages.items()}
-    for name, tensor in raw.items():
+    model_tensors, averages = get_named_tensors(model.node), {**named}
+    tied = {model_tensors[name].place: tensor for name, tensor in averages.items()}
+    for name, tensor in model_tensors.items():
         if name not in averages and tensor.place is not None and tensor.place in tied:
             averages[name] = tied[tensor.place]
     state = copy_state_dict(checkpoint, model)
-    root = copy_with_items(state, ((name, averages.get(name, state[name])) for name in raw))
-    kept = [name for name in raw if name not in averages]
+    root = copy_with_items(
+        state, ((name, averages.get(name, state[name])) for name in model_tensors)
+    )
+    kept = [name for name in model_tensors if name not in averages]
     source = printable(name_of(average.path)) or "the root"
     text = f"took {counted(len(averages), 'averaged weight')} from {source}"
     changes = [Change("ema", text, len(averages))]

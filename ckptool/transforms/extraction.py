@@ -36,7 +36,7 @@ _MOST_LISTED = 20
 
 @dataclass(eq=False)
 class _Entry:
-    """A container, tensor or entry of a state dict, and whether it is kept."""
+    """A container, tensor or entry of a state dict, and the decision about it."""
 
     path: Path
     node: Any
@@ -44,11 +44,14 @@ class _Entry:
     names: frozenset[Any] = frozenset()
     """The keys of a state dict that belong to the model."""
     inside: list[_Entry] = field(default_factory=list)
+    """The entries directly in a container."""
     tensors: int = 0
-    gone: bool = False
-    kept: bool = False
+    """The number of tensors in it."""
+    is_removed: bool = False
+    has_chosen: bool = False
     """True if a tensor in it is chosen."""
-    reduced: bool = False
+    is_reduced: bool = False
+    """True if an entry in it is removed, at any depth."""
     is_partly_kept: bool = False
     """True if it needs a tensor that is not chosen."""
 
@@ -68,7 +71,7 @@ class _Pruning:
         """Decide for every entry of the tree `root`, whose path in the file is `base`."""
         self._root = root
         self._base = base
-        self._parts = {
+        self._sections = {
             id(section.holder): section
             for section in find_sections(root)
             if section.kind != "values"
@@ -77,8 +80,8 @@ class _Pruning:
         paths = self._collect_entries()
         chosen = choose([base + path for path in paths])
         for path in paths:
-            self._entries[path].kept = base + path in chosen
-            self._entries[path].gone = not self._entries[path].kept
+            self._entries[path].has_chosen = base + path in chosen
+            self._entries[path].is_removed = not self._entries[path].has_chosen
         for entry in reversed(self._entries.values()):
             if entry.is_container:
                 self._decide_container(entry)
@@ -104,11 +107,14 @@ class _Pruning:
                 paths.append(path)
 
         def enter_container(path: Path, node: Any) -> bool:
-            """Add a container, and return True; an `_extra_state` is one entry to choose."""
+            """Add a container, and return True to enter it.
+
+            An entry of the model, such as an `_extra_state`, is one choice and is not entered.
+            """
             if belongs_to_model(path):
                 add_choice(path, node)
                 return False
-            section = self._parts.get(id(node))
+            section = self._sections.get(id(node))
             names = (
                 list_wrappable_keys(section.node)
                 if section and section.kind == "state_dict"
@@ -124,17 +130,17 @@ class _Pruning:
 
     def _decide_container(self, entry: _Entry) -> None:
         """Decide whether a container is removed; those inside it were decided before."""
-        node, section = entry.node, self._parts.get(id(entry.node))
-        leaving = [child for child in entry.inside if child.gone]
-        entry.reduced = bool(leaving) or any(child.reduced for child in entry.inside)
-        entry.kept = any(child.kept for child in entry.inside if not child.gone)
+        node, section = entry.node, self._sections.get(id(entry.node))
+        removed = [child for child in entry.inside if child.is_removed]
+        entry.is_reduced = bool(removed) or any(child.is_reduced for child in entry.inside)
+        entry.has_chosen = any(child.has_chosen for child in entry.inside if not child.is_removed)
         entry.tensors = sum(child.tensors for child in entry.inside)
-        if entry.reduced and section is not None and section.kind == "optimizer":
-            entry.gone = True
+        if entry.is_reduced and section is not None and section.kind == "optimizer":
+            entry.is_removed = True
         elif isinstance(node, dict):
-            entry.gone = bool(leaving) and len(leaving) == len(node)
-        elif leaving or (entry.reduced and isinstance(node, Opaque)):
-            entry.is_partly_kept, entry.gone = entry.kept, not entry.kept
+            entry.is_removed = bool(removed) and len(removed) == len(node)
+        elif removed or (entry.is_reduced and isinstance(node, Opaque)):
+            entry.is_partly_kept, entry.is_removed = entry.has_chosen, not entry.has_chosen
 
     def prune(self, file: str | None) -> tuple[Any, list[Change]]:
         """Return the tree without the entries to remove (None if nothing is left), and the changes.
@@ -149,8 +155,8 @@ class _Pruning:
         pending = [root for root in (self._entries.get(()),) if root and root.is_container]
         while pending:
             entry = pending.pop()
-            if entry.gone:
-                note = ", only partly selected" if entry.kept else ""
+            if entry.is_removed:
+                note = ", only partly selected" if entry.has_chosen else ""
                 facts = [*self._describe_kind(entry), counted(entry.tensors, "tensor")]
                 text = f"{self._describe_entry(entry.path)} ({', '.join(facts)}){note}"
                 dropped_texts.append((text, entry.tensors))
@@ -159,13 +165,13 @@ class _Pruning:
                 raise self._partial_selection_error(entry, file)
             kept_containers.append(entry)
             pending.extend(child for child in reversed(entry.inside) if child.is_container)
-            leaving = [child for child in entry.inside if child.gone]
-            names = [str(child.path[-1]) for child in leaving if not child.is_container]
+            removed = [child for child in entry.inside if child.is_removed]
+            names = [str(child.path[-1]) for child in removed if not child.is_container]
             if names:
                 owner = self._describe_entry(entry.path)
                 text = f"{counted(len(names), 'entry')} of {owner}: {listed(names)}"
                 dropped_texts.append((text, len(names)))
-            keys = frozenset(child.path[-1] for child in leaving)
+            keys = frozenset(child.path[-1] for child in removed)
             first_path, first_keys = dropped.setdefault(id(entry.node), (entry.path, keys))
             if first_keys != keys:
                 subjects = (self._describe_entry(path) for path in (first_path, entry.path))
@@ -175,7 +181,7 @@ class _Pruning:
                     file=file,
                     hint="choose the same entries of both, or one of them with --key",
                 )
-        if () in self._entries and self._entries[()].gone:
+        if () in self._entries and self._entries[()].is_removed:
             return None, list(_report_left_out(dropped_texts))
         if not dropped_texts:
             return self._root, []
@@ -197,7 +203,7 @@ class _Pruning:
 
     def _describe_kind(self, entry: _Entry) -> Iterator[str]:
         """Yield the kind of a container that is a section or an object."""
-        if section := self._parts.get(id(entry.node)):
+        if section := self._sections.get(id(entry.node)):
             yield section.kind.replace("_", " ")
         elif isinstance(entry.node, Opaque):
             yield "object"
@@ -223,9 +229,9 @@ class _Pruning:
         pairs = [
             (entry, section)
             for entry in kept_containers
-            if (section := self._parts.get(id(entry.node)))
+            if (section := self._sections.get(id(entry.node)))
         ]
-        if any(entry.reduced and section.kind in MODEL_KINDS for entry, section in pairs):
+        if any(entry.is_reduced and section.kind in MODEL_KINDS for entry, section in pairs):
             for entry, section in pairs:
                 if section.kind == "optimizer" and section.node["state"]:
                     name = self._describe_entry(entry.path)
@@ -314,9 +320,8 @@ def _isolate_weights(checkpoint: Checkpoint, section: Section) -> Checkpoint:
     if not names:
         return alone
     dropped = frozenset(names)
-    root = copy_with_items(
-        alone.root, ((key, node) for key, node in alone.root.items() if key not in dropped)
-    )
+    items = ((key, node) for key, node in alone.root.items() if key not in dropped)
+    root = copy_with_items(alone.root, items)
     text = f"{listed(map(str, names), most=20)} (values in the state dict)"
     return alone.with_root(root, Change("left-out", text, len(names)))
 

@@ -84,12 +84,12 @@ def merge_lora(
     if len(scales) not in (1, count) or not all(map(math.isfinite, scales)):
         raise UsageError(f"scale needs one finite number, or one for each adapter ({count})")
     refuse_placeholders(base)
-    part = find_model_state_dict(base, key)
+    section = find_model_state_dict(base, key)
     if adapters:
-        _refuse_adapted(base, part)
-    plan = _Plan(base, part)
+        _refuse_adapted(base, section)
+    plan = _Plan(base, section)
     own_adapter = (
-        None if adapters else _Adapter.from_file(base, part, scales[0], alpha, is_own=True)
+        None if adapters else _Adapter.from_file(base, section, scales[0], alpha, is_own=True)
     )
     others = (_Adapter.from_file(file, find_model_state_dict(file), factor, alpha)
               for file, factor in zip(adapters, scales * count, strict=False))  # fmt: skip
@@ -98,10 +98,10 @@ def merge_lora(
     new_tensors = plan.merge_weights(dropped)
     items = [
         (name, new_tensors.get(name, node))
-        for name, node in part.node.items()
+        for name, node in section.node.items()
         if name not in dropped
     ]
-    result = replace_entries(base, {id(part.holder): items}, *changes)
+    result = replace_entries(base, {id(section.holder): items}, *changes)
     sources = {
         id(source): source for checkpoint in (base, *adapters) for source in checkpoint.sources
     }
@@ -365,16 +365,20 @@ class _Plan:
     """The weights of the base that change, with their factors."""
 
     base: Checkpoint
-    part: Section
+    section: Section
+    """The state dict of the base."""
     _added: dict[str, list[Factors]] = field(default_factory=dict)
+    """The factors to add, by key in the base."""
     _replaced: dict[str, TensorRef] = field(default_factory=dict)
+    """The new tensors by key in the base."""
     _names: dict[str, list[str]] = field(default_factory=dict)
+    """The keys in the base by key of the model."""
     _flat: dict[str, list[str]] = field(default_factory=dict)
-    """The names of weights in kohya's form."""
+    """The keys in the base by the form that kohya gives to the name of the module."""
 
     def __post_init__(self) -> None:
         """Index the base's tensors by the keys of the model."""
-        for name in get_named_tensors(self.part.node):
+        for name in get_named_tensors(self.section.node):
             bare = _to_model_key(name)
             self._names.setdefault(bare, []).append(name)
             if bare.endswith(".weight"):
@@ -394,16 +398,16 @@ class _Plan:
         for module, factors in adapter.factors.items():
             name = self._claim_key(adapter, module, f"{module}.weight", used_keys)
             shape = _get_weight_shape(factors)
-            if _has_more_rows(shape, self.part.node[name].shape) and shape[0] in sizes:
+            if _has_more_rows(shape, self.section.node[name].shape) and shape[0] in sizes:
                 grown[name] = shape
                 continue
-            self._check_shapes(adapter, module, self.part.node[name], factors)
+            self._check_shapes(adapter, module, self.section.node[name], factors)
             self._added.setdefault(name, []).append(factors)
         self._refuse_unclear_order(adapter, used_keys)
         replaced: dict[str, str] = {}
         for own, tensor in adapter.saved.items():
             name = self._claim_key(adapter, own, own, replaced)
-            old: TensorRef = self.part.node[name]
+            old: TensorRef = self.section.node[name]
             if _has_more_rows(tensor.shape, old.shape):
                 grown[name] = tensor.shape
             elif tensor.shape != old.shape or not tensor.has_content:
@@ -424,7 +428,7 @@ class _Plan:
 
     def merge_weights(self, dropped: set[str]) -> dict[str, TensorRef]:
         """Return the new tensors by key, except `dropped` ones; tied tensors change together."""
-        node, merger = self.part.node, Merger()
+        node, merger = self.section.node, Merger()
         by_place: dict[Any, list[Factors]] = {}
         for name, factors in self._added.items():
             by_place.setdefault(node[name].place, []).extend(factors)
@@ -474,11 +478,11 @@ class _Plan:
         matrices = [
             matrix for matrix in (factors.down, factors.up, factors.magnitude) if matrix is not None
         ]
-        is_read = all(matrix.dtype in FLOATING and matrix.has_content for matrix in matrices)
+        is_readable = all(matrix.dtype in FLOATING and matrix.has_content for matrix in matrices)
         is_transposed = (
             factors.shape and len(factors.shape) == 2 and weight.shape == factors.shape[::-1]
         )
-        if not is_read or not (is_transposed or weight.shape == factors.shape):
+        if not is_readable or not (is_transposed or weight.shape == factors.shape):
             shapes = listed([f"{matrix.dtype} {list(matrix.shape)}" for matrix in matrices])
             raise UsageError(
                 f"{printable(module)!r} consists of {shapes}, and its weight in "
@@ -495,7 +499,7 @@ class _Plan:
         name, shape = next(iter(grown.items()))
         raise UsageError(
             f"{printable(name)} is {list(shape)} in the adapter and "
-            f"{list(self.part.node[name].shape)} in the base",
+            f"{list(self.section.node[name].shape)} in the base",
             file=self.base.path,
             hint=f"give the base the new rows first: ckptool convert {shell(self.base.path)} OUT "
             f"{' '.join(rules)}",
@@ -508,7 +512,7 @@ class _Plan:
         """
         square, differs = None, False
         for name, module in used_keys.items():
-            factors, shape = adapter.factors[module], self.part.node[name].shape
+            factors, shape = adapter.factors[module], self.section.node[name].shape
             is_transposed = factors.needs_transpose(shape)
             square = module if is_transposed is None else square
             differs |= len(shape) == 2 and is_transposed not in (None, factors.transposed)

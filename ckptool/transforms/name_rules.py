@@ -168,7 +168,7 @@ class AppliedRules:
         return steps[-1].new if steps else name
 
     def find_matches(self, name: str) -> list[RuleMatch]:
-        """Return each rule that matches a key, with the key before and after; counts nothing."""
+        """Return the rules that match a key, in order, each with the key before and after it."""
         steps: list[RuleMatch] = []
         for index, rule in enumerate(self.rules):
             new = rule.apply(name)

@@ -129,7 +129,10 @@ def _make_nearest_renamer(names: Mapping[str, str]) -> Renamer:
 def _drop_merged_modules(
     metadata: dict[Any, Any], names: Mapping[str, str], targets: Mapping[str, Targets]
 ) -> dict[Any, Any]:
-    """Return `_metadata` without the modules that get the path of a module above them."""
+    """Return `_metadata` without the modules that get the path of a module above them.
+
+    Of the modules with one new path, the topmost stays.
+    """
     first: dict[Any, str] = {}
     for path in sorted(targets, key=len):
         for new in targets[path]:
@@ -558,7 +561,7 @@ class Rename(Step):
                 )
             elif section.kind == "module":
                 for name in names:
-                    rules.rename_key(name)
+                    rules.rename_key(name)  # only so that the rules count as used
                 plan.changes.append(unchanged_module_warning(section))
         plan.plan_optimizers(
             checkpoint.root,
@@ -590,6 +593,7 @@ class _Renaming(AppliedRules):
     """The rules of a rename, with the number of keys that each changed."""
 
     def __init__(self, rules: list[Rule], file: str) -> None:
+        """Start without renamed keys."""
         super().__init__(rules, file)
         self._changed = [0 for _ in rules]
         self._examples: list[RuleMatch | None] = [None for _ in rules]

@@ -148,8 +148,8 @@ class Overlay(Step):
         chosen = select(index, tuple(self.include), (), endings=False)
         for unmatched in chosen.unmatched:
             raise unmatched_error(unmatched, other.path)
-        front = f"{self.at}." if self.at is not None else ""
-        return {front + path[0]: tensor for path, tensor in chosen.pick_from(index)}
+        prefix = f"{self.at}." if self.at is not None else ""
+        return {prefix + path[0]: tensor for path, tensor in chosen.pick_from(index)}
 
     def _no_common_key_error(
         self,
@@ -163,14 +163,14 @@ class Overlay(Step):
 
         Its hint has the submodule with the most tensors of these keys and shapes, if there is one.
         """
-        front = len(self.at) + 1 if self.at is not None else 0
+        n_prefix = len(self.at) + 1 if self.at is not None else 0
         prefixes: Counter[str] = Counter()
         shapes = {short: section.node[name].shape for short, name in by_bare.items()}
         keys_by_last_part: dict[str, list[str]] = {}
         for short in shapes:
             keys_by_last_part.setdefault(short.rpartition(".")[2], []).append(short)
         for short, tensor in selected.items():
-            other_key = short[front:]
+            other_key = short[n_prefix:]
             for model_key in keys_by_last_part.get(other_key.rpartition(".")[2], ()):
                 if model_key.endswith(f".{other_key}") and shapes[model_key] == tensor.shape:
                     prefixes[model_key.removesuffix(f".{other_key}")] += 1

@@ -219,9 +219,9 @@ def _to_plain_tensor(tensor: TensorRef) -> TensorRef:
 
 
 def _strip_rejected_class(layer: Wrapping) -> Wrapping | None:
-    """Return a layer of a tensor with torch.Tensor for a rejected class; None if it has no state.
+    """Return a layer of a tensor with torch.Tensor in place of a rejected class.
 
-    The state may not be complete yet.
+    A layer without state is not needed then: None. The state may not be complete yet.
     """
     if layer.kind != "type" or not is_rejected(layer.type):
         return layer
@@ -289,11 +289,8 @@ def _convert_omegaconf(node: Opaque) -> Any:
     """
     attributes = node.attributes
     value = attributes.get("_content", attributes.get("_val"))
-    return (
-        _NOTHING
-        if value is None and not attributes.keys().isdisjoint(("_content", "_val"))
-        else value
-    )
+    is_none = value is None and not attributes.keys().isdisjoint(("_content", "_val"))
+    return _NOTHING if is_none else value
 
 
 _UTF32 = {"<U": "utf-32-le", ">U": "utf-32-be"}

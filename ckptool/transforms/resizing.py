@@ -20,8 +20,8 @@ from ckptool.tensors.averaging import make_rows, resample_positions
 from ckptool.transforms.casting import FLOATING
 from ckptool.words import counted, printable, shell
 
-_PREFIX = 5
-"""The most tokens before the grid: a class token, a distillation token, four registers."""
+_MAX_PREFIX = 5
+"""The maximum number of tokens before the grid, for example a class token and four registers."""
 
 
 class SectionWork(NamedTuple):
@@ -63,14 +63,8 @@ def _make_glob_rule(kind: str, glob: str, resize: _Resize) -> SectionRule:
                 sentence += "; a tensor takes the place of the numpy array" if is_new else ""
                 work.changes.append(Change(kind, sentence, 1, was=old_rows, now=new_rows))
             else:
-                work.changes.append(
-                    Change(
-                        kind,
-                        f"{printable(name)}: changed in the same way, because it is tied to "
-                        "another tensor",
-                        1,
-                    )
-                )
+                sentence = f"{printable(name)}: changed in the same way, because it is tied to "
+                work.changes.append(Change(kind, f"{sentence}another tensor", 1))
             work.items[position] = name, resized[node.place]
             work.used.add(id(node))
         return work
@@ -109,8 +103,9 @@ def parse_resize(rule: str) -> SectionRule:
         else:
             data = data.slice(0, rows * prod(shape[1:]) * tensor.itemsize)
             text = f"cut {counted(-count, 'row')} off the end"
-        new = (rows, *shape[1:])
-        return _replace_data(tensor, name, new, data), f"{list(shape)} -> {list(new)}, {text}"
+        new_shape = (rows, *shape[1:])
+        text = f"{list(shape)} -> {list(new_shape)}, {text}"
+        return _replace_data(tensor, name, new_shape, data), text
 
     return _make_glob_rule("resize", match[1], resize)
 
@@ -129,23 +124,24 @@ def parse_interpolation(rule: str) -> SectionRule:
 
     def interpolate(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
         """Return a position embedding for another grid, and a description of the change."""
-        shape = tensor.sizes
-        tokens = shape[-2] if len(shape) > 1 and prod(shape[:-2]) == 1 else 0
-        sides = [n for n in range(1, isqrt(tokens) + 1) if tokens - n * n <= _PREFIX]
+        shape = tensor.sizes  # (..., tokens, channels)
+        n_tokens = shape[-2] if len(shape) > 1 and prod(shape[:-2]) == 1 else 0
+        # The sides that the old, square grid may have; only one of them is unambiguous.
+        sides = [n for n in range(1, isqrt(n_tokens) + 1) if n_tokens - n * n <= _MAX_PREFIX]
         if len(sides) != 1 or tensor.dtype not in FLOATING:
             text = (
                 f"{printable(name)!r}, {tensor.dtype} {list(shape)}, cannot be a position embedding"
             )
-            expected = f"of one square grid with at most {_PREFIX} tokens before it"
+            expected = f"of one square grid with at most {_MAX_PREFIX} tokens before it"
             raise UsageError(f"{text} {expected}", file=file)
-        old, prefix = (sides[0], sides[0]), tokens - sides[0] ** 2
+        side, n_prefix = sides[0], n_tokens - sides[0] ** 2
         data = row_major_data(tensor, printable(name), file)
-        if grid != old:
-            data = resample_positions(tensor, prefix, old, grid)
-        new = (*shape[:-2], prefix + prod(grid), shape[-1])
-        text = f"a grid of {old[0]}x{old[1]} -> {grid[0]}x{grid[1]}, bicubic"
-        kept = f", {counted(prefix, 'token')} before it kept" if prefix else ""
-        return _replace_data(tensor, name, new, data), text + kept
+        if grid != (side, side):
+            data = resample_positions(tensor, n_prefix, (side, side), grid)
+        new_shape = (*shape[:-2], n_prefix + prod(grid), shape[-1])
+        text = f"a grid of {side}x{side} -> {grid[0]}x{grid[1]}, bicubic"
+        kept = f", {counted(n_prefix, 'token')} before it kept" if n_prefix else ""
+        return _replace_data(tensor, name, new_shape, data), text + kept
 
     return _make_glob_rule("interpolate", match[1], interpolate)
 

@@ -46,9 +46,11 @@ def compute_eval_weights(
         NotFound: if it is not certain which state belongs to which weight.
     """
     optimizers = list_distinct_sections(
-        one for one in checkpoint.sections if one.kind == "optimizer"
+        part for part in checkpoint.sections if part.kind == "optimizer"
     )
-    models = list_distinct_sections(one for one in checkpoint.sections if one.kind in MODEL_KINDS)
+    models = list_distinct_sections(
+        part for part in checkpoint.sections if part.kind in MODEL_KINDS
+    )
     for section in filter(has_training_weights, optimizers):
         are_alone = len(models) == len(optimizers) == 1
         model = models[0] if are_alone else find_model(section, models, optimizers)

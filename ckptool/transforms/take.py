@@ -72,9 +72,9 @@ class Take(Step):
             from ckptool.transforms.ema import take_averages
 
             whole = take_averages(checkpoint)
-        part, base = select_part(whole, self.key, self.model_only)
+        part, part_path = select_part(whole, self.key, self.model_only)
         if self.include or self.exclude:
-            part = select_tensors(whole, part, base, tuple(self.include), tuple(self.exclude))
+            part = select_tensors(whole, part, part_path, tuple(self.include), tuple(self.exclude))
         if self.model_only or self.key is not None:  # Weights need values; a copy does not.
             refuse_placeholders(part, kinds=("meta", "part", *(() if self.lazy else ("lazy",))))
         if all(change.kind == "warning" for change in part.changes[len(whole.changes) :]):

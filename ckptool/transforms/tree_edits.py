@@ -56,12 +56,10 @@ def _find_nodes(node: Any, rest: str, parent: Path = ()) -> Iterator[tuple[Path,
     for key, child in _list_children(node):
         text = name_of((key,))
         if quoted is not None:
-            if text == quoted:
-                yield from (
-                    [((*parent, key), child)]
-                    if not after_quoted
-                    else _find_nodes(child, after_quoted, (*parent, key))
-                )
+            if text == quoted and not after_quoted:
+                yield (*parent, key), child
+            elif text == quoted:
+                yield from _find_nodes(child, after_quoted, (*parent, key))
         elif text == rest:
             yield (*parent, key), child
         elif rest.startswith(f"{text}/"):
@@ -165,7 +163,7 @@ class _Edit:
     """The changes to the entries of one container."""
 
     renamed: dict[Any, Any] = field(default_factory=dict)
-    gone: set[Any] = field(default_factory=set)
+    removed: set[Any] = field(default_factory=set)
     added: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -180,7 +178,7 @@ def _apply_edits(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any
         for key, value in node.items():
             if key in added:  # at the position of the old entry
                 items.append((key, added.pop(key)))
-            elif key not in edit.gone:
+            elif key not in edit.removed:
                 items.append((edit.renamed.get(key, key), _apply_edits(value, edits, (*path, key))))
         return copy_with_items(node, [*items, *added.items()])
     values = [
@@ -289,7 +287,7 @@ class Move(Step):
             if path[:-1] == parent and existing is None:  # it keeps its position
                 edits.setdefault(parent, _Edit()).renamed[old_key] = key
             else:
-                edits.setdefault(path[:-1], _Edit()).gone.add(old_key)
+                edits.setdefault(path[:-1], _Edit()).removed.add(old_key)
                 edits.setdefault(parent, _Edit()).added[key] = node
         changes = [
             Change("move", f"moved {printable(old)} to {printable(new)}", 1)
@@ -487,7 +485,7 @@ class Drop(Step):
             _refuse_list_item(checkpoint, path, "dropped")
             if not self.force:
                 _refuse_parameters(checkpoint, text, path)
-            edits.setdefault(path[:-1], _Edit()).gone.add(path[-1])
+            edits.setdefault(path[:-1], _Edit()).removed.add(path[-1])
             kinds = [section.kind for section in checkpoint.sections if section.path == path]
             count = sum(
                 1 for tensor_path, _ in checkpoint.tensors() if is_within(tensor_path, path)
