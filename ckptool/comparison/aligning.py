@@ -1,6 +1,6 @@
-"""Pairs the entries of two checkpoints.
+"""Pair the entries of two checkpoints.
 
-Sections are paired first: by path, else the only ones of their sort on either side (a state dict
+Sections are paired first: by path, else if each side has only one of their kind (a state dict
 below `state_dict` and a flat file). Entries of a pair of sections are matched by key, without
 wrapper prefixes; entries outside of sections by path.
 """

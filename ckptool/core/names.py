@@ -137,7 +137,7 @@ def map_to_bare_names(names: Collection[str]) -> dict[str, str]:
 
 
 def find_common_wrapper(bare: Mapping[str, str]) -> str:
-    """Return the wrapper prefix that every key of a state dict has, by its `bare_names`."""
+    """Return the wrapper prefix that every key of a state dict has, by its bare names."""
     prefixes = {
         name.removesuffix(bare_name) for name, bare_name in bare.items() if name.endswith(bare_name)
     }
@@ -162,7 +162,7 @@ def may_be_wrapped(text: str, *, inside: bool = False) -> bool:
 def make_wrapper_remover(names: Collection[str]) -> Renamer | None:
     """Return the function that strips wrappers in one container, or None if it has none.
 
-    No key changes if two would become the same, as in `bare_names`.
+    No key changes if two would become the same, as in `map_to_bare_names`.
     """
     wrappable = [name for name in names if name != N_AVERAGED]
     if not wrappable or not may_be_wrapped(

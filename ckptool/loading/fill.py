@@ -1,4 +1,4 @@
-"""The bytes of a file straight into a model's own tensors, with no copy between."""
+"""Read the bytes of a file straight into a model's own tensors, without a copy."""
 
 from __future__ import annotations
 

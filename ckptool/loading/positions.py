@@ -1,8 +1,8 @@
-"""What the position of a parameter in a saved optimizer proves.
+"""Decide whether the positions of parameters in a saved optimizer identify them.
 
-torch numbers the parameters of an optimizer in the order in which they were given to it. Where an
-optimizer has every parameter of its model, that is the model's order, and a file that keeps the
-order of its keys has the name of each. All that could make this untrue is a doubt here.
+torch numbers the parameters of an optimizer in the order in which they were passed to it. If an
+optimizer has every parameter of its model, that is the order of the model, and a file that keeps
+the order of its keys has the name of each. Each reason against this is a doubt here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model and its optimizer as they were, to be restored where loading fails half way."""
+"""Record a model and its optimizer, to restore both if loading fails halfway."""
 
 from __future__ import annotations
 

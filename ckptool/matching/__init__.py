@@ -1,4 +1,4 @@
-"""Which name of a state dict is which of a model. Names, shapes and dtypes alone; no torch."""
+"""Match the keys of a state dict with those of a model, by keys, shapes and dtypes; no torch."""
 
 from ckptool.matching.judging import (
     Allowance as Allowance,

@@ -1,11 +1,11 @@
-"""Align the names of a file with those of a model.
+"""Align the keys of a file with those of a model.
 
-What is applied: wrapper components come off either side, old spellings become today's
-(`known_renames`), equal names are pairs, and one prefix is taken off or put before the names if
-more than half of them pair by that. Each step has its rule. `proposals` finds what is likely beyond
-that, for the user to decide; no name is ever paired by a proposal.
+Applied are, in this order: wrapper prefixes are removed on both sides, old keys get their current
+spelling (`known_renames`), equal keys are paired, and one prefix is removed or added if that pairs
+more than half of the keys. Each step is reported as a rule. `propose_rules` finds likely further
+rules for the user to decide; no key is ever paired by a proposal.
 
-All steps take time in proportion to the names times their depth.
+The time of all steps is proportional to the number of keys times their depth.
 """
 
 from __future__ import annotations

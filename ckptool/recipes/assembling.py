@@ -1,8 +1,8 @@
-"""The elements of a tensor that is made of parts of others, read when they are asked for.
+"""Assemble a tensor from parts of others; its elements are read on demand.
 
-A part is a strided box of a source that becomes a strided box of the target. One that lies in one
-piece in both is a range of bytes. Of another one, what a block of the target needs is gathered in
-the order of the target, and moved to its places by slices with a step, which Python executes in C.
+A part is a strided box of a source that becomes a strided box of the target. If it is contiguous in
+both, it is a range of bytes. Otherwise the elements for a block of the target are gathered in the
+order of the target, and moved to their places by slices with a step, which Python executes in C.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters of a recipe: numbers that are given, from a configuration, or computed of others."""
+"""Parameters of a recipe: given numbers, entries of a configuration, or computed from others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the rules of a recipe make of tensors: over keys, shapes and dtypes; no byte is read.
+"""Plan a conversion: apply the rules of a recipe to keys, shapes and dtypes, reading no bytes.
 
-The same code plans the way there, over the tensors of a file, and the way back, over `Sketch`es of
-what came of them.
+The same code plans the conversion of the tensors in a file, and the reverse conversion of the
+result, whose tensors are `Sketch`es.
 """
 
 from __future__ import annotations

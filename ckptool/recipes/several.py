@@ -1,4 +1,4 @@
-"""Layouts of several files: the tensors of each file stand below what its name tells of it."""
+"""Layouts of several files: the tensors of each file are under the number in its name."""
 
 from __future__ import annotations
 

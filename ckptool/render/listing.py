@@ -161,8 +161,8 @@ def _format_node_totals(node: TreeNode, *, brief: bool = False) -> str:
     """Return the number of tensors, elements and bytes of a module, or the header of a tensor."""
     own = node.tensor
     if own is None or node.children:
-        format_totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
-        return ", ".join((*format_totals[: 1 if brief else 2], format_size(node.nbytes)))
+        totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
+        return ", ".join((*totals[: 1 if brief else 2], format_size(node.nbytes)))
     times = f"{node.count:,} x " if node.count > 1 else ""
     return f"{times}{own.dtype} {format_shape(own.shape)}  {format_size(node.nbytes)}"
 

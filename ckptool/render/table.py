@@ -134,7 +134,7 @@ def list_formats() -> list[str]:
 def _format_cells(
     cells: Sequence[Sequence[str]], fmt: str, right: Collection[int]
 ) -> Iterator[str]:
-    """Return the lines of a table in a format that `known_format` returned.
+    """Return the lines of a table in a format that `resolve_format` returned.
 
     The first row has the headings. Characters that are syntax in the format are escaped.
 

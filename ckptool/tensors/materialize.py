@@ -237,7 +237,7 @@ _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssi
 class StorageReader:
     """Makes the torch storage of each storage of a file, once.
 
-    Only the span announced by `cover` is read, by default all of it. So a small view of a huge
+    Only the span given to `announce_span` is read, by default all of it. So a small view of a huge
     storage costs its own bytes, and views that share a storage still share it.
     """
 

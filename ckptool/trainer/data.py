@@ -385,7 +385,7 @@ def load_csv(config: TrainConfig, path: str) -> TrainData:
             f"has {counted(samples, 'row')} of numbers, expected at least 5",
             file=path,
         )
-    training, validation = (values[scale_rows] for scale_rows in split_rows(samples, config.seed))
+    training, validation = (values[rows] for rows in split_rows(samples, config.seed))
     std, mean = torch.std_mean(training, dim=0, correction=0)
     is_constant = (training == training[0]).all(0)
     mean, std = torch.where(is_constant, training[0], mean), torch.where(is_constant, 1.0, std)

@@ -153,7 +153,7 @@ def connect_group(call: str, *, undone: str) -> Iterator[Ranks]:
         undone: The consequence of a failure in another process, for messages.
 
     Raises:
-        As `connected`.
+        As `connect_processes`.
     """
     with connect_processes(torch.device("cpu")):
         group = dist.new_group(timeout=_HOURS)

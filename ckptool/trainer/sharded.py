@@ -139,7 +139,7 @@ def _write_shards(state: dict[str, Any], path: str) -> None:
 
 
 def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the values that were given to `write`; every process calls it.
+    """Return the values that `write_folder` stored; every process calls it.
 
     If the folder has a moving average of the same tensors, it is read as `average` is sharded.
 

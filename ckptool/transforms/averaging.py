@@ -182,7 +182,7 @@ def average(
         key: The path of one state dict to average.
 
     Raises:
-        NotRepresentable: if weights are quantized or have no values (`placeholders_of`).
+        NotRepresentable: if weights are quantized or have no values (`refuse_placeholders`).
         UsageError: if the mode needs more or fewer files; tensors differ in shape or kind, or have
             no plain elements; integers differ; or keys are tied in the first file, but not in
             another.

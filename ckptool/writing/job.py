@@ -41,8 +41,8 @@ class Job:
     @property
     def mode(self) -> int | None:
         """The permission bits of new files, from the first source, if any."""
-        open_files = self.open_files()
-        return stat.S_IMODE(os.fstat(open_files[0]).st_mode) & 0o777 if open_files else None
+        descriptors = self.open_files()
+        return stat.S_IMODE(os.fstat(descriptors[0]).st_mode) & 0o777 if descriptors else None
 
     def open_files(self) -> list[int]:
         """Return the descriptors of the sources."""
