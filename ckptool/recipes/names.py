@@ -1,7 +1,7 @@
 """Keys with variables in the rules of a recipe: `layers.{n}.{w:wq|wk}.weight`.
 
 `{n}` is one part without a dot, `{x*}` any text, `{w:a|b}` one of these, `{rank:02}` a number of
-two digits, `{n+1}`, `{n+layers}` and `{3-n}` a shifted number. A key with a `?` at the end is optional.
+two digits, `{n+1}`, `{n+layers}` and `{3-n}` a shifted number. A `?` at the end: optional.
 """
 
 from __future__ import annotations
