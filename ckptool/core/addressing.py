@@ -60,7 +60,9 @@ class NameIndex:
         self.nodes = list(nodes)
         self._file = file
         self._renamers: dict[Path, Renamer | None] = {}
+        """By path of a container, the function that strips wrapper prefixes from its keys."""
         self._bare_paths: dict[Path, Path] = {}
+        """The paths without wrapper prefixes that were needed so far."""
 
     def find(
         self, name: str, *, endings: bool = True, accept: Callable[[Any], bool] | None = None
@@ -78,7 +80,10 @@ class NameIndex:
     def _find_stage(
         self, name: str, endings: bool, accept: Callable[[Any], bool] | None
     ) -> list[int]:
-        """Return the positions of the nodes that match a name as it is, at the first stage."""
+        """Return the positions of the nodes that match a name as it is, at the first stage.
+
+        A path matches with or without its wrapper prefixes. The stages are those of `find`.
+        """
         stages: tuple[list[int], ...] = ([], [], [])
         endings_of_path = (f"/{name}", f".{name}")
         # The bare name is the end of every match: wrapper prefixes may be inside of a key.
@@ -90,13 +95,13 @@ class NameIndex:
             if accept is not None and not accept(node):
                 continue
             stage = 3
-            for form in dict.fromkeys((path, self._strip_path(path))):
-                full = name_of(form)
-                if full == name:
+            for variant in dict.fromkeys((path, self._strip_path(path))):
+                full_name = name_of(variant)
+                if full_name == name:
                     stage = 0
-                elif form and name_of(form[-1:]) == name:
+                elif variant and name_of(variant[-1:]) == name:
                     stage = min(stage, 1)
-                elif endings and full.endswith(endings_of_path):
+                elif endings and full_name.endswith(endings_of_path):
                     stage = min(stage, 2)
             if stage < 3:
                 stages[stage].append(index)
@@ -115,6 +120,9 @@ class NameIndex:
 
     def select(self, pattern: str, *, endings: bool = True) -> list[int]:
         """Return the positions of the nodes that match a name or a glob.
+
+        A glob with a slash is compared with paths, any other with keys; both also without wrapper
+        prefixes.
 
         Raises:
             AmbiguousName: if a name matches several nodes.
@@ -188,30 +196,30 @@ class NameIndex:
         The keys of its tensors decide, if it has tensors.
         """
         if parent not in self._renamers:
-            tensors, others = self._inside.get(parent, ([], []))
+            tensors, others = self._keys_by_container.get(parent, ([], []))
             self._renamers[parent] = make_wrapper_remover(tensors or others)
         return self._renamers[parent]
 
     @cached_property
-    def _inside(self) -> Mapping[Path, tuple[list[str], list[str]]]:
-        """The keys of tensors and of other nodes in each container, by its path."""
-        inside: dict[Path, tuple[list[str], list[str]]] = {}
+    def _keys_by_container(self) -> Mapping[Path, tuple[list[str], list[str]]]:
+        """By path of a container, the text keys of tensors in it, and those of other nodes."""
+        keys_by_path: dict[Path, tuple[list[str], list[str]]] = {}
         for path, node in self.nodes:
             if path and type(path[-1]) is str:
-                keys = inside.setdefault(path[:-1], ([], []))
+                keys = keys_by_path.setdefault(path[:-1], ([], []))
                 keys[type(node) is not TensorRef].append(path[-1])
         # An index of leaves has containers only in the paths.
-        parents, seen = list(inside), set(self._paths)
+        parents, seen = list(keys_by_path), set(self._paths)
         while parents:
             path = parents.pop()
             if path and path not in seen:
                 seen.add(path)
-                if path[:-1] not in inside:
+                if path[:-1] not in keys_by_path:
                     parents.append(path[:-1])
-                keys = inside.setdefault(path[:-1], ([], []))
+                keys = keys_by_path.setdefault(path[:-1], ([], []))
                 if type(path[-1]) is str:
                     keys[1].append(path[-1])
-        return inside
+        return keys_by_path
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class Opaque(Result):
             args = self.args if isinstance(self.args, tuple) else ()
             if self.func.name in _RECONSTRUCTORS and args and isinstance(args[0], Global):
                 return args[0].qualified
-            return _MADE_BY.get(self.func.name, self.func.qualified)
+            return _CLASS_BY_FUNCTION.get(self.func.name, self.func.qualified)
         match self.func:
             case Opaque(func=Global(name="getattr"), args=(Global() as owner, str() as name)):
                 return f"{owner.qualified}.{name}"  # old protocols refer to an inner class this way
@@ -151,7 +151,7 @@ class Opaque(Result):
         """True for a numpy scalar or dtype: a value without further content."""
         if self.plain is not None:
             return True
-        named = isinstance(self.func, Global) and self.func.qualified in _NUMPY
+        named = isinstance(self.func, Global) and self.func.qualified in _NUMPY_VALUES
         return named and next(find_tensors(self), None) is None
 
     @property
@@ -172,9 +172,9 @@ class Opaque(Result):
 
 
 _RECONSTRUCTORS = frozenset({"_reconstructor", "__newobj__", "__newobj_ex__", "_reconstruct"})
-_MADE_BY = {"_frombuffer": "numpy.ndarray", "_get_layout": "torch.layout"}
+_CLASS_BY_FUNCTION = {"_frombuffer": "numpy.ndarray", "_get_layout": "torch.layout"}
 """The classes that some functions create, if their names do not show it."""
-_NUMPY = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+_NUMPY_VALUES = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
 Path = tuple[Any, ...]
@@ -569,8 +569,8 @@ class TensorRef(Result):
 def replace_elements(tensor: TensorRef, **fields: Any) -> TensorRef:
     """Return the tensor with another `dtype`, `shape`, `storage`, `offset`, `stride` or `flags`.
 
-    A tensor of a back end without storages (a TPU) is then carried by a CPU tensor. A numpy array
-    becomes a tensor, because its pickle has the old elements.
+    A tensor of a back end without storages (a TPU) is then carried by a CPU tensor, which the file
+    has in its place. A numpy array becomes a tensor, because its pickle has the old elements.
     """
     if fields and "array" in (tensor.parts or {}):
         fields = {"kind": "strided", "parts": None, **fields}

@@ -10,10 +10,10 @@ from ckptool.core.quantizers import class_scheme
 from ckptool.errors import LimitExceeded
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
-_MARKS = ("_parameters", "_buffers", "_modules")
-_COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
+_MODULE_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
+_COMPILED_CLASS = "torch._dynamo.eval_frame.OptimizedModule"
 
-_VERSIONS = {
+_VERSION_BY_CLASS = {
     f"torch.{home}.{name}": version
     for version, home, names in (
         (2, "nn.intrinsic.qat.modules.conv_fused",
@@ -43,6 +43,7 @@ class Visits:
         """Start with no visits."""
         self._limits = limits
         self._entered: set[int] = set()
+        """The ids of the containers that were visited."""
         self._entries_first_seen = self._entries_seen_again = 0
 
     def enter(self, node: Any, size: int, depth: int) -> None:
@@ -67,7 +68,7 @@ def is_module(node: Any) -> bool:
         return False
     attributes = node.attributes
     return (
-        all(isinstance(attributes.get(mark), dict) for mark in _MARKS)
+        all(isinstance(attributes.get(mark), dict) for mark in _MODULE_ATTRIBUTES)
         or _unwrap_compiled(node) != {}
     )
 
@@ -78,9 +79,9 @@ def _unwrap_compiled(node: Opaque) -> dict[Any, Opaque]:
     A compiled module is pickled as a call without state. Source: torch/_dynamo/eval_frame.py
     `OptimizedModule.__reduce__`.
     """
-    if isinstance(node.args, tuple) and node.args and node.class_name == _COMPILED:
+    if isinstance(node.args, tuple) and node.args and node.class_name == _COMPILED_CLASS:
         inner = node.args[0]
-        if isinstance(inner, Opaque) and inner.class_name != _COMPILED and is_module(inner):
+        if isinstance(inner, Opaque) and inner.class_name != _COMPILED_CLASS and is_module(inner):
             return {"_orig_mod": inner}
     return {}
 
@@ -188,7 +189,7 @@ def _find_version(module: Opaque) -> int:
         return stated
     if {"running_mean", "num_batches_tracked"} <= module.attributes.get("_buffers", {}).keys():
         return 2
-    return _VERSIONS.get(module.class_name.replace("torch.ao.", "torch.", 1), 1)
+    return _VERSION_BY_CLASS.get(module.class_name.replace("torch.ao.", "torch.", 1), 1)
 
 
 def get_own_tensors(module: Opaque) -> dict[Any, Any]:

@@ -42,11 +42,11 @@ PEFT = "base_model.model."
 N_AVERAGED = "n_averaged"
 """The counter of `AveragedModel`, next to its `module`."""
 
-_MOST, _LONGEST = 2000, 120
+_MAX_COMPARED, _MAX_COMPARED_LENGTH = 2000, 120
 """The most names to compare, and characters of each: a hostile file may have many."""
 _CANDIDATES = 20
 """Names compared letter by letter, chosen by their letter counts."""
-_WORDS = 4
+_MAX_WORDS = 4
 
 RULES_HINT = "make the rules narrower, or rename one of the two first"
 COLLISION_HINT = "remove fewer levels, or only one wrapper prefix"
@@ -196,21 +196,27 @@ def _check_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _find_outermost(names: Sequence[str], kinds: tuple[str, ...]) -> _Level | None:
-    """Return the next component to remove, or None."""
+    """Return the next component to remove, one of `kinds`, or None.
+
+    `module` must begin every key, except for wrappers that are not removed; any other wrapper is
+    removed where a key has it.
+    """
     if not names:
         return None
-    kept = _match_any_of(kind for kind in WRAPPERS if kind not in kinds and kind != "module")
+    kept_wrappers = _match_any_of(
+        kind for kind in WRAPPERS if kind not in kinds and kind != "module"
+    )
     if "module" in kinds:
-        pattern = re.compile(rf"^((?:{kept}\.)*)module\.", re.DOTALL)
+        pattern = re.compile(rf"^((?:{kept_wrappers}\.)*)module\.", re.DOTALL)
         if all(map(pattern.match, names)):
             return _Level(pattern, ("module",))
     text = "\n".join(names)  # one fast search finds the wrappers that can occur at all
-    others = _match_any_of(kind for kind in kinds if kind != "module" and kind in text)
-    inner = re.compile(rf"(^|\.)({others})\.")
-    if others == _match_any_of(()):
-        return None
-    wrappers = dict.fromkeys(match[2] for name in names if (match := inner.search(name)))
-    return _Level(inner, tuple(wrappers)) if wrappers else None
+    inner_wrappers = _match_any_of(kind for kind in kinds if kind != "module" and kind in text)
+    inner_pattern = re.compile(rf"(^|\.)({inner_wrappers})\.")
+    if inner_wrappers == _match_any_of(()):
+        return None  # none of them is in a key
+    wrappers = dict.fromkeys(match[2] for name in names if (match := inner_pattern.search(name)))
+    return _Level(inner_pattern, tuple(wrappers)) if wrappers else None
 
 
 def _match_any_of(words: Iterable[str]) -> str:
@@ -305,16 +311,21 @@ def check_collisions(
 
 
 def find_similar(target: str, names: Iterable[str], max_count: int = 3) -> list[str]:
-    """Return the names most similar to `target`, else names with a similar component."""
-    candidates = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
-    target = target[:_LONGEST]
+    """Return the names most similar to `target`, else names with a component like a word of it.
+
+    Only so many names of limited length are compared that it takes milliseconds.
+    """
+    candidates = list(
+        islice((name for name in names if len(name) <= _MAX_COMPARED_LENGTH), _MAX_COMPARED)
+    )
+    target = target[:_MAX_COMPARED_LENGTH]
     if matches := _find_closest(target, candidates, max_count, 0.6):
         return matches
     words = [word for word in re.findall(r"\w+", target) if len(word) > 1 and not word.isdecimal()]
     parts_of = {name: re.split(r"[./]", name) for name in candidates}
-    parts = list(islice(dict.fromkeys(chain.from_iterable(parts_of.values())), _MOST))
+    parts = list(islice(dict.fromkeys(chain.from_iterable(parts_of.values())), _MAX_COMPARED))
     similar_parts = [
-        part for word in words[:_WORDS] for part in _find_closest(word, parts, max_count, 0.75)
+        part for word in words[:_MAX_WORDS] for part in _find_closest(word, parts, max_count, 0.75)
     ]
     matches = [name for part in similar_parts for name in candidates if part in parts_of[name]]
     return list(dict.fromkeys(matches))[:max_count]
@@ -335,7 +346,7 @@ def _find_closest(target: str, names: Iterable[str], max_count: int, cutoff: flo
 
 
 _NUMBER = re.compile(r"(?<![^./])(0|[1-9][0-9]{0,8})(?![^./])")
-_MOST_NUMBERS = 4  # of a name; a hostile one has a million, each compared with the others
+_MAX_NUMBERS = 4  # of a name; a hostile one has a million, each compared with the others
 
 _Place = tuple[int, ...]
 """The numbers in a key, from left to right."""
@@ -379,7 +390,7 @@ def group_families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the texts around the numbers of a key, and the numbers."""
-    parts = _NUMBER.split(name, _MOST_NUMBERS)
+    parts = _NUMBER.split(name, _MAX_NUMBERS)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
 

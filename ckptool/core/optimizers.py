@@ -18,7 +18,7 @@ from ckptool.core.sections import (
 )
 from ckptool.core.tree import walk, walk_everything
 
-_FACTORS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
+_ADAFACTOR_KEYS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
 """Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those
 that count. Torch keeps a 1 for the dimension that is gone, transformers nothing."""
 
@@ -119,7 +119,7 @@ def infer_shape(state: Any) -> Shape | None:
         if isinstance(state.get(name), TensorRef):
             shape: Shape = state[name].shape
             return shape
-    for rows, columns, sizes_kept in _FACTORS:
+    for rows, columns, sizes_kept in _ADAFACTOR_KEYS:
         row, column = state.get(rows), state.get(columns)
         if isinstance(row, TensorRef) and isinstance(column, TensorRef) and column.shape:
             return (*row.shape[:sizes_kept], column.shape[-1])
@@ -131,7 +131,7 @@ def fits_shape(state: Any, shape: Shape | None) -> bool:
 
     For Adafactor, rows and columns must match those of the parameter.
     """
-    factors = {key for rows, columns, _ in _FACTORS for key in (rows, columns)}
+    factors = {key for rows, columns, _ in _ADAFACTOR_KEYS for key in (rows, columns)}
     return infer_shape(state) in (None, shape) and all(
         leaf.shape == shape
         or factors.intersection(path)

@@ -12,14 +12,14 @@ from ckptool.files.json_object import read_json_object
 from ckptool.files.place import is_address
 from ckptool.words import printable
 
-_CONFIG = "config.json"
+_CONFIG_FILE = "config.json"
 SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """The files of AutoGPTQ and AutoAWQ next to a `config.json` without it; by name, their method."""
-_KEYS = ("quantization", "quantization_config")
+_CONFIG_KEYS = ("quantization", "quantization_config")
 """The keys in a configuration: of MLX (which may keep that of its source), of transformers."""
-_BITS = ("bits", "w_bit", "num_bits", "nbits")
-_GROUP = ("group_size", "q_group_size")
-_TORCHAO = "tensor_names"
+_BITS_KEYS = ("bits", "w_bit", "num_bits", "nbits")
+_GROUP_KEYS = ("group_size", "q_group_size")
+_TORCHAO_ENTRY = "tensor_names"
 """The entry of `__metadata__` that lists torchao tensors, each with a `_type` entry."""
 
 
@@ -44,7 +44,7 @@ class QuantizationConfig(NamedTuple):
         match entries.get("config_groups"):  # of compressed-tensors
             case {"group_0": {"weights": {**weights}}}:
                 entries = weights
-        bits, group = (_first_size(entries, keys) for keys in (_BITS, _GROUP))
+        bits, group = (_first_size(entries, keys) for keys in (_BITS_KEYS, _GROUP_KEYS))
         return (
             *([f"{bits} bits"] if bits is not None else []),
             *([f"groups of {group}"] if group is not None else []),
@@ -52,12 +52,15 @@ class QuantizationConfig(NamedTuple):
 
 
 def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
-    """Return the quantization stated next to a checkpoint, in its tree, or in its header."""
+    """Return the quantization stated next to a checkpoint, in its tree, or in its header.
+
+    The first configuration with a method counts; then the separate files of GPTQ and AWQ.
+    """
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     header = {key: _parse_json(text) for key, text in checkpoint.details.header.items()}
-    own = _read_json(checkpoint.path, _CONFIG)
+    model_config = _read_json(checkpoint.path, _CONFIG_FILE)
     for where, config in (
-        (_CONFIG, own),
+        (_CONFIG_FILE, model_config),
         ("the file", root),
         ("the file", root.get("config")),
         ("the metadata", header),
@@ -69,10 +72,12 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
             return QuantizationConfig(printable(method), where, entries, model_type, header)
     for name, method in SEPARATE_CONFIGS.items():
         entries = _read_json(checkpoint.path, name)
-        bits, group = (_first_size(entries, keys) for keys in (_BITS, _GROUP))
+        bits, group = (_first_size(entries, keys) for keys in (_BITS_KEYS, _GROUP_KEYS))
         if bits is not None:
             entries = {**entries, "bits": bits, "group_size": group or entries.get("group_size")}
-            return QuantizationConfig(method, name, entries, str(own.get("model_type", "")), header)
+            return QuantizationConfig(
+                method, name, entries, str(model_config.get("model_type", "")), header
+            )
     if header.get("format") == "mlx":
         return QuantizationConfig("MLX", "the metadata", header=header)
     return QuantizationConfig(header=header)
@@ -83,7 +88,7 @@ def plain_header(header: Mapping[str, str]) -> dict[str, str]:
     return {
         key: text
         for key, text in header.items()
-        if key not in (_TORCHAO, *_KEYS)
+        if key not in (_TORCHAO_ENTRY, *_CONFIG_KEYS)
         and (key, text) != ("format", "mlx")
         and not (isinstance(entry := _parse_json(text), dict) and "_type" in entry)
     }
@@ -100,7 +105,7 @@ def _find_method(config: Any) -> tuple[str, Mapping[str, Any]]:
 
     Both are empty if the configuration does not state one.
     """
-    for key in _KEYS if isinstance(config, Mapping) else ():
+    for key in _CONFIG_KEYS if isinstance(config, Mapping) else ():
         entries = config.get(key)
         if isinstance(entries, Mapping):
             method = entries.get("quant_method")

@@ -153,9 +153,9 @@ QUANTIZERS = (
 )  # fmt: skip
 """Tried in this order: the first match wins."""
 
-_BY_KEY = tuple(quantizer for quantizer in QUANTIZERS if quantizer.companion)
-_COMPANIONS = tuple(quantizer.companion for quantizer in _BY_KEY)
-_CODES_ONLY = ("qweight", "weight_packed", "W_q", "weight._data", "_qdata")
+_FOUND_BY_KEY = tuple(quantizer for quantizer in QUANTIZERS if quantizer.companion)
+_COMPANION_ENDINGS = tuple(quantizer.companion for quantizer in _FOUND_BY_KEY)
+_CODES_ENDINGS = ("qweight", "weight_packed", "W_q", "weight._data", "_qdata")
 """The endings of keys that only quantized weights have."""
 
 
@@ -168,16 +168,16 @@ LOOKS_QUANTIZED = "looks quantized"
 """The scheme of weights that are recognized only by shapes and dtypes."""
 MARKERS = ("scaled_fp8",)
 """Last parts of keys that only mark a whole state dict as quantized (ComfyUI)."""
-OF_OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
+OPTIMIZER_KEY = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
 """Matches keys of optimizer states in any form."""
-_CODES = re.compile(r"u?int8|u?int32|float8_(?!e8m0).*")
+_CODE_DTYPES = re.compile(r"u?int8|u?int32|float8_(?!e8m0).*")
 """Matches the dtypes of codes; an e8m0 is a scale."""
-_FLOATS = ("float", "bfloat")
-_NO_CODES = re.compile(r"rng|random|^state[12]$|(^|_)(masks?|ids?|index|idxs?)$", re.IGNORECASE)
+_FLOAT_PREFIXES = ("float", "bfloat")
+_NO_CODES_KEY = re.compile(r"rng|random|^state[12]$|(^|_)(masks?|ids?|index|idxs?)$", re.IGNORECASE)
 """Matches last components of other integers: generators, 8-bit Adam, masks, tables."""
-_SCALE = "scale"
+_SCALE_WORD = "scale"
 """The text in the key of a scale, if its shape is not sufficient."""
-_FEWEST = 4
+_MIN_CODES_PER_SCALE = 4
 """The fewest codes per scale: with fewer, quantization would save nothing."""
 
 
@@ -200,32 +200,39 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
     A tensor of a quantizer's class contains its companions, so none are listed. `by_shape`: also
     find weights by shapes and dtypes only, which does not suit the state of an optimizer.
     """
-    found: dict[str, Quantized] = {}
+    quantized_by_key: dict[str, Quantized] = {}
     for name, value in state.items():
         scheme = class_scheme(value)
         if scheme is not None:
-            found[name] = Quantized(scheme, ())
-    candidates = [name for name in state if isinstance(name, str) and name.endswith(_COMPANIONS)]
-    for quantizer in _BY_KEY if candidates else ():
+            quantized_by_key[name] = Quantized(scheme, ())
+    candidates = [
+        name for name in state if isinstance(name, str) and name.endswith(_COMPANION_ENDINGS)
+    ]
+    for quantizer in _FOUND_BY_KEY if candidates else ():
         for name in candidates:
             stem = name.removesuffix(quantizer.companion)
             weight = stem + quantizer.weight
-            if stem == name or weight in found:
+            if stem == name or weight in quantized_by_key:
                 continue
             if _recognizes(quantizer, state.get(weight), state[name]):
                 keys = (stem + ending for ending in (quantizer.companion, *quantizer.optional))
                 present = (key for key in keys if key != weight and key in state)
-                found[weight] = Quantized(quantizer.scheme, tuple(present))
+                quantized_by_key[weight] = Quantized(quantizer.scheme, tuple(present))
     if not by_shape:
-        return found
-    known = {*found, *(key for quantized in found.values() for key in quantized.companions)}
-    scaled = dict(_find_scaled({name: one for name, one in state.items() if name not in known}))
+        return quantized_by_key
+    known = {
+        *quantized_by_key,
+        *(key for quantized in quantized_by_key.values() for key in quantized.companions),
+    }
+    scaled = dict(_find_scaled({key: value for key, value in state.items() if key not in known}))
     scales = {key for companions in scaled.values() for key in companions}
     for name, companions in scaled.items():
         if name not in scales:  # fp8 scales of 4-bit codes may have a scale of their own
             outer = (key for scale in companions for key in scaled.get(scale, ()))
-            found[name] = Quantized(LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *outer))))
-    return found
+            quantized_by_key[name] = Quantized(
+                LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *outer)))
+            )
+    return quantized_by_key
 
 
 def find_incomplete(state: Mapping[Any, Any], found: Collection[str]) -> Iterator[str]:
@@ -233,10 +240,10 @@ def find_incomplete(state: Mapping[Any, Any], found: Collection[str]) -> Iterato
     for name, value in state.items():
         if (
             isinstance(name, str)
-            and name.endswith(_CODES_ONLY)
+            and name.endswith(_CODES_ENDINGS)
             and name not in found
             and isinstance(value, TensorRef)
-            and _CODES.fullmatch(value.dtype)
+            and _CODE_DTYPES.fullmatch(value.dtype)
         ):
             yield name
 
@@ -245,7 +252,7 @@ def rival_scales(state: Mapping[Any, Any], name: str, scheme: str) -> list[str]:
     """Return the keys of all entries that would scale the weight `name` by a rule of `scheme`."""
     keys = (
         name.removesuffix(quantizer.weight) + quantizer.companion
-        for quantizer in _BY_KEY
+        for quantizer in _FOUND_BY_KEY
         if quantizer.scheme == scheme and name.endswith(quantizer.weight)
     )
     return [key for key in dict.fromkeys(keys) if key in state]
@@ -264,27 +271,32 @@ def plain_key(scheme: str, name: str) -> str:
 
 
 def _find_scaled(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield codes with the scales next to them, judging by shapes and dtypes."""
+    """Yield the key of codes and the keys of the scales and biases next to them.
+
+    They are judged by shapes and dtypes: codes are integers or float8, scales are floats in the
+    same module with the shape of rows, columns or groups. Codes next to a float of the same shape
+    are left out.
+    """
     tensors = {
         name: value
         for name, value in state.items()
         if isinstance(name, str) and isinstance(value, TensorRef)
     }
-    codes = [name for name, tensor in tensors.items() if _may_be_codes(name, tensor)]
-    floats: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in codes}
-    for name, tensor in tensors.items() if codes else ():
+    code_keys = [name for name, tensor in tensors.items() if _may_be_codes(name, tensor)]
+    floats_by_module: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in code_keys}
+    for name, tensor in tensors.items() if code_keys else ():
         parent = name.rpartition(".")[0]
-        if parent in floats and tensor.dtype.startswith(_FLOATS):
-            floats[parent].append(name)
-    nested = any("." in name for name in tensors)
-    for name in codes:
+        if parent in floats_by_module and tensor.dtype.startswith(_FLOAT_PREFIXES):
+            floats_by_module[parent].append(name)
+    has_modules = any("." in name for name in tensors)
+    for name in code_keys:
         weight, parent = tensors[name], name.rpartition(".")[0]
         siblings = [
             key
-            for key in floats[parent]
+            for key in floats_by_module[parent]
             if tensors[key].dtype != weight.dtype  # otherwise it is another weight
             # At the root of a model, or in a file of images, the keys must match too.
-            and (parent or _common_length(name, key) or not (nested or len(weight.shape) > 2))
+            and (parent or _common_length(name, key) or not (has_modules or len(weight.shape) > 2))
         ]
         if any(tensors[key].shape == weight.shape for key in siblings):
             continue
@@ -305,11 +317,11 @@ def _find_scaled(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...
 def _may_be_codes(name: str, tensor: TensorRef) -> bool:
     """Return True if the key, dtype and shape of a tensor suit the codes of a weight."""
     shape, last = tensor.shape, name.rpartition(".")[2]
-    if len(shape) < 2 or not _CODES.fullmatch(tensor.dtype):
+    if len(shape) < 2 or not _CODE_DTYPES.fullmatch(tensor.dtype):
         return False
     if len(shape) > 2 and all(size == 1 for size in shape[:-2]):  # a causal mask, as in GPT-J
         return False
-    return not (_NO_CODES.search(last) or any(map(OF_OPTIMIZERS.fullmatch, name.split("."))))
+    return not (_NO_CODES_KEY.search(last) or any(map(OPTIMIZER_KEY.fullmatch, name.split("."))))
 
 
 def _common_length(name: str, other: str) -> int:
@@ -320,12 +332,15 @@ def _common_length(name: str, other: str) -> int:
 
 
 def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
-    """Return True if `scale` has the shape of rows, columns or groups of codes."""
+    """Return True if `scale` has the shape of rows, columns, groups or square blocks of `codes`.
+
+    A single number is a scale only for float8 codes, or for other bytes if its key says so.
+    """
     shape, sizes = codes.sizes, scale.sizes
     is_byte = codes.itemsize == 1
     if prod(sizes) == 1:
-        return is_byte and (codes.dtype.startswith("float8_") or _SCALE in name.lower())
-    if not prod(sizes) or prod(sizes) * _FEWEST > prod(shape):
+        return is_byte and (codes.dtype.startswith("float8_") or _SCALE_WORD in name.lower())
+    if not prod(sizes) or prod(sizes) * _MIN_CODES_PER_SCALE > prod(shape):
         return False
     while len(sizes) > len(shape) and sizes[-1] == 1:
         sizes = sizes[:-1]

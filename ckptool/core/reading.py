@@ -12,7 +12,7 @@ from ckptool.files.source import BytesDone, Progress
 from ckptool.files.threads import run_in_order
 from ckptool.limits import Limits
 
-_JOB, _MOST = 8 << 20, 64
+_JOB_BYTES, _JOB_TENSORS = 8 << 20, 64
 """The bytes and tensors of one job for a thread; many tensors are small."""
 
 
@@ -103,7 +103,7 @@ def _group_into_jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
     job: list[TensorRef] = []
     for tensor in tensors:
         job.append(tensor)
-        if sum(member.nbytes for member in job) >= _JOB or len(job) >= _MOST:
+        if sum(member.nbytes for member in job) >= _JOB_BYTES or len(job) >= _JOB_TENSORS:
             yield job
             job = []
     if job:

@@ -34,10 +34,10 @@ _MODEL_NAME = re.compile(
 """Keys under which trainings save the model itself."""
 _OPTIMIZER_KEY = re.compile(r"optimizer(_weights)?\Z")
 """Keys under which Keras and TensorFlow keep the variables of an optimizer, in one flat dict."""
-_INTEGER = re.compile(r"u?int\d+|bool")
-_OF_ARRAYS = ("model", "state_dict", "blobs")
+_INTEGER_DTYPE = re.compile(r"u?int\d+|bool")
+_ARRAY_MODEL_KEYS = ("model", "state_dict", "blobs")
 """Keys under which numpy's arrays are weights: in files of detectron2 and Caffe2."""
-OF_THE_MODEL = "_ckptool_model"
+MODEL_MARK = "_ckptool_model"
 """An attribute next to `_metadata` that marks the model's state dict in its file.
 
 Its value has the keys of the optimizers next to it, each with the key of the state dict whose
@@ -179,7 +179,10 @@ MOMENTS = (
     "exp_inf", "grad_avg", "sum", "prev", "ax", "variance",
 )  # fmt: skip
 """Keys of an optimizer's state whose tensors have the shape of the parameter."""
-_OF_A_PARAMETER, _USUAL = {"step", *MOMENTS}, {"exp_avg", "momentum_buffer", "square_avg"}
+_PARAMETER_STATE_KEYS, _COMMON_MOMENTS = (
+    {"step", *MOMENTS},
+    {"exp_avg", "momentum_buffer", "square_avg"},
+)
 
 
 def is_optimizer(mapping: dict[Any, Any]) -> bool:
@@ -241,7 +244,7 @@ def _is_parameter_state(node: Any) -> bool:
     """Return True for an optimizer's state of one parameter."""
     if not isinstance(node, dict):
         return False
-    is_usual = node.keys() <= _OF_A_PARAMETER and not node.keys().isdisjoint(_USUAL)
+    is_usual = node.keys() <= _PARAMETER_STATE_KEYS and not node.keys().isdisjoint(_COMMON_MOMENTS)
     is_adagrad = node.keys() == {"step", "sum"} and isinstance(node["sum"], TensorRef)
     return is_usual or is_adagrad
 
@@ -294,7 +297,7 @@ def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> b
         return False
     if not path:
         return True
-    can_be_arrays = path[-1] in _OF_ARRAYS
+    can_be_arrays = path[-1] in _ARRAY_MODEL_KEYS
     return any(tensor.shape and (can_be_arrays or tensor.kind != "numpy") for tensor in tensors)
 
 
@@ -349,7 +352,7 @@ def _has_weight_key(section: Section) -> bool:
 def _is_table(mapping: dict[Any, Any]) -> bool:
     """Return True if all of its tensors are integers: indices, lengths, codes."""
     tensors = (tensor for tensor in mapping.values() if isinstance(tensor, TensorRef))
-    return all(_INTEGER.fullmatch(tensor.dtype) for tensor in tensors)
+    return all(_INTEGER_DTYPE.fullmatch(tensor.dtype) for tensor in tensors)
 
 
 def _is_mere_data(root: Any, section: Section) -> bool:
@@ -477,7 +480,7 @@ def _has_flat_tensors(values: Collection[Any]) -> bool:
 
 
 def _find_root_weights(root: Any) -> dict[Any, Any]:
-    """Return the tensors directly in the root if they have keys of weights, or are alone.
+    """Return the tensors directly in the root if they have dotted keys, or if it has only tensors.
 
     A root with only random states also counts: the caller asked for a state dict.
     """
@@ -540,7 +543,7 @@ def _require_one(checkpoint: Checkpoint, sections: list[Section], where: str) ->
 
 def is_marked_as_model(section: Section) -> bool:
     """Return True if `ckptool.save` marked it as the model's."""
-    marked = isinstance(section.node, OrderedMap) and OF_THE_MODEL in section.node.attributes
+    marked = isinstance(section.node, OrderedMap) and MODEL_MARK in section.node.attributes
     return marked and section.path[-1:] == ("state_dict",)
 
 
@@ -548,7 +551,7 @@ def read_noted_owners(section: Section) -> dict[Any, Any]:
     """Return the keys of optimizers noted by `ckptool.save`, each with that of its model."""
     if not isinstance(section.node, OrderedMap) or not is_marked_as_model(section):
         return {}
-    owners = section.node.attributes[OF_THE_MODEL]
+    owners = section.node.attributes[MODEL_MARK]
     return owners if isinstance(owners, dict) else {}
 
 

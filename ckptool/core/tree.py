@@ -28,7 +28,7 @@ from ckptool.words import printable
 _PLAIN = frozenset((
     bool, int, float, complex, str, ByteString, type(None), bytes, bytearray, Global,
 ))  # fmt: skip
-_UNTREATED = _PLAIN - {Global}
+_PLAIN_VALUES = _PLAIN - {Global}
 _HOLDERS = frozenset((dict, OrderedMap, list, tuple, Size, Opaque))
 
 
@@ -66,7 +66,7 @@ def walk_mentions(root: Any, enter: Callable[[Any], bool]) -> Iterator[tuple[Lin
     pending: list[tuple[Link, Any]] = [(None, root)]
     while pending:
         link, node = pending.pop()
-        if type(node) in _UNTREATED:
+        if type(node) in _PLAIN_VALUES:
             continue
         is_single = isinstance(node, (Opaque, TensorRef, Global))
         if is_single:
@@ -155,15 +155,22 @@ class _Rebuilder:
     def __init__(
         self, leaf: Callable[[Any], Any] | None, mapping: Callable[[Any], Any] | None
     ) -> None:
-        """Start with no node copied."""
+        """Start with no node copied; for the arguments see `rebuild`."""
         self.leaf = leaf
         self.mapping = mapping
         self.done: dict[int, Any] = {}
+        """By id of a node, the copy or rebuilt node in the new tree."""
         self.replacements: dict[int, Any] = {}
+        """By id of a leaf, the node that `leaf` returned."""
         self.copies: list[tuple[Any, Any]] = []
+        """The containers and objects to copy content from, each with its empty copy."""
 
     def run(self, root: Any) -> Any:
-        """Return the new tree of `root`."""
+        """Return the new tree of `root`.
+
+        A node is opened first, which puts its content on `pending`. A tuple, tensor or replaced
+        object is finished after its content; a mutable node is filled at the end.
+        """
         pending: list[tuple[Any, bool]] = []
         self._replace_leaves((root,), pending)
         while pending:
@@ -183,7 +190,7 @@ class _Rebuilder:
         done, leaf = self.done, self.leaf
         for node in nodes:
             kind = type(node)
-            if kind in _UNTREATED or id(node) in done:
+            if kind in _PLAIN_VALUES or id(node) in done:
                 continue
             if kind in _HOLDERS or (kind is TensorRef and leaf and _list_components(node)):
                 pending.append((node, False))
@@ -284,7 +291,7 @@ class _Rebuilder:
 
     def _get_replacement(self, node: Any) -> Any:
         """Return the node that replaces this one; plain values replace themselves."""
-        return node if type(node) in _UNTREATED else self.done[id(node)]
+        return node if type(node) in _PLAIN_VALUES else self.done[id(node)]
 
 
 def with_late_values(root: Any) -> Any:
@@ -396,11 +403,13 @@ class _Frames:
     def __init__(self, limits: Limits, enter: Callable[[Path, Any], bool] | None) -> None:
         """Start with no open container."""
         self.stack: list[tuple[Any, Path, Entries, bool, Entries | None]] = []
+        """The container and the items that the class docstring lists, for each level."""
         self._enter = enter
         self._limits = limits
         self._visits = Visits(limits)
         self._open_ids: set[int] = set()
         self._modules: dict[int, OrderedMap | None] = {}
+        """The state of each pickled module by id; None for another object."""
 
     def get_module_state(self, node: Opaque) -> OrderedMap | None:
         """Return the state of a pickled module, computed once; None for any other node."""
@@ -428,7 +437,11 @@ class _Frames:
 
 
 def _list_contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
-    """Return the entry count of a container, entries to list, and entries to search for tensors."""
+    """Return the entry count of a container, entries to list, and entries to search for tensors.
+
+    `module` is the `state_dict()` of a pickled module, None for any other node. Only an object has
+    entries that are searched for tensors: its attributes and arguments.
+    """
     if isinstance(node, dict):
         return len(node), iter(node.items()), None
     if isinstance(node, (list, tuple)):

@@ -21,7 +21,7 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.formats import load_format
-from ckptool.formats.base import A_FOLDER
+from ckptool.formats.base import FOLDER_QUOTE
 from ckptool.inspection.blockers import (
     describe_wrong_extension,
     detect_missing_weights,
@@ -70,7 +70,7 @@ def check_layout(subject: Subject) -> Iterator[Complaint]:
         )
     elif os.path.isdir(checkpoint.path):
         what = "it is an unzipped checkpoint folder"
-        yield _complain_fixed_by_rewrite("folder", "fails", what, quoted=A_FOLDER)
+        yield _complain_fixed_by_rewrite("folder", "fails", what, quoted=FOLDER_QUOTE)
     yield from _check_rejected_parts(subject)
     yield from _check_compression(subject)
     if checkpoint.details.byteorder == "big":
@@ -262,7 +262,7 @@ def _kind_of_error(error: CheckpointError) -> str:
 def _describe_load_failure(error: CheckpointError, path: str) -> tuple[Quote | None, str]:
     """Return the error of the library that would load the file, and the effect."""
     if os.path.isdir(path):
-        return A_FOLDER, ""
+        return FOLDER_QUOTE, ""
     if isinstance(error, FileMissing):
         return None, "The weights in the missing file keep their initial values, or loading fails."
     if path.lower().endswith(".safetensors"):

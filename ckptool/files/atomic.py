@@ -80,26 +80,31 @@ class FileOutput:
         self._fd = fd
         self._size = size
         self._progress = progress
-        self._pending = bytearray()
-        self._flushed = 0
-        self._reported = 0
+        self._unwritten = bytearray()
+        """Small pieces that are not in the file yet."""
+        self._written = 0
+        """The number of bytes in the file."""
+        self._reported_bytes = 0
+        """The value of `_written` when `progress` was last called."""
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
-        return self._flushed + len(self._pending)
+        return self._written + len(self._unwritten)
 
     def write(self, data: bytes | memoryview) -> None:
         """Write `data`; small pieces are gathered, large ones go straight through."""
         self._check_room(len(data))
         if len(data) < BLOCK:
-            self._pending += data
-        if len(data) >= BLOCK or len(self._pending) >= BLOCK:
+            self._unwritten += data
+        if len(data) >= BLOCK or len(self._unwritten) >= BLOCK:
             self._flush()
         if len(data) >= BLOCK:
             self._put(data)
 
     def copy(self, data: ByteRange) -> None:
         """Copy a range, with a kernel copy if it is in a file.
+
+        Without one, its CRC-32 is remembered in `streamed` if the output will be verified.
 
         Raises:
             TruncatedFile: the source has become shorter.
@@ -138,8 +143,8 @@ class FileOutput:
             WriteError: fewer bytes were written than planned.
         """
         self._flush()
-        if self._size not in (None, self._flushed):
-            raise WriteError(f"wrote {self._flushed:,} bytes, expected {self._size:,}")
+        if self._size not in (None, self._written):
+            raise WriteError(f"wrote {self._written:,} bytes, expected {self._size:,}")
         self._report()
 
     def _copy_file(self, data: ByteRange) -> None:
@@ -148,20 +153,20 @@ class FileOutput:
         self._flush()
         for start in range(0, data.length, STEP):
             length = min(STEP, data.length - start)
-            copy_bytes(data.source, data.offset + start, self._fd, self._flushed, length)
-            self._flushed += length
+            copy_bytes(data.source, data.offset + start, self._fd, self._written, length)
+            self._written += length
             self._advance()
 
     def _flush(self) -> None:
         """Write the pending bytes to the file."""
-        if self._pending:
-            pending, self._pending = self._pending, bytearray()
+        if self._unwritten:
+            pending, self._unwritten = self._unwritten, bytearray()
             self._put(pending)
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
         """Write `data` at the end of the file."""
-        write_at(self._fd, data, self._flushed)
-        self._flushed += len(data)
+        write_at(self._fd, data, self._written)
+        self._written += len(data)
         self._advance()
 
     def _check_room(self, length: int) -> None:
@@ -171,15 +176,15 @@ class FileOutput:
 
     def _advance(self) -> None:
         """After each `STEP` bytes, start the write to the disk and report the progress."""
-        if self._flushed - self._reported >= STEP:
-            start_writeback(self._fd, self._reported, self._flushed - self._reported)
+        if self._written - self._reported_bytes >= STEP:
+            start_writeback(self._fd, self._reported_bytes, self._written - self._reported_bytes)
             self._report()
 
     def _report(self) -> None:
         """Call the progress callback with the bytes written so far."""
-        self._reported = self._flushed
+        self._reported_bytes = self._written
         if self._progress is not None:
-            self._progress(self._flushed, self._size or self._flushed)
+            self._progress(self._written, self._size or self._written)
 
 
 def _find_temporaries(target: str, ending_pattern: str) -> list[str]:
@@ -194,7 +199,10 @@ def _find_temporaries(target: str, ending_pattern: str) -> list[str]:
 
 @contextmanager
 def _create_folder(target: str) -> Iterator[str]:
-    """Yield the target's folder; create it if needed, and remove it again if the block fails."""
+    """Yield the target's folder; create it if needed, and remove it again if the block fails.
+
+    Parent folders are created and removed, too.
+    """
     folder = os.path.dirname(target)
     missing = find_missing_folders(folder)
     try:
@@ -203,14 +211,14 @@ def _create_folder(target: str) -> Iterator[str]:
             sync_folder(os.path.dirname(missing_folder))
         yield folder
     except BaseException:
-        with suppress(OSError):
+        with suppress(OSError):  # another process may have put a file there
             for missing_folder in missing:
                 os.rmdir(missing_folder)
         raise
 
 
 def _seal(file: FileIO, output: FileOutput, old: os.stat_result | None, mode: int | None) -> None:
-    """Sync a file to the disk, with the owner, group and mode of the file that it will replace.
+    """Finish the output, and sync its file with the owner, group and mode of the one to replace.
 
     `mode` is the mode of a file that replaces nothing (None: unchanged).
 
@@ -445,9 +453,11 @@ def begin_set(
     parts: Sequence[PendingFile],
     *,
     overwrite: bool,
-    keeps: Callable[[str], bool] = lambda name: False,
+    is_kept: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[None]:
-    """Lock a set; finish a killed run, or remove its files except those that `keeps` accepts.
+    """Lock a set of files for the block; finish a killed run, or remove its temporary files.
+
+    The temporary files that `is_kept` accepts stay, and need no more space.
 
     Raises:
         As `open_atomic_set`.
@@ -468,9 +478,9 @@ def begin_set(
         if is_locked:
             remove_unfinished(target)
             for leftover in _find_temporaries(target, PART):
-                if not keeps(leftover):
+                if not is_kept(leftover):
                     remove(leftover)
-        check_space(folder, sum(part.size for part in parts if not keeps(part.temporary)))
+        check_space(folder, sum(part.size for part in parts if not is_kept(part.temporary)))
         yield
 
 

@@ -88,7 +88,7 @@ def compute_crc32cs(runs: Sequence[ByteRange], on_progress: BytesDone) -> Iterat
     """Yield the CRC-32C of each range; `on_progress` is called with the bytes done."""
     for run in runs:
         crc = 0
-        for block in run.iterate_blocks(_BLOCK):
+        for block in run.iterate_blocks(_READ_BYTES):
             crc = crc32c(block, crc)
             on_progress(len(block))
         yield crc
@@ -129,16 +129,16 @@ def _multiply(a: int, b: int) -> int:
 
 _Piece = tuple[int, int, int]
 """A piece of a range: the number of the range, the first byte, the length."""
-_Found = tuple[int, int, int | CorruptFile]
+_PieceResult = tuple[int, int, int | CorruptFile]
 """The result for a piece: the number of its range, its length, its CRC-32 or the error."""
 
-_PIECE = 32 << 20
+_JOB_BYTES = 32 << 20
 """Bytes of one job of a thread: a piece of a long range, or many short ranges."""
-_BLOCK = 512 << 10
+_READ_BYTES = 512 << 10
 """Bytes read at a time, few enough to be in the processor's cache for the checksum."""
-_CALL = 16 << 10
+_RANGE_COST = 16 << 10
 """The fixed cost of a range, in bytes."""
-_WORTH = 4 << 20
+_MIN_THREADED_BYTES = 4 << 20
 """Total bytes from which threads pay off."""
 
 
@@ -147,14 +147,15 @@ def compute_crc32s(
 ) -> Iterator[int | CorruptFile]:
     """Yield the CRC-32 of each range, in order, or the error if it cannot be inflated.
 
-    `on_progress` is called with the bytes done.
+    Threads compute the CRC-32 of pieces, which are combined. `on_progress` is called with the
+    length of each.
 
     Raises:
         UnreadableFile: a file cannot be read.
     """
     jobs = _divide_into_jobs(runs)
     work = partial(_compute_job, runs)
-    is_large = sum(run.length for run in runs) >= _WORTH
+    is_large = sum(run.length for run in runs) >= _MIN_THREADED_BYTES
     result: int | CorruptFile = 0
     current = 0
     for index, length, part_result in chain.from_iterable(
@@ -176,23 +177,26 @@ def compute_crc32s(
 
 
 def _divide_into_jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
-    """Divide all ranges, in order, into jobs of about equal work."""
+    """Divide all ranges, in order, into jobs of about equal work.
+
+    A long range is divided into pieces, unless its source cannot be read by several threads.
+    """
     job: list[_Piece] = []
     weight = 0
     for index, run in enumerate(runs):
-        step = _PIECE if run.source.is_shared else max(run.length, 1)
+        step = _JOB_BYTES if run.source.is_shared else max(run.length, 1)
         for start in range(0, max(run.length, 1), step):
             length = min(step, run.length - start)
             job.append((index, start, length))
-            weight += length + _CALL
-            if weight >= _PIECE:
+            weight += length + _RANGE_COST
+            if weight >= _JOB_BYTES:
                 yield job
                 job, weight = [], 0
     if job:
         yield job
 
 
-def _compute_job(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_Found]:
+def _compute_job(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_PieceResult]:
     """Return the results for the pieces of one job."""
     return [
         (index, length, _compute_or_error(runs[index].slice(start, length)))
@@ -203,6 +207,6 @@ def _compute_job(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_Found]:
 def _compute_or_error(data: ByteRange) -> int | CorruptFile:
     """Return the CRC-32 of a range, or the error if it cannot be inflated."""
     try:
-        return compute_crc32(data.iterate_reused(_BLOCK))
+        return compute_crc32(data.iterate_reused(_READ_BYTES))
     except CorruptFile as error:
         return error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.files.source import BLOCK, ByteRange, Source, join_neighbors
 from ckptool.files.strided import iterate_row_major
@@ -17,7 +17,7 @@ from ckptool.files.strided import iterate_row_major
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-WORTH = 256 << 10
+MIN_AHEAD_BYTES = 256 << 10
 """Bytes from which other threads compute the following blocks."""
 THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))
 """Threads that compute while the reader's thread writes, at most one per processor."""
@@ -61,17 +61,29 @@ class ComputedSource(FilledSource):
         last block is used.
         """
         super().__init__(name, size, fill)
-        self._ahead = ahead if size >= WORTH else None
+        self._ahead = ahead if size >= MIN_AHEAD_BYTES else None
         if self._ahead is not None:
             self._ahead.expect(self)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`, or `TruncatedFile`."""
         self._check_range(offset, len(buffer))
-        if self._ahead is None or len(buffer) < WORTH:
+        if self._ahead is None or len(buffer) < MIN_AHEAD_BYTES:
             self.fill(offset, buffer)
         else:
             self._ahead.read_into(self, offset, buffer)
+
+
+class _PredictedBlock(NamedTuple):
+    """A block that another thread computes."""
+
+    source: ComputedSource
+    offset: int
+    length: int
+    future: Future[None]
+    """Done when the block is in `buffer`."""
+    buffer: bytearray
+    """Its first `length` bytes are the block."""
 
 
 class ReadAhead:
@@ -83,63 +95,79 @@ class ReadAhead:
 
     def __init__(self) -> None:
         """Start without expected sources."""
-        self._order: dict[int, int] = {}
+        self._index_by_source_id: dict[int, int] = {}
         self._sources: list[ComputedSource] = []
-        self._blocks: deque[tuple[ComputedSource, int, int, Future[None], bytearray]] = deque()
-        self._spare: list[bytearray] = []
-        self._next = (0, 0)
+        """All sources, in the order in which they are expected to be read."""
+        self._blocks: deque[_PredictedBlock] = deque()
+        """The predicted blocks, in the order of reading."""
+        self._spare_buffers: list[bytearray] = []
+        self._last_end = (0, 0)
         """The index of a source, and the offset in it, up to which was read."""
-        self._right = 1
-        """Correct minus wrong predictions of the next source."""
+        self._prediction_score = 1
+        """Correct minus wrong predictions of the next source; above 0, sources are predicted."""
 
     def expect(self, source: ComputedSource) -> None:
         """Expect this source to be read after the earlier ones."""
-        self._order[id(source)] = len(self._sources)
+        self._index_by_source_id[id(source)] = len(self._sources)
         self._sources.append(source)
 
     def read_into(self, source: ComputedSource, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from a block that was computed ahead, or compute it now."""
-        source_index, length = self._order[id(source)], len(buffer)
+        source_index, length = self._index_by_source_id[id(source)], len(buffer)
         if not self._take_predicted(source, offset, buffer):
             source.fill(offset, buffer)
-        follows, self._next = self._next == (source_index, offset), (source_index, offset + length)
+        follows, self._last_end = (
+            self._last_end == (source_index, offset),
+            (source_index, offset + length),
+        )
         if (follows or offset == 0) and length <= BLOCK:
             remaining = source.size - offset - length
             self._compute_next(source_index, offset + length, length if remaining else BLOCK)
 
     def _take_predicted(self, source: ComputedSource, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer` from the next block if it was predicted; else drop all predicted blocks."""
+        """Fill `buffer` from the first predicted block and return True, if it is the one to read.
+
+        Else drop all predicted blocks, and return False. The score rises by 1 with the first block
+        of a predicted source, and falls by 2 if another source is read.
+        """
         if not self._blocks:
             return False
-        predicted, start, length, block, data = self._blocks[0]
-        if (predicted, start, length) == (source, offset, len(buffer)):
+        block = self._blocks[0]
+        if (block.source, block.offset, block.length) == (source, offset, len(buffer)):
             self._blocks.popleft()
-            block.result()
-            buffer[:] = memoryview(data)[:length]
-            self._spare.append(data)
-            self._right += not offset
+            block.future.result()
+            buffer[:] = memoryview(block.buffer)[: block.length]
+            self._spare_buffers.append(block.buffer)
+            if offset == 0:
+                self._prediction_score += 1
             return True
-        self._right -= 2 * (predicted is not source)
+        if block.source is not source:
+            self._prediction_score -= 2
         while self._blocks:  # not needed, and must not delay others
-            self._blocks.popleft()[3].cancel()
+            self._blocks.popleft().future.cancel()
         return False
 
     def _compute_next(self, source_index: int, offset: int, length: int) -> None:
-        """Start to compute the blocks after the last one."""
+        """Start to compute up to `DEPTH` blocks after the last predicted one, or from `offset`.
+
+        After the end of a source, the next source is predicted, if that was right often enough.
+        Blocks that are too short for another thread are left out.
+        """
         if self._blocks:
-            source, start, size, *_ = self._blocks[-1]
-            source_index, offset = self._order[id(source)], start + size
+            last = self._blocks[-1]
+            source_index = self._index_by_source_id[id(last.source)]
+            offset = last.offset + last.length
         while len(self._blocks) < DEPTH:
             source = self._sources[source_index]
             size = min(length, source.size - offset)
-            if size < WORTH:
+            if size < MIN_AHEAD_BYTES:
                 source_index, offset, length = source_index + 1, 0, BLOCK
-                if self._right <= 0 or source_index == len(self._sources):
+                if self._prediction_score <= 0 or source_index == len(self._sources):
                     return
                 continue
-            data = self._spare.pop() if self._spare else bytearray(BLOCK)
-            block = _get_thread_pool().submit(source.fill, offset, memoryview(data)[:size])
-            self._blocks.append((source, offset, size, block, data))
+            buffer = self._spare_buffers.pop() if self._spare_buffers else bytearray(BLOCK)
+            future = _get_thread_pool().submit(source.fill, offset, memoryview(buffer)[:size])
+            self._blocks.append(_PredictedBlock(source, offset, size, future, buffer))
             offset += size
 
 
@@ -201,8 +229,11 @@ class _Rows:
         self._axes = axes
         self._offset = offset
         self._blocks: Iterator[bytes] = iter(())
+        """The elements after `_pending`."""
         self._pending = memoryview(b"")
+        """The bytes of the current block that were not read yet."""
         self._position = -1
+        """The position of `_pending` in the result; -1 before the first read."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `offset` of the result."""

@@ -33,10 +33,10 @@ KIND = "edit"
 SECTOR = 512
 """Bytes, aligned in the file, that a disk writes completely or not at all."""
 
-_NUMBERS = ("device", "inode", "size", "offset")
+_NUMBER_FACTS = ("device", "inode", "size", "offset")
 """The facts of a journal except the hash."""
 
-_TAIL = 64 << 10
+_HASHED_BYTES = 64 << 10
 """Bytes at the end of the old file that identify it."""
 
 
@@ -102,7 +102,7 @@ class Edit:
             CorruptFile: it does not describe an edit.
         """
         try:
-            numbers = [int(journal.facts[key]) for key in _NUMBERS]
+            numbers = [int(journal.facts[key]) for key in _NUMBER_FACTS]
             device, inode, size, offset = numbers
             old, new = journal.blobs
             tail = str(journal.facts["tail"])
@@ -120,13 +120,14 @@ class Edit:
 
     def to_journal(self) -> Journal:
         """Return the journal, which must be on the disk before the edit begins."""
-        facts = {key: getattr(self, key) for key in (*_NUMBERS, "tail")}
+        facts = {key: getattr(self, key) for key in (*_NUMBER_FACTS, "tail")}
         return Journal(KIND, facts, (self.old, self.new), self.pid, self.boot)
 
     def state(self, fd: int, path: str, *, is_moved: bool = False) -> EditState:
         """Return the progress of this edit in the open file, which is at `path`.
 
-        `is_moved` also accepts a copy of the edited file, with the content that the edit left.
+        `is_moved` also accepts a copy of the edited file, with the content that the edit left. The
+        bytes before the edit, hashed, and its size identify the content.
 
         Raises:
             CorruptFile: it is another file, or it was changed in another way.
@@ -239,7 +240,7 @@ def apply_patch(
         except BaseException:
             _undo_edit(edit, path, fd)
             raise
-        source.take_as_it_is()
+        source.accept_current_state()
         with suppress(OSError):  # the edit is complete: the next reader removes the journal
             remove_journal(path)
 
@@ -269,7 +270,7 @@ def _undo_edit(edit: Edit, path: str, fd: int) -> None:
 
 def _hash_tail(fd: int, size: int, offset: int, length: int) -> str:
     """Hash the last bytes before `size`, without the `length` bytes from `offset`."""
-    first = max(size - _TAIL, 0 if offset == size else offset + length)
+    first = max(size - _HASHED_BYTES, 0 if offset == size else offset + length)
     return hashlib.sha256(read_at(fd, first, max(size - first, 0))).hexdigest()
 
 

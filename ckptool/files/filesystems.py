@@ -219,6 +219,6 @@ class _Upload(FileOutput):
         """Send `data` to the file system, and report the progress after each `STEP` bytes."""
         with convert_errors(self.name, to_write=True):
             self._file.write(data)
-        self._flushed += len(data)
-        if self._flushed - self._reported >= STEP:
+        self._written += len(data)
+        if self._written - self._reported_bytes >= STEP:
             self._report()

@@ -20,16 +20,16 @@ from ckptool.errors import CheckpointError, FileDenied, FileMissing, TruncatedFi
 TIMEOUT = 30.0
 """Seconds that a server may be silent."""
 ATTEMPTS = 5
-LONGEST_PAUSE = 30.0
-_PROGRESS = 16 << 10
+MAX_PAUSE = 30.0
+_MIN_PROGRESS = 16 << 10
 """After so many bytes, a lost connection does not count as an attempt."""
 FROM_THE_START = 64 << 20
 """Bytes that are read from the beginning if a server does not support ranges."""
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RETRIED_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS: dict[str, str] = {}
 """The redirect target of an address, for further parts of the file: hosts limit their redirects."""
-_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
-_DOWNLOAD = "download it first: curl -LO URL"
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+_DOWNLOAD_HINT = "download it first: curl -LO URL"
 
 
 class RangeResponse(NamedTuple):
@@ -57,6 +57,8 @@ def fetch(
 ) -> RangeResponse:
     """Return the bytes from `start` to `stop`, fewer if the file ends before.
 
+    A failure that may pass is followed by another attempt, which asks only for the missing bytes.
+
     Args:
         url: http or https.
         start: The first byte.
@@ -77,7 +79,7 @@ def fetch(
             return part._replace(data=done + part.data)
         except _Retry as retry:
             done, reason, pause = done + retry.data, str(retry), retry.pause
-            if len(retry.data) >= _PROGRESS:
+            if len(retry.data) >= _MIN_PROGRESS:
                 attempt = 0
         except CheckpointError:
             raise
@@ -87,9 +89,9 @@ def fetch(
             reason = _find_reason(error)
         attempt += 1
         if attempt < ATTEMPTS:
-            time.sleep(min(LONGEST_PAUSE, 0.125 * 2**attempt if pause is None else pause))
+            time.sleep(min(MAX_PAUSE, 0.125 * 2**attempt if pause is None else pause))
     raise UnreadableFile(
-        f"cannot be downloaded: {reason}", file=url, hint="try again, or " + _DOWNLOAD
+        f"cannot be downloaded: {reason}", file=url, hint="try again, or " + _DOWNLOAD_HINT
     )
 
 
@@ -112,7 +114,10 @@ def _make_opener() -> urllib.request.OpenerDirector:
 def _request_range(
     url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]
 ) -> RangeResponse:
-    """Send one request for the bytes from `start` to `stop`, and return them."""
+    """Send one request for the bytes from `start` to `stop`, and return them.
+
+    With a `tag`, the redirect target of an earlier request is used. `headers` are not sent there.
+    """
     target = _REDIRECTS.get(url, url) if tag else url
     request = urllib.request.Request(
         quote(urldefrag(target).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser quotes it
@@ -138,14 +143,17 @@ def _request_range(
 
 
 def _read_response(url: str, response: Any, start: int, stop: int, tag: str) -> RangeResponse:
-    """Return the bytes from `start` to `stop` of a response; refuse unusable responses."""
+    """Return the bytes from `start` to `stop` of a response; refuse unusable responses.
+
+    A server without range requests sends the whole file, of which only the start is read.
+    """
     headers, status = response.headers, response.status
     if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
         raise UnreadableFile(
             f"the server compresses the file ({headers['Content-Encoding']}), so parts of "
             "it cannot be read",
             file=url,
-            hint=_DOWNLOAD,
+            hint=_DOWNLOAD_HINT,
         )
     if headers.get_content_type() == "text/html" and "Content-Length" not in headers:
         hint = "log in on that page, and give the direct link of the file"
@@ -154,7 +162,7 @@ def _read_response(url: str, response: Any, start: int, stop: int, tag: str) -> 
     if tag and current_tag and current_tag != tag:
         raise changed_error(url)
     if status == 206:
-        content_range = _RANGE.fullmatch(headers.get("Content-Range", ""))
+        content_range = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
         if content_range is None or int(content_range[1]) != start:
             raise UnreadableFile("the server sent other bytes than requested", file=url)
         size, end = int(content_range[3]), int(content_range[2]) + 1
@@ -168,7 +176,7 @@ def _read_response(url: str, response: Any, start: int, stop: int, tag: str) -> 
             "the server does not support range requests; without them, only the start of a "
             "file of known size can be read",
             file=url,
-            hint=_DOWNLOAD,
+            hint=_DOWNLOAD_HINT,
         )
     size = int(length)
     return RangeResponse(_read_exactly(response, min(stop, size))[start:], size, current_tag)
@@ -191,7 +199,7 @@ def _read_exactly(response: Any, length: int) -> bytes:
 
 
 def _response_error(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
-    """Return the error for the status code of a response."""
+    """Return the error for the status code of a response; `_Retry` if it may pass."""
     code, file = error.code, url
     if code == 404 or code == 410:
         return FileMissing("the server has no such file", file=file, hint="check the spelling")
@@ -211,10 +219,10 @@ def _response_error(url: str, error: urllib.error.HTTPError, start: int) -> Exce
     if code == 416:
         return TruncatedFile(f"the file ends before {start:,}", file=file)
     text = f"the server answered {code} {str(error.reason).splitlines()[0]}"
-    if code in _AGAIN:
+    if code in _RETRIED_CODES:
         pause = error.headers.get("Retry-After", "")
         return _Retry(text, float(pause) if pause.isdecimal() else None)
-    return UnreadableFile(text, file=file, hint=_DOWNLOAD)
+    return UnreadableFile(text, file=file, hint=_DOWNLOAD_HINT)
 
 
 def changed_error(file: str) -> UnreadableFile:

@@ -25,9 +25,13 @@ class InflatedSource(Source):
         self.name, self.size = packed.source.name, size
         self._inflater: zlib._Decompress | None = None  # tens of kilobytes, only while it is read
         self._blocks: Iterator[bytes] = iter(())
+        """The packed bytes after `_pending`."""
         self._pending = b""
+        """Packed bytes that were read but not inflated."""
         self._position = 0
-        self._ends_well: bool | None = None
+        """The inflated bytes up to which was read."""
+        self._has_clean_end: bool | None = None
+        """None until the end was read."""
 
     @property
     def packed_size(self) -> int:
@@ -35,16 +39,19 @@ class InflatedSource(Source):
         return self._packed.length
 
     def fill(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or an error."""
+        """Fill `buffer` from `offset`, or raise an error.
+
+        A read before the current position starts again at the beginning.
+        """
         if not buffer:
             return
         if self._inflater is None or offset < self._position:
             self._start()
         while self._position < offset:
-            self._take(min(BLOCK, offset - self._position))
+            self._inflate_next(min(BLOCK, offset - self._position))
         done = 0
         while done < len(buffer):
-            part = self._take(min(BLOCK, len(buffer) - done))
+            part = self._inflate_next(min(BLOCK, len(buffer) - done))
             buffer[done : done + len(part)] = part
             done += len(part)
 
@@ -63,7 +70,7 @@ class InflatedSource(Source):
         self._pending = b""
         self._position = 0
 
-    def _take(self, max_length: int) -> bytes:
+    def _inflate_next(self, max_length: int) -> bytes:
         """Return 1 to `max_length` inflated bytes."""
         data = self._inflate(max_length)
         if not data:
@@ -74,7 +81,7 @@ class InflatedSource(Source):
         return data
 
     def _check_end(self) -> None:
-        """Check that the stream ends after its last byte."""
+        """Raise CorruptFile if the stream has more bytes; remember if it has an end mark."""
         inflater = self._inflater
         if self._inflate(1):
             raise CorruptFile(
@@ -83,7 +90,7 @@ class InflatedSource(Source):
                 file=self.name,
             )
         if inflater is not None:
-            self._ends_well = inflater.eof and not (inflater.unused_data or any(self._blocks))
+            self._has_clean_end = inflater.eof and not (inflater.unused_data or any(self._blocks))
         self._inflater = None
 
     def has_clean_end(self) -> bool:
@@ -94,10 +101,10 @@ class InflatedSource(Source):
         Raises:
             CorruptFile: an empty record inflates to some bytes.
         """
-        if self.size == 0 and self._ends_well is None:
+        if self.size == 0 and self._has_clean_end is None:
             self._start()
             self._check_end()
-        return self._ends_well is not False
+        return self._has_clean_end is not False
 
     def _inflate(self, max_length: int) -> bytes:
         """Return up to `max_length` more bytes, none at the end of the stream."""

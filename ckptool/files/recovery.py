@@ -49,7 +49,9 @@ class Recovery(Result):
 
 
 def open_recovered(path: str) -> FileSource:
-    """Recover a file that has a journal, and open it for reading.
+    """Recover a file that has a journal, and open it for reading; warn with the outcome.
+
+    If its folder cannot be written, the file reads as before an edit that is not complete.
 
     Raises:
         FileMissing, FileBusy, CorruptFile, UnreadableFile: as `open_source`.

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 WINDOW = 128 << 10
 """The size of a request for less: the bytes around are often needed next."""
-_KEPT = 16
+_MAX_WINDOWS = 16
 """Windows that are kept for each source."""
-_PIECE, _IN_FLIGHT = 2 << 20, 8
+_REQUEST_BYTES, _MAX_REQUESTS = 2 << 20, 8
 """The size of a request in a sequential read, and the number of concurrent requests."""
-_AT_ONCE = 16
+_MAX_OPENING = 16
 """Files with beginnings that are fetched concurrently."""
 
 
@@ -81,7 +81,9 @@ class RemotePlace(Place):
     def __init__(self) -> None:
         """Start with empty caches."""
         self._sources: dict[str, RemoteSource | None] = {}
+        """By address; None if there is no such file."""
         self._opened: set[str] = set()
+        """The addresses that `open` has returned."""
 
     def normalize_path(self, path: str) -> str:
         """Return an address of Hugging Face as `hf://owner/name@COMMIT/path`."""
@@ -171,7 +173,7 @@ class RemotePlace(Place):
         for path in paths:
             self._sources.pop(path, None)
             self._opened.discard(path)
-        for source in run_in_order(self._find_source, paths, _AT_ONCE):
+        for source in run_in_order(self._find_source, paths, _MAX_OPENING):
             if source is None:  # no more requests are sent
                 return
 
@@ -233,11 +235,15 @@ class RemoteSource(Source):
         TRAFFIC.add(len(beginning.data))
         self.size, self._tag = beginning.size, beginning.tag
         self._windows: OrderedDict[int, bytes] = OrderedDict({0: beginning.data})
+        """The windows that are kept, by offset."""
         self._ahead = _Ahead(self.size, self._fetch)
         self._lock = RLock()
 
     def fill(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
+        """Fill `buffer` from `offset`.
+
+        The bytes come from requests ahead, then from one request for a long read, or from windows.
+        """
         with self._lock:
             done = self._ahead.fill_from_requests(offset, buffer)
             if done == len(buffer):
@@ -277,7 +283,7 @@ class RemoteSource(Source):
         start = tail if offset >= tail else offset // WINDOW * WINDOW
         if start not in self._windows:
             self._windows[start] = self._fetch(start, min(start + WINDOW, self.size))
-            if len(self._windows) > _KEPT:
+            if len(self._windows) > _MAX_WINDOWS:
                 self._windows.popitem(last=False)
         return start, self._windows[start]
 
@@ -296,54 +302,58 @@ class _Ahead:
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
         """Read ahead in a file of `size` bytes; `fetch` returns the bytes between two offsets."""
         self._size, self._fetch = size, fetch
-        self._pieces: deque[tuple[int, int, Future[bytes]]] = deque()
-        self._depth, self._end = 0, -1
+        self._requests: deque[tuple[int, int, Future[bytes]]] = deque()
+        """Start, stop and result of each request, in the order of the file."""
+        self._request_count = 0
+        """The number of concurrent requests so far, which doubles."""
+        self._last_end = -1
+        """The position after the last read."""
         self._pool: ThreadPoolExecutor | None = None
 
     def fill_from_requests(self, offset: int, buffer: memoryview) -> int:
         """Fill the start of `buffer` from pending requests; return the number of bytes filled."""
-        while self._pieces and self._pieces[0][1] <= offset:
-            self._pieces.popleft()
-        if not self._pieces or self._pieces[0][0] > offset:
+        while self._requests and self._requests[0][1] <= offset:
+            self._requests.popleft()
+        if not self._requests or self._requests[0][0] > offset:
             return 0
         done = 0
-        while self._pieces and done < len(buffer):
-            start, stop, future = self._pieces[0]
+        while self._requests and done < len(buffer):
+            start, stop, future = self._requests[0]
             data = future.result()[offset + done - start :][: len(buffer) - done]
             buffer[done : done + len(data)] = data
             done += len(data)
             if offset + done == stop:
-                self._pieces.popleft()
+                self._requests.popleft()
                 self._request_more(stop)
-        self._end = offset + done
+        self._last_end = offset + done
         return done
 
     def note_read(self, start: int, stop: int) -> None:
         """Read ahead if a read begins near the end of the last one; further each time."""
-        if 0 <= start - self._end <= WINDOW:
+        if 0 <= start - self._last_end <= WINDOW:
             self._request_more(stop)
         else:
             self.stop()
-        self._end = stop
+        self._last_end = stop
 
     def _request_more(self, position: int) -> None:
         """Send requests for the bytes from `position`, twice as many each time."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_IN_FLIGHT)
-        self._depth = min(2 * self._depth or 1, _IN_FLIGHT)
-        while len(self._pieces) < self._depth:
-            start = self._pieces[-1][1] if self._pieces else position
-            stop = min(start + _PIECE, self._size)
+            self._pool = ThreadPoolExecutor(_MAX_REQUESTS)
+        self._request_count = min(2 * self._request_count or 1, _MAX_REQUESTS)
+        while len(self._requests) < self._request_count:
+            start = self._requests[-1][1] if self._requests else position
+            stop = min(start + _REQUEST_BYTES, self._size)
             if start >= stop:
                 return
-            self._pieces.append((start, stop, self._pool.submit(self._fetch, start, stop)))
+            self._requests.append((start, stop, self._pool.submit(self._fetch, start, stop)))
 
     def stop(self) -> None:
         """Send no more requests."""
-        for _, _, future in self._pieces:
+        for _, _, future in self._requests:
             future.cancel()
-        self._pieces.clear()
-        self._depth = 0
+        self._requests.clear()
+        self._request_count = 0
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
@@ -354,7 +364,12 @@ def _is_http(path: str) -> bool:
 
 
 def _make_fetcher(path: str) -> Fetch:
-    """Return the function that fetches the bytes of a file."""
+    """Return the function that fetches bytes of a file: from Hugging Face, by http or with fsspec.
+
+    Raises:
+        FileMissing: the repository does not have it.
+        UnreadableFile: the address contains a password.
+    """
     if (match := _parse_hub_address(path)) is not None:
         repository, inner = match
         if inner not in repository.sizes:
@@ -372,26 +387,29 @@ def _make_fetcher(path: str) -> Fetch:
     return make_fsspec_fetcher(path)
 
 
-_HUB = re.compile(
+_HUB_ADDRESS = re.compile(
     r"hf://(?P<kind>datasets/|spaces/)?(?P<name>[^/@]+/[^/@]+)"
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
 )
-_PASTED = re.compile(
+_HUB_PAGE_PATH = re.compile(
     r"(?P<kind>datasets/|spaces/)?(?P<name>[^/]+/[^/]+)"
     r"(?:/(?:blob|resolve|tree|raw)/(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+)(?:/(?P<path>.*))?)?/?"
 )
 
 
 def _parse_hub_address(path: str) -> tuple[_Repository, str] | None:
-    """Return the repository and the path of a Hugging Face address, or None."""
-    match = _HUB.fullmatch(path)
+    """Return the repository and the path in it; None if it is not a Hugging Face address.
+
+    It is `hf://NAME@REVISION/PATH`, or the address of a page on the site.
+    """
+    match = _HUB_ADDRESS.fullmatch(path)
     if match is None and _is_http(path):
         try:
             parts = urlsplit(path)
         except ValueError:
             return None  # not an address: `fetch` reports it
         if parts.netloc in ("huggingface.co", "hf.co", urlsplit(_get_hub_url()).netloc):
-            match = _PASTED.fullmatch(unquote(parts.path.lstrip("/")))
+            match = _HUB_PAGE_PATH.fullmatch(unquote(parts.path.lstrip("/")))
     if match is None:
         return None
     revision = unquote(match["revision"] or "main")

@@ -98,7 +98,7 @@ def rename_all(target: str, moves: Sequence[PendingRename]) -> None:
         OSError: a system call fails.
     """
     folder = os.path.dirname(target)
-    sync_folder(folder)  # no journal without its files
+    sync_folder(folder)  # the files must be on the disk before a journal that lists them
     with ExitStack() as stack:
         # A reader of the index must not take the journal for one that a kill left unfinished, and
         # no process may edit a file that is just being replaced.

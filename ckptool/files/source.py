@@ -93,7 +93,7 @@ class Source:
                 hint="try again when no process is writing to it",
             )
 
-    def take_as_it_is(self) -> None:
+    def accept_current_state(self) -> None:
         """Accept the current state as the one that was read: we changed it ourselves."""
 
     def close(self) -> None:
@@ -178,17 +178,17 @@ class FileSource(Source):
         self.name = self.path = os.fspath(path)
         self._fd = open_descriptor(self.path)
         status = os.fstat(self._fd)
-        self._stored = status.st_size
+        self._size_on_disk = status.st_size
         self._mtime = status.st_mtime_ns
-        self.size = self._stored if size is None else size
-        self._head, self.overlaid = head, len(head)
+        self.size = self._size_on_disk if size is None else size
+        self._head, self.overlaid = head, len(head)  # kernel copies must not read the first bytes
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise UnreadableFile("is not a regular file", file=self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make copies and pickles open the file again, since the descriptor is only valid here."""
-        state = self._stored, self._mtime
+        state = self._size_on_disk, self._mtime
         return _reopen, (os.path.abspath(self.path), state, self.size, self._head)
 
     def version(self) -> str:
@@ -229,14 +229,14 @@ class FileSource(Source):
     def describe_change(self) -> str | None:
         """Return the change since the file was opened, as a clause; None if it has not changed."""
         status = os.fstat(self.fd())
-        if status.st_size != self._stored:
-            return f"size was {self._stored:,} and is now {status.st_size:,}"
+        if status.st_size != self._size_on_disk:
+            return f"size was {self._size_on_disk:,} and is now {status.st_size:,}"
         return "its content was rewritten" if status.st_mtime_ns != self._mtime else None
 
-    def take_as_it_is(self) -> None:
+    def accept_current_state(self) -> None:
         """Accept the current state as the one that was read: we changed the file ourselves."""
         status = os.fstat(self.fd())
-        self._stored = self.size = status.st_size
+        self._size_on_disk = self.size = status.st_size
         self._mtime = status.st_mtime_ns
 
     def close(self) -> None:
@@ -415,7 +415,7 @@ def join_neighbors(parts: Iterable[ByteRange]) -> list[ByteRange]:
 
 SHARED = 4096
 """File systems that share blocks (XFS, btrfs) need equal offsets modulo this size."""
-MANY = 1 << 20
+WORTH_SHARING = 1 << 20
 """The fewest bytes that are worth sharing."""
 
 

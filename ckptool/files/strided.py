@@ -56,10 +56,11 @@ def iterate_row_major(
     """
     if 0 in shape:
         return
+    # An item of another size, such as 16 bytes, becomes an axis of units.
     unit = next(size for size in UNITS if itemsize % size == 0)
-    parts = itemsize // unit
-    shape, stride = (*shape, parts), (*(step * parts for step in stride), 1)
-    offset, itemsize = offset * parts, unit
+    units_per_item = itemsize // unit
+    shape, stride = (*shape, units_per_item), (*(step * units_per_item for step in stride), 1)
+    offset, itemsize = offset * units_per_item, unit
     axes = _join_axes(shape, stride)
     if not axes or (len(axes) == 1 and axes[0].step == 1):
         run = data.slice(offset * itemsize, prod(shape) * itemsize)
@@ -105,7 +106,8 @@ def _reach_of(axes: Sequence[Axis]) -> tuple[int, int]:
 def _divide_into_boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list[Axis]]]:
     """Yield boxes of consecutive elements that cover the view, with their starts in the source.
 
-    A box has at most `limit` elements, `WIDE` times as many if they are scattered.
+    A box has some rows of one axis (`cut`), and all elements of the axes after it. It has at most
+    `limit` elements, `WIDE` times as many if they are scattered.
     """
     cut, rows = _find_cut(axes, limit)
     if _span_of([axes[cut]._replace(size=rows), *axes[cut + 1 :]]) > 4 * limit:
@@ -163,7 +165,11 @@ class _Tiling(NamedTuple):
 
 
 def _plan_tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
-    """Return a tiling of about `tile` elements; its run is contiguous, or almost, in the file."""
+    """Return a tiling of about `tile` elements; its run is contiguous, or almost, in the file.
+
+    The axes with the smallest steps make the run. It ends before an axis that leaves a large gap,
+    or with which it would be longer than a tile; a tile has as many rows along this axis as fit.
+    """
     axes = sorted(axes, key=lambda axis: axis.step)
     run: list[Axis] = []
     while axes:
@@ -181,7 +187,10 @@ def _plan_tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
 def _fill_from_box(
     target: bytearray, data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
 ) -> None:
-    """Put the elements of `box`, which begins at element `start` of `data`, into `target`."""
+    """Put the elements of `box`, which begins at element `start` of `data`, into `target`.
+
+    They are read in tiles of about a quarter of `limit` elements.
+    """
     target_start, axes = 0, []
     for size, step, pitch in box:  # read the file forwards, whether a step is positive or negative
         from_end = size - 1 if step < 0 else 0
@@ -191,7 +200,7 @@ def _fill_from_box(
     tile = bytearray((tiling.rows * tiling.pitch + _span_of(tiling.run)) * itemsize)
     cells, target_cells = _view_as_cells(tile, itemsize), _view_as_cells(target, itemsize)
     along = tiling.along
-    for origin, goal in _list_corners(list(reversed(tiling.rest)), start, target_start):
+    for origin, target_origin in _list_corners(list(reversed(tiling.rest)), start, target_start):
         for row in range(0, along.size, tiling.rows):
             rows = min(tiling.rows, along.size - row)
             _read_tile(memoryview(tile), data, itemsize, origin + row * along.step, rows, tiling)
@@ -199,7 +208,7 @@ def _fill_from_box(
                 target_cells,
                 cells,
                 [*tiling.run, Axis(rows, tiling.pitch, along.place)],
-                goal + row * along.place,
+                target_origin + row * along.place,
             )
 
 
@@ -243,19 +252,22 @@ def _estimate_cost(axis: Axis) -> float:
 
 
 def _move_elements(target: Cells, cells: Cells, axes: list[Axis], target_start: int) -> None:
-    """Move the elements of a tile to their places, by slices along the cheapest axis."""
+    """Move the elements of a tile from `cells` to `target`, by slices along the cheapest axis.
+
+    `axes` have the step in the tile and the step in the target. A step of 0 repeats an element.
+    """
     axes = [axis for axis in axes if axis.size > 1] or [Axis(1, 1, 1)]
     cheapest = min(axes, key=_estimate_cost)
     axes.remove(cheapest)
     size, step, pitch = cheapest
     itemsize = 1 if isinstance(cells, bytearray) else cells.itemsize
-    for origin, goal in _list_corners(axes, 0, target_start):
+    for origin, target_origin in _list_corners(axes, 0, target_start):
         if step:
-            run = cells[origin : origin + (size - 1) * step + 1 : step]
+            moved = cells[origin : origin + (size - 1) * step + 1 : step]
         else:
-            run = _view_as_cells(bytearray(cells[origin : origin + 1]) * size, itemsize)
-        stop = goal + size * pitch
-        target[goal : stop if stop >= 0 else None : pitch] = run
+            moved = _view_as_cells(bytearray(cells[origin : origin + 1]) * size, itemsize)
+        stop = target_origin + size * pitch
+        target[target_origin : stop if stop >= 0 else None : pitch] = moved
 
 
 def swap_bytes(data: bytes, size: int) -> bytes:

@@ -14,8 +14,8 @@ from io import FileIO
 from ckptool.errors import CheckpointError, NoSpace, WriteDenied, WriteError
 from ckptool.files.source import BLOCK, SHARED, ByteRange, Source
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DENIED_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def convert_os_errors(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL_ERRORS:
             is_limit = error.errno == errno.EFBIG
             raise NoSpace(
                 f"cannot be written ({reason})",
@@ -44,7 +44,7 @@ def convert_os_errors(path: str) -> Iterator[None]:
                 if is_limit
                 else "free some space, or choose another disk",
             ) from error
-        if error.errno in _DENIED:
+        if error.errno in _DENIED_ERRORS:
             raise WriteDenied(
                 f"cannot be written ({reason})", file=path, hint="choose another folder"
             ) from error
@@ -77,7 +77,9 @@ if sys.platform != "win32":
     import resource
 
 
-_UNABLE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF})
+_UNSUPPORTED_ERRORS = frozenset(
+    {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF}
+)
 
 
 def _open_files() -> int:
@@ -90,18 +92,18 @@ def _open_files() -> int:
     return lowest_free
 
 
-_SPARE = 64
+_SPARE_FILES = 64
 """Files that may be opened in addition to the requested ones."""
 
 
 def allow_open_files(extra: int) -> int:
-    """Raise this process's limit of open files for `count` more files, up to the hard limit.
+    """Raise this process's limit of open files for `extra` more files, up to the hard limit.
 
     Return the number of files that would be open then.
 
     Many systems start with a soft limit of 256 or 1,024, for programs that use `select`.
     """
-    count = _open_files() + extra + _SPARE
+    count = _open_files() + extra + _SPARE_FILES
     if sys.platform != "win32":
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -140,7 +142,7 @@ def reserve(fd: int, size: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        if error.errno not in _UNABLE:
+        if error.errno not in _UNSUPPORTED_ERRORS:
             raise
 
 
@@ -246,16 +248,16 @@ def sync_folder(path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in _UNABLE:  # some network file systems
+        if error.errno not in _UNSUPPORTED_ERRORS:  # some network file systems
             raise
     finally:
         os.close(fd)
 
 
-MOST = 1 << 30
+MAX_COPIED_BYTES = 1 << 30
 """Bytes per call: the kernel moves at most 2 GiB."""
 
-_REFUSALS = frozenset(
+_NO_KERNEL_COPY_ERRORS = frozenset(
     {
         errno.EXDEV,  # two file systems, Linux before 5.3
         errno.EINVAL,  # a file system without support
@@ -269,21 +271,21 @@ _REFUSALS = frozenset(
     }
 )
 
-_Way = Callable[[int, int, int, int, int], int]
+_KernelCopy = Callable[[int, int, int, int, int], int]
 
 
-_CLONE = 0x4020940D
+_CLONE_RANGE = 0x4020940D
 """`FICLONERANGE` (linux/fs.h): fails if blocks cannot be shared, and never copies."""
 
 
 def try_sharing_blocks(run: ByteRange, target: int) -> bool:
-    """Share one block of a range's file with an empty file; return True if that is possible."""
+    """Try to share one block of a range's file with an empty file; return True if it works."""
     source = run.source.fd()
     if source is None or not sys.platform.startswith("linux"):
         return False
     block = -(-run.offset // SHARED) * SHARED
     try:
-        fcntl.ioctl(target, _CLONE, struct.pack("qQQQ", source, block, SHARED, 0))
+        fcntl.ioctl(target, _CLONE_RANGE, struct.pack("qQQQ", source, block, SHARED, 0))
     except OSError:
         return False
     return True
@@ -292,7 +294,8 @@ def try_sharing_blocks(run: ByteRange, target: int) -> bool:
 def copy_bytes(source: Source, offset: int, target: int, position: int, length: int) -> None:
     """Copy `length` bytes of `source` at `offset` to descriptor `target` at `position`.
 
-    A call that fails or moves nothing is not repeated; plain reads are the fallback.
+    A kernel copy that fails or moves nothing is not repeated; plain reads are the fallback. They
+    also copy the bytes up to the first block that the two files can share.
 
     Raises:
         TruncatedFile: the source ends before.
@@ -300,21 +303,22 @@ def copy_bytes(source: Source, offset: int, target: int, position: int, length: 
         OSError: the target cannot be written.
     """
     fd = source.fd()
-    calls = list(KERNEL_WAYS) if offset >= source.overlaid else []
+    calls = list(KERNEL_COPIES) if offset >= source.overlaid else []
     done = 0
     while done < length:
-        positions = offset + done, target, position + done
-        # Blocks are shared if a range begins at a block.
-        to_block = -positions[0] % SHARED if (offset - position) % SHARED == 0 else 0
+        read_position, write_position = offset + done, position + done
+        # The file system shares blocks only if a range begins at a block.
+        to_block = -read_position % SHARED if (offset - position) % SHARED == 0 else 0
         if fd is None or not calls or to_block:
-            data = source.read(positions[0], min(to_block or BLOCK, length - done))
-            write_at(target, data, positions[2])
+            data = source.read(read_position, min(to_block or BLOCK, length - done))
+            write_at(target, data, write_position)
             done += len(data)
             continue
         try:
-            copied = calls[0](fd, *positions, min(MOST, length - done))
+            count = min(MAX_COPIED_BYTES, length - done)
+            copied = calls[0](fd, read_position, target, write_position, count)
         except OSError as error:
-            if error.errno not in _REFUSALS:
+            if error.errno not in _NO_KERNEL_COPY_ERRORS:
                 raise
             copied = 0
         if copied == 0:
@@ -333,7 +337,7 @@ def _copy_by_sendfile(source: int, offset: int, target: int, position: int, leng
     return os.sendfile(target, source, offset, length)
 
 
-KERNEL_WAYS: tuple[_Way, ...] = tuple(
+KERNEL_COPIES: tuple[_KernelCopy, ...] = tuple(
     way
     for call, way in (("copy_file_range", _copy_by_range), ("sendfile", _copy_by_sendfile))
     if hasattr(os, call)

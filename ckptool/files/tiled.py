@@ -109,14 +109,17 @@ class _Runs:
     """A tile as runs of bytes, each contiguous in the tile and in the whole tensor."""
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, tile: Tile) -> None:
-        """Divide a tile into runs; the axes after the last one that is split are contiguous."""
+        """Divide a tile into runs: the axes from the last one that is split are contiguous."""
         steps = [prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
         split_axes = [axis for axis, size in enumerate(shape) if tile.sizes[axis] != size]
         last = split_axes[-1] if split_axes else 0
         self._data = tile.get_range()
         self._length = prod(tile.sizes[last:]) * itemsize
+        """The bytes of a run."""
         self._axes = list(zip(tile.sizes[:last], steps[:last], strict=True))
+        """The size of each outer axis, and its step in the whole tensor in bytes."""
         self._count = prod(tile.sizes[:last])
+        """The number of runs."""
         self.first = sum(start * step for start, step in zip(tile.offsets, steps, strict=True))
         self.end = self._start(self._count - 1) + self._length
 
@@ -129,7 +132,10 @@ class _Runs:
         return start
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Copy the tile's part of `buffer`, which begins at `offset` in the whole tensor."""
+        """Copy the tile's part of `buffer`, which begins at `offset` in the whole tensor.
+
+        All runs that it needs, from `number` to before `beyond`, are read at once.
+        """
         stop = offset + len(buffer)
         count = range(self._count)
         number = bisect_right(count, offset - self._length, key=self._start)
@@ -156,7 +162,10 @@ class _Runs:
 
 
 def _check_tiles(shape: tuple[int, ...], tiles: Sequence[Tile]) -> None:
-    """Raise CorruptFile unless each element of the shape is in one tile."""
+    """Raise CorruptFile unless each element of the shape is in one tile.
+
+    The tiles are sorted along one axis, and each is compared only with those that it may overlap.
+    """
     for tile in tiles:
         axes = zip(tile.offsets, tile.sizes, shape, strict=True)
         if any(

@@ -33,7 +33,7 @@ from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
 from ckptool.words import are, few
 
 STORED, DEFLATED = 0, 8
-_METHODS = {
+_METHOD_NAMES = {
     1: "shrunk", 6: "imploded", 9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "xz",
 }  # fmt: skip
 
@@ -46,12 +46,12 @@ FIELD = struct.Struct("<2H")
 ZIP64 = 1
 """The extra field with sizes and offset as numbers of 64 bits."""
 _ENTRY_SIGNATURE = b"PK\x01\x02"
-FAR, MANY = 0xFFFFFFFF, 0xFFFF
+SEE_ZIP64, SEE_ZIP64_COUNT = 0xFFFFFFFF, 0xFFFF
 """The values of fields that are too short; the zip64 field or record has the true ones."""
 
-DESCRIPTOR, REFUSED = 1 << 3, 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
+DESCRIPTOR_FLAG, UNSUPPORTED_FLAGS = 1 << 3, 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 """Flags of a record: a data descriptor follows it; it is encrypted (0, 6, 13) or a patch (5)."""
-_LONGEST_ENTRY = CENTRAL.size + 3 * 0xFFFF
+_MAX_ENTRY_BYTES = CENTRAL.size + 3 * 0xFFFF
 
 
 class End(NamedTuple):
@@ -81,6 +81,9 @@ class ZipEntry(NamedTuple):
 
 def find_end(data: ByteRange) -> End | None:
     """Return the end records of a zip; None if the last 64 KiB have none.
+
+    A zip64 end record, if there is one, states numbers that do not fit the plain one. The directory
+    must end where the first end record begins.
 
     Raises:
         CorruptFile: they contradict each other, or the archive spans several disks.
@@ -131,9 +134,9 @@ def _find_end64(data: ByteRange, end: End) -> End | None:
     if (disk, first_disk) not in ((0, 0), (1, 1)) or on_disk != entries:
         raise CorruptFile("the zip is split over several disks")
     for short, wide, unknown in (
-        (end.entries, entries, MANY),
-        (end.length, length, FAR),
-        (end.offset, start, FAR),
+        (end.entries, entries, SEE_ZIP64_COUNT),
+        (end.length, length, SEE_ZIP64),
+        (end.offset, start, SEE_ZIP64),
     ):
         if short not in (wide, unknown):
             raise CorruptFile(f"the two end records of the zip disagree: {short:,} and {wide:,}")
@@ -151,7 +154,7 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[ZipEntry]:
         LimitExceeded: it has more records than `limits` allows.
     """
     check_limit("the zip has", end.entries, "records", limits.max_records)
-    if not end.entries * CENTRAL.size <= end.length <= end.entries * _LONGEST_ENTRY:
+    if not end.entries * CENTRAL.size <= end.length <= end.entries * _MAX_ENTRY_BYTES:
         raise CorruptFile(
             f"a zip directory of {end.length:,} bytes cannot have {end.entries:,} records"
         )
@@ -163,7 +166,10 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[ZipEntry]:
 
 
 def _parse_directory(directory: bytes, end: End) -> Iterator[ZipEntry]:
-    """Yield the checked entries of a directory, in its order."""
+    """Yield the checked entries of a directory, in its order.
+
+    Each has fixed fields, then its name, extra fields and a comment.
+    """
     position = 0
     unpack, width = CENTRAL.unpack_from, CENTRAL.size
     for number in range(end.entries):
@@ -180,13 +186,13 @@ def _parse_directory(directory: bytes, end: End) -> Iterator[ZipEntry]:
         if position > end.length:
             raise CorruptFile(f"the zip directory ends within entry {number:,}")
         name = raw_name.decode("utf-8", "backslashreplace")
-        if FAR in (packed, size, header):
+        if SEE_ZIP64 in (packed, size, header):
             extra = directory[extra_start : extra_start + extra_length]
             size, packed, header = _widen_sizes(name, extra, size, packed, header)
-        descriptor = bool(flags & DESCRIPTOR)
+        descriptor = bool(flags & DESCRIPTOR_FLAG)
         entry = ZipEntry(name, raw_name, method, crc, packed, size, header, descriptor)
         odd_method = method not in (STORED, DEFLATED) or (method == STORED and packed != size)
-        if odd_method or flags & REFUSED or disk > 1:
+        if odd_method or flags & UNSUPPORTED_FLAGS or disk > 1:
             _refuse_record(entry, flags)
         yield entry
     if directory[position : position + 4] == _ENTRY_SIGNATURE:
@@ -209,11 +215,14 @@ def read_raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
 def _widen_sizes(
     name: str, extra: bytes, size: int, packed: int, header: int
 ) -> tuple[int, int, int]:
-    """Return size, packed size and header offset; values of 2**32 - 1 come from the zip64 field."""
+    """Return size, packed size and header offset; too long ones come from the zip64 field.
+
+    It has only the values that are 2**32 - 1 in the entry, in this order, with 8 bytes each.
+    """
     values = [size, packed, header]
     wide = next((content for kind, content in split_extra_fields(extra) if kind == ZIP64), None)
     for number, value in enumerate(values):
-        if value == FAR and wide is not None:
+        if value == SEE_ZIP64 and wide is not None:
             if len(wide) < 8:
                 raise CorruptFile(f"the zip64 field of record {name!r} is too short")
             values[number], wide = int.from_bytes(wide[:8], "little"), wide[8:]
@@ -233,11 +242,11 @@ def split_extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
 def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
     """Refuse a record that is encrypted, compressed in an unknown way, or on another disk."""
     method = entry.method
-    if flags & REFUSED:
-        message = "a patch" if flags & REFUSED == 1 << 5 else "encrypted"
+    if flags & UNSUPPORTED_FLAGS:
+        message = "a patch" if flags & UNSUPPORTED_FLAGS == 1 << 5 else "encrypted"
     elif method not in (STORED, DEFLATED):
         message = (
-            f"compressed with a method that torch cannot read ({_METHODS.get(method, method)})"
+            f"compressed with a method that torch cannot read ({_METHOD_NAMES.get(method, method)})"
         )
     elif entry.packed != entry.size and method == STORED:
         raise CorruptFile(
@@ -286,7 +295,7 @@ def is_second_copy(data: ByteRange, shift: int) -> bool:
 
 _WINDOW = 64 << 10
 """Bytes read at once if small records are close together."""
-_CLOSE = 4 << 10
+_WINDOW_DISTANCE = 4 << 10
 """The distance of two local headers up to which one longer read is cheaper than two calls."""
 _DESCRIPTOR_BYTES, _DESCRIPTOR64 = 16, 24
 
@@ -323,7 +332,7 @@ def _find_payloads(
         if entry.descriptor and following > previous_end:
             # APPNOTE 4.3.9: the sizes in a data descriptor have 4 bytes each, in a zip64 record 8;
             # the signature before them is optional, but common writers have it.
-            wide = entry.size >= FAR or header >= FAR
+            wide = entry.size >= SEE_ZIP64 or header >= SEE_ZIP64
             previous_end += min(
                 following - previous_end, _DESCRIPTOR64 if wide else _DESCRIPTOR_BYTES
             )
@@ -339,7 +348,9 @@ class LocalHeaders:
         self.data = data
         self.end = end
         self.window = b""
+        """The bytes that were read last: one header or several."""
         self.start = 0
+        """The offset of `window`."""
 
     def find_payload(self, entry: ZipEntry, following: int) -> int:
         """Return the offset of an entry's content, from the length of its local extra field.
@@ -371,7 +382,7 @@ class LocalHeaders:
         """Read the local header of an entry, and the bytes after it if the next header is close."""
         if entry.header + length > self.end:
             raise self._overlap_error(entry)
-        reach = _WINDOW if following - entry.header < _CLOSE else length
+        reach = _WINDOW if following - entry.header < _WINDOW_DISTANCE else length
         self.window = self.data.read(entry.header, min(reach, self.end - entry.header))
         self.start = entry.header
 
@@ -422,9 +433,9 @@ def _locate_content(
 def truncated_error(data: ByteRange, limits: Limits) -> TruncatedFile:
     """Return the error for a zip that ends before its directory.
 
-    torch writes the pickle first, and the pickle has the length of every storage: if it is intact,
-    it gives the least size of the file. Without it nothing can be salvaged, nor from a `.distcp`
-    file, which is a series of archives.
+    torch writes the pickle first, and the pickle has the length of every storage. If it is intact,
+    the error states the least size of the file, and how to salvage tensors. A `.distcp` file is a
+    series of archives, which cannot be salvaged.
     """
     missing = "the file is truncated: the zip directory at its end is missing"
     fact = f"{missing}; it has {data.length:,} bytes"
@@ -442,7 +453,10 @@ def truncated_error(data: ByteRange, limits: Limits) -> TruncatedFile:
 
 
 def _read_first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int], Any]:
-    """Return the end of the pickle, the size of each of its storages, and its tree."""
+    """Return the end of the pickle, the size of each of its storages, and its tree.
+
+    Only if the first record is an uncompressed `data.pkl`; else 0, no sizes and None.
+    """
     header = LOCAL.unpack(data.read(0, LOCAL.size))
     method, name_length, extra_length = header[3], header[9], header[10]
     if method or not data.read(LOCAL.size, name_length).endswith(b"/data.pkl"):
@@ -463,17 +477,18 @@ def _read_first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int],
     return pickle.end, [*sizes.values()], pickle.root
 
 
-ARRAY = ".npy"
+ARRAY_EXTENSION = ".npy"
 """The extension of all records in a numpy archive."""
 
-_MARKS = ("data.pkl", "model.json", "archive_format", "serialized_state_dict.pt")
+_CHECKPOINT_RECORDS = ("data.pkl", "model.json", "archive_format", "serialized_state_dict.pt")
 """Records that only torch archives have at the top level."""
 
 
 def open_archive(probe: Probe) -> Archive:
     """Return the records of a zip or of an unzipped checkpoint; other files have none.
 
-    A file is a zip if it begins like one: torch checks only the first four bytes.
+    A file is a zip if it begins like one: torch checks only the first four bytes. The stated CRC-32
+    of each record is remembered in `probe.source.stated`. A salvaging probe reads the records.
 
     Raises:
         CorruptFile: it begins like a zip and is damaged.
@@ -510,24 +525,25 @@ def read_zip(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) 
     if end is None:
         raise truncated_error(data, limits)
     entries = read_directory(data, end, limits)
-    arrays = all(entry.name.endswith(ARRAY) for entry in entries)
-    check_names(entries, exact=arrays)
-    offsets, dead = _find_payloads(data, entries, end)
-    folder = "" if arrays else choose_folder(entries)
+    is_numpy = all(entry.name.endswith(ARRAY_EXTENSION) for entry in entries)
+    check_names(entries, exact=is_numpy)
+    offsets, unused_bytes = _find_payloads(data, entries, end)
+    folder = "" if is_numpy else choose_folder(entries)
     prefix_length = len(folder) + 1 if folder else 0
     prefix = f"{folder}/" if folder else ""
     records: dict[str, Record] = {}
-    foreign = []
+    outside_names = []
     for entry in entries:
         name = entry.name
         if not name.startswith(prefix):
-            foreign.append(name)
+            outside_names.append(name)
         elif not name.endswith("/"):
             name = name[prefix_length:]
             records[name] = make_record(data, entry, offsets.get(entry.header), name, limits)
-    note = f"{TORCH_REFUSES} {few(foreign, 3)} {are(len(foreign))} outside the folder {folder!r}"
-    notes = (note,) if foreign else ()
-    return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
+    verb = are(len(outside_names))
+    note = f"{TORCH_REFUSES} {few(outside_names, 3)} {verb} outside the folder {folder!r}"
+    notes = (note,) if outside_names else ()
+    return Archive(data.source.name, folder, records, sources, data.length, unused_bytes, notes)
 
 
 def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
@@ -535,9 +551,9 @@ def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
     normalize = str if exact else str.lower
     if len({normalize(entry.name) for entry in entries}) == len(entries):
         return
-    seen: dict[str, ZipEntry] = {}
+    entry_by_name: dict[str, ZipEntry] = {}
     for entry in entries:
-        other = seen.setdefault(normalize(entry.name), entry)
+        other = entry_by_name.setdefault(normalize(entry.name), entry)
         if other is not entry:
             raise CorruptFile(
                 f"the zip has two records with the same name, {other.name!r} at offset "
@@ -559,14 +575,21 @@ def choose_folder(entries: list[ZipEntry]) -> str:
 
 
 def _read_unzipped_folder(probe: Probe) -> Archive:
-    """Return the files of an unzipped archive, which may be in the only subfolder of the folder."""
+    """Return the files of an unzipped archive, by path in the folder or in its only subfolder.
+
+    A folder without the records of a checkpoint has no records.
+    """
     path = probe.path
-    if probe.entries.isdisjoint(_MARKS):
-        names = [name for name in probe.entries if not name.startswith((".", "__"))]
+    if probe.entries.isdisjoint(_CHECKPOINT_RECORDS):
+        visible_names = [name for name in probe.entries if not name.startswith((".", "__"))]
         folders = [
-            subfolder for name in names if os.path.isdir(subfolder := os.path.join(path, name))
+            subfolder
+            for name in visible_names
+            if os.path.isdir(subfolder := os.path.join(path, name))
         ]
-        if len(folders) != 1 or not any(os.path.isfile(os.path.join(*folders, m)) for m in _MARKS):
+        if len(folders) != 1 or not any(
+            os.path.isfile(os.path.join(*folders, m)) for m in _CHECKPOINT_RECORDS
+        ):
             return Archive(path, "", {}, (), 0)
         path = folders[0]
     records: dict[str, Record] = {}

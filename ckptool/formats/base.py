@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ckptool.files.source import Shared
     from ckptool.symbolic import Unpickled
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
-A_FOLDER = quote("folder")
+FOLDER_QUOTE = quote("folder")
 OPAQUE_CONSTANTS = "its code uses it, and the file does not contain it (mkldnn constants)"
 """The note on constants that `torch.jit.optimize_for_inference` does not store."""
 
@@ -121,21 +121,21 @@ def details_from_pickle(unpickled: Unpickled) -> dict[str, Any]:
 def combine_details(files: Sequence[Checkpoint], joined: Checkpoint, **stated: Any) -> Checkpoint:
     """Return `joined` with the details of the first of its files and the totals of all.
 
-    `stated` replaces some details.
+    Sizes are added up, `globals` and `opcodes` are united. `stated` replaces details by name.
     """
     parts = [file.details for file in files]
     sums = {
         key: sum(getattr(part, key) for part in parts)
         for key in ("size", "storage_bytes", "dead_bytes")
     }
-    names = {
+    unions = {
         key: tuple(dict.fromkeys(name for part in parts for name in getattr(part, key)))
         for key in ("globals", "opcodes")
     }
     sources = tuple(source for file in files for source in file.sources)
     return replace(
         joined,
-        details=replace(parts[0] if parts else Details(), **{**sums, **names, **stated}),
+        details=replace(parts[0] if parts else Details(), **{**sums, **unions, **stated}),
         sources=sources,
     )
 
@@ -164,6 +164,7 @@ def add_error_context(
         if subject:
             error.message = f"{subject}: {error.message}"
         error.file = error.file or file
+        # The usual hint of the error's class is the same for all files: `hint` knows more.
         own_hint = None if error.hint == error.usual_hint else error.remedy or error.hint
         error.advise(own_hint or hint)
         raise
@@ -215,6 +216,7 @@ class Probe:
         self.place = place_of(path)
         self.path = self.place.normalize_path(os.fsdecode(path))
         self._pattern = "*"
+        """The pattern that names in the folder must match to be in `entries`."""
         folder, name = os.path.split(self.path)
         self.is_folder = self.place.is_folder(self.path)
         exists = self.is_folder or self.place.exists(self.path)
@@ -226,8 +228,10 @@ class Probe:
         self.source = source or (None if self.is_folder else self.place.open(self.path))
         if self._pattern != "*" and not self.entries:
             raise FileMissing(f"has no file {self._pattern}", file=self.path)
-        self._answers: dict[Callable[[Probe], Any], Any] = {}
+        self._results: dict[Callable[[Probe], Any], Any] = {}
+        """The results of `compute_once`, by function."""
         self._closing = ExitStack()
+        """The calls that `close` makes."""
         if self.source is not None:
             self.on_close(self.source.close)
 
@@ -250,12 +254,12 @@ class Probe:
         """
         return self.source or self.place.open(self.path)
 
-    def compute_once(self, compute: Callable[[Probe], _Answer]) -> _Answer:
+    def compute_once(self, compute: Callable[[Probe], _Result]) -> _Result:
         """Return `compute(probe)`, computed once per probe."""
-        if compute not in self._answers:
-            self._answers[compute] = compute(self)
-        answer: _Answer = self._answers[compute]
-        return answer
+        if compute not in self._results:
+            self._results[compute] = compute(self)
+        result: _Result = self._results[compute]
+        return result
 
     def on_close(self, close: Callable[[], None]) -> None:
         """Call `close` when the probe is closed."""
@@ -343,7 +347,7 @@ class Refusal(NamedTuple):
 
 def distributed_refusal(description: str, reader: str = "") -> Refusal:
     """Return the refusal of a folder that several processes wrote."""
-    return Refusal("distributed", description, A_FOLDER, reader)
+    return Refusal("distributed", description, FOLDER_QUOTE, reader)
 
 
 class Format:

@@ -13,15 +13,15 @@ from ckptool.files import FileSource
 from ckptool.formats.base import Probe
 from ckptool.words import counted, few, quoted, shell
 
-_LOOKED_AT = 64 << 10
-_MOST_JSON = 32 << 20
-_LONGEST_NAME = 240
+_MAX_TEXT_HEAD = 64 << 10
+_MAX_JSON_BYTES = 32 << 20
+_MAX_NAME_BYTES = 240
 """Bytes of a file name; 255 are allowed, and a number may be added."""
-_KEPT_ENDING = 60
+_KEPT_NAME_END = 60
 """Characters that are kept at the end of a name that is too long, with its extensions."""
-_AGAIN = "download it again from the direct link of the file, and check its size"
-_ITSELF = "give the checkpoint itself"
-_UNPACK = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
+_DOWNLOAD_AGAIN = "download it again from the direct link of the file, and check its size"
+_GIVE_CHECKPOINT = "give the checkpoint itself"
+_UNPACK_TAR = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
 """Unpack into a new folder: elsewhere tar would overwrite files without asking."""
 _TORCHFILE = (
     "read it with torchfile.load (pip install torchfile) and save its arrays with torch.save"
@@ -81,7 +81,9 @@ def _compressed_magic(offset: int, magic: bytes, product: str, command: str) -> 
     return Magic(offset, magic, f"compressed with {product}", hint, NotACheckpoint)
 
 
-def _other_magic(offset: int, magic: bytes, description: str, hint: str = _ITSELF) -> Magic:
+def _other_magic(
+    offset: int, magic: bytes, description: str, hint: str = _GIVE_CHECKPOINT
+) -> Magic:
     """Return the row of a file that is not a checkpoint."""
     return Magic(offset, magic, description, hint, NotACheckpoint)
 
@@ -173,7 +175,12 @@ ENDINGS = {
     ".tflite": "TensorFlow Lite",
 }
 """The products of some extensions that no supported format has."""
-_CUT = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x89HDF\r\n\x1a\n", b"GGUF")
+_FORMAT_SIGNATURES = (
+    b"PK\x03\x04",
+    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+    b"\x89HDF\r\n\x1a\n",
+    b"GGUF",
+)
 """Signatures, for files that end within them."""
 
 ZIP_KINDS: tuple[NameKind, ...] = (
@@ -194,12 +201,12 @@ ZIP_KINDS: tuple[NameKind, ...] = (
         TruncatedFile,
     ),
 )
-_PICKLED = r"\.(?:joblib|pkl|pickle|sav)(?:\.\w+)?\Z"
+_PICKLE_EXTENSION = r"\.(?:joblib|pkl|pickle|sav)(?:\.\w+)?\Z"
 """The usual extensions of joblib files."""
-_WEIGHTS = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
+_CHECKPOINT_NAME = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
 
-_TEXTS: tuple[tuple[str, Identification], ...] = (
-    (r"\Z", Identification("a text file with only white space", _AGAIN)),
+_TEXT_KINDS: tuple[tuple[str, Identification], ...] = (
+    (r"\Z", Identification("a text file with only white space", _DOWNLOAD_AGAIN)),
     (
         r"(?:#.*\n)*(?:outs|md5):.*\n(?s:.*)path:",
         Identification("a DVC pointer, not the file itself", "dvc pull {file}"),
@@ -230,7 +237,7 @@ _TEXTS: tuple[tuple[str, Identification], ...] = (
             "a text file with numbers, beginning with {first}", "read it with numpy.loadtxt"
         ),
     ),
-    (r"", Identification("a text file that begins with {first}", _ITSELF)),
+    (r"", Identification("a text file that begins with {first}", _GIVE_CHECKPOINT)),
 )
 
 
@@ -288,7 +295,7 @@ def _identify_empty(probe: Probe) -> Identification | None:
     if not head:
         hint = "the save or download probably failed; repeat it"
         return Identification("empty (0 bytes)", hint, TruncatedFile)
-    if any(magic != head and magic.startswith(head) for magic in _CUT):
+    if any(magic != head and magic.startswith(head) for magic in _FORMAT_SIGNATURES):
         description = (
             f"truncated after {counted(len(head), 'byte')}, within the signature of its format"
         )
@@ -302,7 +309,10 @@ def _identify_empty(probe: Probe) -> Identification | None:
 
 
 def _identify_zip(probe: Probe) -> Identification | None:
-    """Identify a zip, with its first names; None if it is not a zip."""
+    """Identify a zip by its names: a known kind, or one with a checkpoint or other files inside.
+
+    None if it is not a zip.
+    """
     if not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
     from ckptool.files import ByteRange
@@ -314,9 +324,10 @@ def _identify_zip(probe: Probe) -> Identification | None:
     for row in ZIP_KINDS:
         if row.find_first_matches(names):
             return Identification(row.what, row.hint, row.kind)
-    weights = [name for name in names if re.fullmatch(_WEIGHTS, name)]
+    weights = [name for name in names if re.fullmatch(_CHECKPOINT_NAME, name)]
+    # stable-baselines3 has other torch files before its policy.
     inside = "policy.pth" if "policy.pth" in weights else next(iter(weights), None)
-    if inside is None:  # stable-baselines3 has other torch files before its policy
+    if inside is None:
         description = f"a zip archive with other files: {few(names)}"
         return Identification(description, _fill_braces("unzip -l {file}", probe))
     target = os.path.join(
@@ -338,21 +349,26 @@ def _identify_tar(probe: Probe) -> Identification | None:
         return None
     names = list(read_members(probe.require_source(), probe.limits))
     if any(name.endswith("model_config.yaml") for name in names):
-        weights = next((name for name in names if name.endswith(".ckpt")), "model_weights.ckpt")
-        hint = f"{_UNPACK} {{name}} && ckptool list {{target}}"
-        target = shell(os.path.join(find_unused_path(f"{probe.path}.unpacked"), weights))
+        checkpoint_name = next(
+            (name for name in names if name.endswith(".ckpt")), "model_weights.ckpt"
+        )
+        hint = f"{_UNPACK_TAR} {{name}} && ckptool list {{target}}"
+        target = shell(os.path.join(find_unused_path(f"{probe.path}.unpacked"), checkpoint_name))
         return Identification(
             "a NeMo model (a tar archive with a checkpoint and its settings)",
-            _fill_braces(hint, probe, name=shell(weights), target=target),
+            _fill_braces(hint, probe, name=shell(checkpoint_name), target=target),
             UnsupportedFormat,
         )
     return Identification(
-        f"a tar archive with {few(names)}", _fill_braces(f"unpack it: {_UNPACK}", probe)
+        f"a tar archive with {few(names)}", _fill_braces(f"unpack it: {_UNPACK_TAR}", probe)
     )
 
 
 def _identify_signature(probe: Probe) -> Identification | None:
-    """Identify a file by its first or last bytes, or return None."""
+    """Identify a file by its first or last bytes, or return None.
+
+    The hint for a compressed tar or pickle is about the content, not about decompressing alone.
+    """
     head, size = probe.head, probe.require_source().size
     ending = probe.require_source().read(max(0, size - 8), min(8, size))
     for row in MAGICS:
@@ -361,22 +377,25 @@ def _identify_signature(probe: Probe) -> Identification | None:
             is_tar = re.search(r"(?<!\.pth)\.(?:tar\.\w+|t[gbx]z|tzst|tlz4)\Z", probe.path)
             hint = row.hint
             if "> {unpacked}" in hint and is_tar:
-                hint = f"unpack it: {_UNPACK}"
-            elif "> {unpacked}" in hint and re.search(_PICKLED, probe.path):
+                hint = f"unpack it: {_UNPACK_TAR}"
+            elif "> {unpacked}" in hint and re.search(_PICKLE_EXTENSION, probe.path):
                 hint = JOBLIB_HINT
             return Identification(row.what, _fill_braces(hint, probe), row.kind)
     return None
 
 
 def _identify_text(probe: Probe) -> Identification | None:
-    """Identify a text: a pointer, a page, an error message, an index, a note."""
-    raw = _read_head(probe, _LOOKED_AT)
+    """Identify a text: a pointer, a page, an error message, an index, a note.
+
+    None for binary bytes, unless they are a protocol buffer.
+    """
+    raw = _read_head(probe, _MAX_TEXT_HEAD)
     is_utf16 = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
     text = raw.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
-    strange_count = sum(
+    binary_count = sum(
         char == "\ufffd" or (char < " " and char not in "\t\n\r\f\b\x1b") for char in text
     )
-    if strange_count and _is_protocol_buffer(raw, probe.require_source().size):
+    if binary_count and _is_protocol_buffer(raw, probe.require_source().size):
         hint = "give the checkpoint itself"
         if os.path.isfile(os.path.join(os.path.dirname(probe.path), "saved_model.pb")):
             hint = _fill_braces(
@@ -384,7 +403,7 @@ def _identify_text(probe: Probe) -> Identification | None:
             )
         return Identification("a protocol buffer, not a checkpoint", hint)
     text = text.lstrip()
-    if strange_count * 20 > len(text) and not re.match(r"<[!?\w]", text):  # a page in any encoding
+    if binary_count * 20 > len(text) and not re.match(r"<[!?\w]", text):  # a page in any encoding
         return None
     if re.match(r"version https?://(?:git-lfs\.github|hawser\.github)\.com/spec/", text):
         return _identify_git_lfs(probe.path, text)
@@ -399,13 +418,19 @@ def _identify_text(probe: Probe) -> Identification | None:
         return Identification(
             description, f"open that file: ckptool list {shell(line)}", UnsupportedFormat
         )
-    identification = next(identified for pattern, identified in _TEXTS if re.match(pattern, text))
+    identification = next(
+        identified for pattern, identified in _TEXT_KINDS if re.match(pattern, text)
+    )
     hint = _fill_braces(identification.hint or "", probe)
     return identification._replace(what=identification.what.format(first=first), hint=hint)
 
 
 def _is_protocol_buffer(raw: bytes, size: int) -> bool:
-    """Return whether the bytes are fields of a protocol buffer."""
+    """Return True if the bytes of a file of this `size` are fields of a protocol buffer.
+
+    A field has a small number, and its kind or its own length says how long it is. `raw` may be
+    only the start of the file.
+    """
     at = count = 0
     while at < len(raw):
         key, at = _read_varint(raw, at)
@@ -452,12 +477,14 @@ def _identify_page(text: str) -> Identification:
     answer = re.search(r"<(?:Code|Message)>([^<]*)</", text)
     if not re.search(r"<(?:!doctype html|html|head|body|title)\b", text[:2000], re.IGNORECASE):
         if answer:
-            return Identification(f"an error message of a server: {quoted(answer[1])}", _AGAIN)
-        return Identification("an XML document", _ITSELF)
+            return Identification(
+                f"an error message of a server: {quoted(answer[1])}", _DOWNLOAD_AGAIN
+            )
+        return Identification("an XML document", _GIVE_CHECKPOINT)
     match = re.search(r"<title[^>]{0,100}>(.{0,400}?)</title", text, re.IGNORECASE | re.DOTALL)
     title = " ".join(unescape(match[1]).split()) if match else ""
     title_text = f" ({quoted(title)})" if title else ""
-    hint = _AGAIN
+    hint = _DOWNLOAD_AGAIN
     if "drive.google.com" in text or "Google Drive" in text:
         hint = (
             "download it with gdown, or in a browser with `Download anyway`; if it was "
@@ -472,24 +499,26 @@ def _identify_json(probe: Probe) -> Identification:
 
     document: Any = None
     try:
-        document = json.loads(_read_head(probe, _MOST_JSON))
+        document = json.loads(_read_head(probe, _MAX_JSON_BYTES))
     except (ValueError, RecursionError):
         hint = _fill_braces("look at it: head {file}", probe)
         return Identification("a text file that begins like JSON but is not JSON", hint)
     if not isinstance(document, dict):
-        return Identification("a JSON document", _ITSELF)
+        return Identification("a JSON document", _GIVE_CHECKPOINT)
     if "weight_map" in document:  # a valid index would have been read
         return Identification("an index of shards, not a shard", "give the index itself")
     for key in ("error", "message", "detail"):
         if isinstance(document.get(key), (str, dict)):
             answer = document[key] if isinstance(document[key], str) else json.dumps(document[key])
-            return Identification(f"an error message of a server: {quoted(answer, 200)}", _AGAIN)
+            return Identification(
+                f"an error message of a server: {quoted(answer, 200)}", _DOWNLOAD_AGAIN
+            )
     if document.keys() & {"architectures", "model_type", "hidden_size", "_class_name"}:
         return Identification(
             "a model's configuration (JSON), not its weights",
             "give the file with the weights, for example model.safetensors or pytorch_model.bin",
         )
-    return Identification(f"a JSON document with the keys {few(list(document))}", _ITSELF)
+    return Identification(f"a JSON document with the keys {few(list(document))}", _GIVE_CHECKPOINT)
 
 
 def find_unused_path(path: str, taken: Collection[str] = ()) -> str:
@@ -498,8 +527,8 @@ def find_unused_path(path: str, taken: Collection[str] = ()) -> str:
     A name that is too long for file systems is shortened in the middle.
     """
     folder, name = os.path.split(path)
-    while len(os.fsencode(name)) > _LONGEST_NAME:
-        name = name[: -_KEPT_ENDING - 1] + name[-_KEPT_ENDING:]
+    while len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        name = name[: -_KEPT_NAME_END - 1] + name[-_KEPT_NAME_END:]  # one character less
     first_choice = os.path.join(folder, name)
     stem, suffix = os.path.splitext(first_choice)
     number, candidate = 1, first_choice
@@ -518,7 +547,7 @@ def looks_like_checkpoint(head: bytes) -> bool:
     return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000
 
 
-_MOST_OPENED = 64
+_MAX_OPENED_FILES = 64
 
 _ORBAX = (
     "restore it with orbax.checkpoint.StandardCheckpointer().restore, and save the result "
@@ -621,7 +650,7 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
 
 
 _MODEL_FILE = r"\.(?:safetensors|bin|pth?|ckpt)(?:\.index\.json)?\Z"
-_BESIDE = re.compile(
+_TRAINER_STATE_NAME = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict|scaler|rng_state|random_states|training_args)"
     r"(_\d+)*\.(pt|pth|bin|pkl)"
 )
@@ -644,21 +673,24 @@ def _identify_folder(probe: Probe) -> Identification:
 
 def _identify_pipeline(path: str, names: list[str]) -> Identification:
     """Identify a diffusers pipeline: a model in each of some folders."""
-    parts = [
+    model_folders = [
         name
         for name in names
         if os.path.isdir(os.path.join(path, name))
         and any(re.search(_MODEL_FILE, file) for file in os.listdir(os.path.join(path, name)))
     ]
-    description = f"a diffusers pipeline with weights in {few(parts, 12)}"
-    first = os.path.join(path, parts[0]) if parts else path
+    description = f"a diffusers pipeline with weights in {few(model_folders, 12)}"
+    first = os.path.join(path, model_folders[0]) if model_folders else path
     return Identification(
         description, f"give one of them: ckptool list {shell(first)}", UnsupportedFormat
     )
 
 
 def _identify_other_folder(path: str, names: list[str]) -> Identification:
-    """Identify a folder of unknown kind: the user may mean a file in it."""
+    """Identify a folder of unknown kind: the user may mean a file in it.
+
+    It may be empty, an unfinished write, the folder of a run, or have one or more checkpoints.
+    """
     if not names:
         return Identification("an empty folder", None)
     if all(".ckptool-" in name for name in names):
@@ -670,20 +702,26 @@ def _identify_other_folder(path: str, names: list[str]) -> Identification:
         chosen = os.path.join(path, run.best or run.last)
         return Identification(run.text, f"give one of them: ckptool list {shell(chosen)}")
     description = f"a folder that is not a checkpoint (it contains {few(names)})"
-    files = [name for name in names[:_MOST_OPENED] if _may_be_checkpoint(os.path.join(path, name))]
-    if not files:
+    checkpoint_files = [
+        name for name in names[:_MAX_OPENED_FILES] if _may_be_checkpoint(os.path.join(path, name))
+    ]
+    if not checkpoint_files:
         return Identification(description, "give the checkpoint itself")
-    command = f"ckptool list {shell(os.path.join(path, files[0]))}"
-    if len(files) == 1:
-        return Identification(f"a folder with the checkpoint {quoted(files[0])} inside", command)
-    if all(map(_BESIDE.fullmatch, files)):
-        description = f"the folder of a trainer without the model (it contains {few(files)})"
+    command = f"ckptool list {shell(os.path.join(path, checkpoint_files[0]))}"
+    if len(checkpoint_files) == 1:
+        return Identification(
+            f"a folder with the checkpoint {quoted(checkpoint_files[0])} inside", command
+        )
+    if all(map(_TRAINER_STATE_NAME.fullmatch, checkpoint_files)):
+        description = (
+            f"the folder of a trainer without the model (it contains {few(checkpoint_files)})"
+        )
         return Identification(
             description,
             f"add the model's file to the folder, or give one of these files: {command}",
         )
     return Identification(
-        f"a folder with several checkpoints: {few(files)}", f"give one: {command}"
+        f"a folder with several checkpoints: {few(checkpoint_files)}", f"give one: {command}"
     )
 
 

@@ -32,12 +32,12 @@ from ckptool.words import few, listed
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 VERSION = 1001
-MACHINE = {
+MACHINE_DESCRIPTION = {
     "protocol_version": VERSION,
     "little_endian": True,
     "type_sizes": {"short": 2, "int": 4, "long": 4},
 }
-"""The facts that torch has always written about the machine: no version uses them."""
+"""The description of the writer's machine, always the same: no version of torch uses it."""
 MAGIC = re.compile(
     rb"(?:\x80[\x02\x03]|\x80[\x04\x05](?:\x95.{8})?)\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L%dL\n\."
     % MAGIC_NUMBER,
@@ -51,7 +51,7 @@ MAGIC_BYTES = 40
 RECORD_BYTES = 4096
 """More than the size of a pickle of a few numbers and names."""
 
-COUNT = struct.Struct("<q")
+COUNT_STRUCT = struct.Struct("<q")
 """The element count before the bytes of a storage."""
 
 _NESTED_TENSOR = "torch._utils._rebuild_nested_tensor"
@@ -64,6 +64,7 @@ class SourceTexts:
     def __init__(self) -> None:
         """Start without classes."""
         self.names: dict[str, None] = {}
+        """The classes with source code, in the order of the file."""
 
     def remember_class(self, cls: Any, text: Any) -> Any:
         """Return the class, and remember if it has source code."""
@@ -89,7 +90,9 @@ class NestedStreams:
         self.file = file
         self.limits = limits
         self.depth = 0
+        """The number of streams around the current one."""
         self.bytes_left = outer_bytes * limits.max_nested_pickles
+        """The bytes that all further streams may have together."""
 
     def load(self, data: bytes) -> Any:
         """Return the root of the stream in `data`.
@@ -142,10 +145,11 @@ class _PendingStorage:
     """
 
     def __init__(self, pid: StoragePid) -> None:
-        """Keep the facts of the first use, as torch does."""
+        """Take size and device from the first use in the pickle, as torch does."""
         self.numel = pid.numel
         self.storage = Storage(pid.key, None, pid.nbytes, pid.device)
         self.views: dict[str, tuple[Storage, int]] = {}
+        """By key, each view that the pickle uses, and its start in bytes."""
 
     def select_storage(self, pid: StoragePid) -> Storage:
         """Return the whole storage, or the view of a part that a persistent id names."""
@@ -197,7 +201,9 @@ class LegacyStream:
         self.limits, self.salvages = limits, salvages
         self.nested = nested or NestedStreams(self.file, limits, data.length).load
         self.stored: dict[str, _PendingStorage] = {}
+        """The storages that the pickle uses, by key."""
         self.sources = SourceTexts()
+        """The classes that were saved with their source code."""
         self.framed = True
         """True if the frames of all its pickles are where a pickler puts them."""
         start = self._read_header()
@@ -205,12 +211,17 @@ class LegacyStream:
         keys = unpickle(data, limits=limits, start=self.unpickled.end)
         self.framed &= self.unpickled.framed and keys.framed
         self.end = self._locate_storages(self._check_keys(keys.root), keys.end)
+        """The position after the last storage."""
         if _NESTED_TENSOR in self.unpickled.globals:
-            self.unpickled = self._unpickle_object(start)  # its shape is in its storages, known now
+            # The shape of a nested tensor is in its storages, whose bytes are known only now.
+            self.unpickled = self._unpickle_object(start)
         self.root = self.unpickled.root
 
     def _read_header(self) -> int:
-        """Check magic number and version, skip the facts, and return the start of the object."""
+        """Check magic number and version, skip the machine description, and return the end.
+
+        There the pickle of the object starts. Sets `framed` for the three pickles of the header.
+        """
         magic = MAGIC.match(self.data.read(0, min(MAGIC_BYTES, self.data.length)))
         if magic is None:
             raise CorruptFile("a legacy torch stream does not begin as expected")
@@ -220,9 +231,9 @@ class LegacyStream:
             raise UnsupportedFormat(
                 f"the legacy stream has version {version.root!r:.20}, expected {VERSION}"
             )
-        machine = unpickle_record(self.data, version.end, self.limits)
-        self.framed = number.framed and version.framed and machine.framed
-        return machine.end
+        description = unpickle_record(self.data, version.end, self.limits)
+        self.framed = number.framed and version.framed and description.framed
+        return description.end
 
     def _unpickle_object(self, start: int) -> Unpickled:
         """Return the pickle of the object at `start`."""
@@ -235,7 +246,10 @@ class LegacyStream:
         )
 
     def _load_persistent(self, pid: Any) -> Any:
-        """Return the class or storage that a persistent id stands for."""
+        """Return the class or storage of a persistent id.
+
+        A storage gets its bytes after the pickle, from `_locate_storages`.
+        """
         match pid:
             case ("module", cls, _, text):
                 return self.sources.remember_class(cls, text)
@@ -264,34 +278,37 @@ class LegacyStream:
         return keys
 
     def _locate_storages(self, keys: list[str], position: int) -> int:
-        """Set the bytes of each storage; return the position after the last."""
+        """Set the bytes of each storage, in the order of `keys`; return their end.
+
+        When salvaging, the storages from the first damaged one on get no bytes.
+        """
         length = self.data.length
         for index, key in enumerate(keys):
             stored = self.stored[key]
             nbytes = stored.storage.nbytes
             try:
-                if position + COUNT.size > length:
+                if position + COUNT_STRUCT.size > length:
                     raise self._truncated_error(keys, index, position)
                 self._check_count(key, stored.numel, position)
-                if position + COUNT.size + nbytes > length:
+                if position + COUNT_STRUCT.size + nbytes > length:
                     raise self._truncated_error(keys, index, position)
             except CorruptFile as error:
                 if not self.salvages:
                     if self.data.length == self.data.source.size:
                         refuse_second_copy(self.data, self.limits)
                     raise
-                # A wrong count: then the storage before it has a wrong length.
+                # With a wrong count, the storage before it does not end here: it is damaged, too.
                 if index and not isinstance(error, TruncatedFile):
                     self.stored[keys[index - 1]].set_data(None)
                 return length
-            position += COUNT.size
+            position += COUNT_STRUCT.size
             stored.set_data(self.data.slice(position, nbytes))
             position += nbytes
         return position
 
     def _check_count(self, key: str, numel: int, position: int) -> None:
-        """Refuse a count in the file that differs from that in the pickle."""
-        (count,) = COUNT.unpack(self.data.read(position, COUNT.size))
+        """Raise CorruptFile if the count in the file differs from that in the pickle."""
+        (count,) = COUNT_STRUCT.unpack(self.data.read(position, COUNT_STRUCT.size))
         if count != numel:
             raise CorruptFile(
                 f"storage {key!r:.80} should have {numel:,} elements, but the count at offset "
@@ -301,7 +318,7 @@ class LegacyStream:
 
     def _truncated_error(self, keys: list[str], index: int, position: int) -> TruncatedFile:
         """Return the error for a stream that ends before storage number `index` does."""
-        needed = sum(COUNT.size + self.stored[key].storage.nbytes for key in keys[index:])
+        needed = sum(COUNT_STRUCT.size + self.stored[key].storage.nbytes for key in keys[index:])
         missing = position + needed - self.data.length
         hint = "copy it again"
         if index:  # the storages before it are intact
@@ -313,13 +330,13 @@ class LegacyStream:
         )
 
 
-_HEAD = 1024
+_COPY_HEAD_BYTES = 1024
 """Bytes that identify the copies of one file: they reach into the pickle of the object."""
 
 
 def find_second_copy(data: ByteRange, limits: Limits) -> int:
     """Return the start of the last copy of a restarted download, if it is complete; else 0."""
-    start = find_last_copy(data.source, data.read(0, min(_HEAD, data.length)))
+    start = find_last_copy(data.source, data.read(0, min(_COPY_HEAD_BYTES, data.length)))
     try:
         if start:
             LegacyStream(data.slice(start, data.length - start), limits)

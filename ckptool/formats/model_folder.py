@@ -30,15 +30,15 @@ _MODELS = (
     _Names("diffusers", ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")),
     _Names("peft", ("adapter_model.safetensors", "adapter_model.bin")),
 )
-_NEXT_MODEL = re.compile(r"(pytorch_)?model(_fsdp)?_\d+\.(safetensors|bin)")
+_SECOND_MODEL_NAME = re.compile(r"(pytorch_)?model(_fsdp)?_\d+\.(safetensors|bin)")
 """The names that accelerate gives to the second and further models of a run."""
-_PICKLED = ".bin.index.json"
-_SAFE = ".safetensors"
-_SHARDS_OF = {
+_PICKLE_INDEX_EXTENSION = ".bin.index.json"
+_SAFETENSORS_EXTENSION = ".safetensors"
+_INDEX_BY_LIBRARY = {
     model.library: f"{name}.index.json"
     for model in _MODELS
     for name in model.files
-    if name.endswith(_SAFE)
+    if name.endswith(_SAFETENSORS_EXTENSION)
 }
 """By library, the index that it looks for before it reads a pickle."""
 _INDEXES = {model.library: [f"{name}.index.json" for name in model.files] for model in _MODELS}
@@ -70,7 +70,7 @@ def find_library(folder: str | os.PathLike[str]) -> str | None:
 def weights_file_name(library: str | None, *, safe: bool) -> str:
     """Return the name that a library (default: transformers) uses for weights."""
     files = next((model.files for model in _MODELS if model.library == library), _MODELS[0].files)
-    return next(name for name in files if name.endswith(_SAFE) == safe)
+    return next(name for name in files if name.endswith(_SAFETENSORS_EXTENSION) == safe)
 
 
 def resolve_model_file(probe: Probe) -> Probe:
@@ -88,7 +88,7 @@ def resolve_model_file(probe: Probe) -> Probe:
         return probe
     library, (chosen, *rivals) = choice
     folder = probe.path
-    if chosen != _SHARDS_OF[library]:
+    if chosen != _INDEX_BY_LIBRARY[library]:
         file = Probe(os.path.join(folder, chosen), probe.limits)
         probe.close()
         probe = file
@@ -101,25 +101,29 @@ def resolve_model_file(probe: Probe) -> Probe:
 
 
 def _choose_files(probe: Probe) -> _Names | None:
-    """Return the file of the only model in a folder, then the files that are not read."""
+    """Return the library, the file of the only model in a folder, then the files that are not read.
+
+    None if the folder is an unzipped archive, or does not have exactly one model. An index of
+    safetensors comes before single files; an index of pickles is used only without safetensors.
+    """
     if not probe.is_folder or probe.compute_once(open_archive).records:
         return None
     # A broken link counts as a file.
     is_folder = probe.place.is_folder
-    names = probe.entries.intersection(name for model in _MODELS for name in model.files)
-    existing = {name for name in names if not is_folder(os.path.join(probe.path, name))}
+    known_names = probe.entries.intersection(name for model in _MODELS for name in model.files)
+    existing = {name for name in known_names if not is_folder(os.path.join(probe.path, name))}
     choices = (
         _Names(model.library, tuple(filter(existing.__contains__, model.files)))
         for model in _MODELS
     )
     usable = [model for model in choices if model.files]
-    if len(usable) != 1 or any(map(_NEXT_MODEL.fullmatch, probe.entries)):
+    if len(usable) != 1 or any(map(_SECOND_MODEL_NAME.fullmatch, probe.entries)):
         return None
     ((library, files),) = usable
-    shards = probe.compute_once(open_index)
-    if shards is None:
+    shard_index = probe.compute_once(open_index)
+    if shard_index is None:
         return usable[0]
-    index = os.path.basename(shards.path)
-    if index.endswith(_PICKLED) and files[0].endswith(_SAFE):
+    index = os.path.basename(shard_index.path)
+    if index.endswith(_PICKLE_INDEX_EXTENSION) and files[0].endswith(_SAFETENSORS_EXTENSION):
         return _Names(library, (*files, index))
-    return _Names(library, (index, *files)) if index == _SHARDS_OF[library] else None
+    return _Names(library, (index, *files)) if index == _INDEX_BY_LIBRARY[library] else None

@@ -20,7 +20,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 
 TORCH_FILES = ("torch-zip", "torch-legacy")
 """The formats of a file that torch.save writes."""
-_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 """Attempts to read a file that changes at the same time."""
 
 Source = str | os.PathLike[str] | Checkpoint
@@ -50,7 +50,7 @@ def open_checkpoint(
         from ckptool.formats.salvage import read_intact_records  # not needed for intact files
 
         salvages = read_intact_records
-    for _ in range(_ATTEMPTS if source is None else 1):
+    for _ in range(_MAX_ATTEMPTS if source is None else 1):
         checkpoint = read_probe(Probe(path, limits, source, salvages=salvages))
         if checkpoint is not None:
             return checkpoint
@@ -119,6 +119,7 @@ def read_probe(probe: Probe) -> Checkpoint | None:
     except CheckpointError as error:
         from ckptool.formats.transfers import text_transfer_error  # not needed for files that open
 
+        # The cause may be a change of the file, or its transfer as text, which the error hides.
         fault = None
         changed = probe.source is not None and probe.source.describe_change() is not None
         with suppress(CheckpointError):

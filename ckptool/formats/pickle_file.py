@@ -20,12 +20,12 @@ from ckptool.quotes import quote
 from ckptool.symbolic import Unpickled
 from ckptool.words import counted, printable, shell
 
-_WITH_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
-_WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
+_PROTOCOL_START = re.compile(rb"\x80[\x02-\x05]")
+_PLAIN_START = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
 _JOBLIB = b"joblib.numpy_pickle"
 _REBUILD = re.compile(rb"torch\._utils\n?.{0,3}_rebuild_|torch\n?.{0,3}\w+Storage", re.DOTALL)
 """The calls and classes that torch.save uses to pickle a tensor."""
-_LOOKED_AT = 1 << 20
+_MAX_HEAD_BYTES = 1 << 20
 """Bytes at the beginning of a pickle that are searched for joblib's class."""
 
 
@@ -43,9 +43,9 @@ class PickleFile(Format):
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether the file states a pickle protocol, or can be read as protocol 0 or 1."""
-        if _WITH_PROTOCOL.match(probe.head):
+        if _PROTOCOL_START.match(probe.head):
             return True
-        if not _WITHOUT.match(probe.head):
+        if not _PLAIN_START.match(probe.head):
             return False
         try:
             root = _unpickle(probe).root
@@ -54,14 +54,17 @@ class PickleFile(Format):
         return isinstance(root, (dict, list, tuple, Opaque))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the checkpoint; the bytes of arrays and plain pickled tensors are in memory."""
+        """Return the checkpoint; the bytes of arrays and plain pickled tensors are in memory.
+
+        A file of joblib, or the bare `data.pkl` of a torch file, is refused with a hint.
+        """
         source = probe.require_source()
         try:
             unpickled = _unpickle(probe)
         except CheckpointError as error:
-            if _JOBLIB in source.read(0, min(source.size, _LOOKED_AT)):
+            if _JOBLIB in source.read(0, min(source.size, _MAX_HEAD_BYTES)):
                 raise _joblib_error(probe) from error
-            if _has_storage_references(source.read(0, min(source.size, _LOOKED_AT))):
+            if _has_storage_references(source.read(0, min(source.size, _MAX_HEAD_BYTES))):
                 raise _unzipped_error(probe) from error
             raise
         if any(name.encode().startswith(_JOBLIB) for name in unpickled.globals):

@@ -33,14 +33,14 @@ from ckptool.formats.torch_zip import check_byteorder, read_contents
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 
-_FORMAT = "archive_format"
-_FLAT = ("serialized_state_dict.pt", "serialized_state_dict.json")
+_FORMAT_RECORD = "archive_format"
+_STATE_DICT_RECORDS = ("serialized_state_dict.pt", "serialized_state_dict.json")
 """Up to 2.7; 2.1 used the extension `.json` for the same bytes."""
-_FLAT_PROGRAM = "serialized_exported_program.json"
-_MODELS, _WEIGHTS, _CONSTANTS = "models/", "data/weights/", "data/constants/"
-_COMPILED, _COMPILED_CONFIG = "data/aotinductor/", "/weights_config.json"
+_PROGRAM_RECORD = "serialized_exported_program.json"
+_MODELS_FOLDER, _WEIGHTS_FOLDER, _CONSTANTS_FOLDER = "models/", "data/weights/", "data/constants/"
+_COMPILED_FOLDER, _COMPILED_CONFIG_NAME = "data/aotinductor/", "/weights_config.json"
 
-_DTYPES = {
+_DTYPE_BY_CODE = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32",
     8: "float64", 9: "complex32", 10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16",
     28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2", 31: "float8_e4m3fnuz",
@@ -49,7 +49,7 @@ _DTYPES = {
 """`ScalarType` of torch/_export/serde/schema.py."""
 
 _VERSION = re.compile(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
-_TAIL = 4096
+_TAIL_BYTES = 4096
 
 
 class PT2Archive(Format):
@@ -67,13 +67,16 @@ class PT2Archive(Format):
     def recognize(self, probe: Probe) -> bool:
         """Return whether `archive_format` is pt2, or a zip has a program and its state."""
         archive = probe.compute_once(open_archive)
-        mark = archive.records.get(_FORMAT)
+        mark = archive.records.get(_FORMAT_RECORD)
         if mark is not None and mark.data.length == 3 and mark.data.read() == b"pt2":
             return True
-        return _FLAT_PROGRAM in archive.records and _find_flat_record(archive) is not None
+        return _PROGRAM_RECORD in archive.records and _find_flat_record(archive) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the weights by name; for several models, under the name of each."""
+        """Return the weights by name; for several models, under the name of each.
+
+        Archives up to torch 2.7 have one record with the state dict.
+        """
         archive = probe.compute_once(open_archive)
         reader = _Reader(archive, probe.limits)
         flat = _find_flat_record(archive)
@@ -92,7 +95,9 @@ PT2 = PT2Archive()
 
 def _find_flat_record(archive: Archive) -> Record | None:
     """Return the torch.save file in an archive of torch 2.1 to 2.7; None in later ones."""
-    return next((archive.records[name] for name in _FLAT if name in archive.records), None)
+    return next(
+        (archive.records[name] for name in _STATE_DICT_RECORDS if name in archive.records), None
+    )
 
 
 def _read_nested_file(record: Record, limits: Limits) -> Any:
@@ -108,31 +113,33 @@ class _Reader:
         self.archive = archive
         self.limits = limits
         self.storages: dict[str, Storage] = {}
+        """By the name of the record."""
         self.saved: dict[str, TensorRef] = {}
+        """Tensors in torch.save files of their own, by path."""
         order = archive.records.get("byteorder")
         self.byteorder = check_byteorder(read_text(order, 64) if order else "little")
 
     def read_models(self) -> OrderedMap:
-        """Return the weights of each model, by the model's name."""
+        """Return the weights of each exported model by name, and those of other compiled models."""
         models = OrderedMap()
-        names = self.archive.records
-        for name in names:
-            if name.startswith(_MODELS) and name.endswith(".json"):
-                model = name[len(_MODELS) : -len(".json")]
+        records = self.archive.records
+        for name in records:
+            if name.startswith(_MODELS_FOLDER) and name.endswith(".json"):
+                model = name.removeprefix(_MODELS_FOLDER).removesuffix(".json")
                 models[model] = self._read_exported(model)
-        for name in names:
-            if name.startswith(_COMPILED) and name.endswith(_COMPILED_CONFIG):
-                model = name[len(_COMPILED) : -len(_COMPILED_CONFIG)]
+        for name in records:
+            if name.startswith(_COMPILED_FOLDER) and name.endswith(_COMPILED_CONFIG_NAME):
+                model = name.removeprefix(_COMPILED_FOLDER).removesuffix(_COMPILED_CONFIG_NAME)
                 if model not in models:
-                    models[model] = self._read_compiled(names[name])
+                    models[model] = self._read_compiled(records[name])
         return models
 
     def _read_exported(self, model: str) -> Any:
-        """Return the weights of an exported program: a torch.save file, or a record each."""
-        saved = self.archive.records.get(f"{_WEIGHTS}{model}.pt")
+        """Return the weights of an exported program: from a torch.save file, or a record each."""
+        saved = self.archive.records.get(f"{_WEIGHTS_FOLDER}{model}.pt")
         if saved is not None:
             return _read_nested_file(saved, self.limits)
-        name = f"{_WEIGHTS}{model}_weights_config.json"
+        name = f"{_WEIGHTS_FOLDER}{model}_weights_config.json"
         record = self.archive.records.get(name)
         config = read_json(record, self.limits).get("config") if record else None
         if not isinstance(config, dict):
@@ -152,10 +159,13 @@ class _Reader:
             return tensor
 
     def _make_tensor(self, path: str, meta: Mapping[str, Any]) -> TensorRef:
-        """Return the tensor over a record, with dtype, shape and device from `meta`."""
-        record, device = self.archive.records[f"{_WEIGHTS}{path}"], meta["device"]
+        """Return the tensor over a record, with dtype, shape and device from `meta`.
+
+        Without bytes in the record, it is a meta tensor.
+        """
+        record, device = self.archive.records[f"{_WEIGHTS_FOLDER}{path}"], meta["device"]
         tensor = TensorRef(
-            dtype=_DTYPES[meta["dtype"]],
+            dtype=_DTYPE_BY_CODE[meta["dtype"]],
             shape=parse_counts(meta["sizes"], self.limits),
             stride=parse_counts(meta["strides"], self.limits),
             offset=parse_count(meta["storage_offset"]),
@@ -181,7 +191,9 @@ class _Reader:
     def _read_saved_tensor(self, path: str) -> TensorRef:
         """Return the tensor of a record that is a torch.save file."""
         if path not in self.saved:
-            tensor = _read_nested_file(self.archive.records[f"{_WEIGHTS}{path}"], self.limits)
+            tensor = _read_nested_file(
+                self.archive.records[f"{_WEIGHTS_FOLDER}{path}"], self.limits
+            )
             if not isinstance(tensor, TensorRef):
                 raise CorruptFile("is not a tensor")
             self.saved[path] = tensor
@@ -207,7 +219,7 @@ def _describe_file(archive: Archive, reader: _Reader) -> Details:
     payloads = [
         record
         for name, record in archive.records.items()
-        if name.startswith((_WEIGHTS, _CONSTANTS)) and not name.endswith(".json")
+        if name.startswith((_WEIGHTS_FOLDER, _CONSTANTS_FOLDER)) and not name.endswith(".json")
     ]
     flat = _find_flat_record(archive)
     return Details(
@@ -225,8 +237,8 @@ def _describe_file(archive: Archive, reader: _Reader) -> Details:
 def _read_torch_version(archive: Archive) -> str | None:
     """Return the torch version of an exported program, which is at the end of many megabytes."""
     for name, record in archive.records.items():
-        if name.startswith(_MODELS) and name.endswith(".json"):
-            start = max(record.data.length - _TAIL, 0)
+        if name.startswith(_MODELS_FOLDER) and name.endswith(".json"):
+            start = max(record.data.length - _TAIL_BYTES, 0)
             stated = _VERSION.search(record.data.read(start))
             return stated[1].decode() if stated else None
     return None
@@ -238,7 +250,7 @@ def _describe_unread(archive: Archive) -> Iterator[str]:
     constants = [
         name
         for name in archive.records
-        if name.startswith(_CONSTANTS) and not name.endswith(".json")
+        if name.startswith(_CONSTANTS_FOLDER) and not name.endswith(".json")
     ]
     if constants:
         yield (

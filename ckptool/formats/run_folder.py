@@ -14,9 +14,9 @@ from ckptool.formats.base import Probe
 from ckptool.formats.registry import find_candidate_formats
 from ckptool.limits import DEFAULT_LIMITS
 
-_STEP = re.compile(r"checkpoint-(\d+)")
+_STEP_FOLDER = re.compile(r"checkpoint-(\d+)")
 """The name that the Trainer of transformers gives to the folder of a step."""
-_STATE = "trainer_state.json"
+_TRAINER_STATE = "trainer_state.json"
 _MOST_FILES, _MOST_BYTES = 64, 1 << 24
 
 
@@ -47,12 +47,12 @@ def find_run(folder: str, names: Iterable[str]) -> Run | None:
 
 def read_trainer_state(folder: str) -> Mapping[str, Any]:
     """Return the state that the Trainer of transformers saved in the folder of a step, or {}."""
-    return read_json_object(os.path.join(folder, _STATE), _MOST_BYTES)
+    return read_json_object(os.path.join(folder, _TRAINER_STATE), _MOST_BYTES)
 
 
 def _find_trainer_run(folder: str, names: Iterable[str]) -> Run | None:
     """Return the run of the transformers Trainer in a folder of `checkpoint-STEP` folders."""
-    steps = {int(match[1]): name for name in names if (match := _STEP.fullmatch(name))}
+    steps = {int(match[1]): name for name in names if (match := _STEP_FOLDER.fullmatch(name))}
     if not steps:
         return None
     last = max(steps)
@@ -61,7 +61,10 @@ def _find_trainer_run(folder: str, names: Iterable[str]) -> Run | None:
 
 
 def _find_lightning_run(folder: str, names: Iterable[str]) -> Run | None:
-    """Return the run of Lightning in a folder with `.ckpt` files of two or more steps."""
+    """Return the run of Lightning in a folder with two or more `.ckpt` files; else None.
+
+    The state of a callback names the best one. `last.ckpt` is the last of files with one step.
+    """
     files = sorted(name for name in names if name.endswith(".ckpt"))
     roots = {name: _read_root(os.path.join(folder, name)) for name in files[:_MOST_FILES]}
     steps = {

@@ -24,7 +24,7 @@ from ckptool.core.sections import list_wrappable_keys
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, Source
-from ckptool.files.source import MANY, Shared, join_neighbors
+from ckptool.files.source import WORTH_SHARING, Shared, join_neighbors
 from ckptool.formats.base import EditableFormat, NewFile, Probe, WritePlan
 from ckptool.formats.safetensors_header import (
     FORMAT,
@@ -47,7 +47,7 @@ from ckptool.words import counted, listed, printable
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
-_REMEDIES = {
+_REMEDY_BY_KIND = {
     **dict.fromkeys(SPARSE_KINDS, "call .to_dense() before saving in torch"),
     "quantized": "add --dequantize float32, or call .dequantize() before saving in torch",
     "nested": "pad it with torch.nested.to_padded_tensor(tensor, 0.0) before saving in torch",
@@ -56,7 +56,7 @@ _REMEDIES = {
     "torch",
 }
 """Hints for kinds of tensors that have no plain bytes."""
-_GATHER = "call .full_tensor() before saving in torch"
+_CALL_FULL_TENSOR = "call .full_tensor() before saving in torch"
 
 
 def _check_flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
@@ -76,7 +76,7 @@ def _check_flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
     for key, tensor in tensors:
         fact = _describe_key_problem(key) or _describe_tensor_problem(tensor)
         if fact is not None:
-            remedy = _GATHER if tensor.is_spread else _REMEDIES.get(tensor.kind)
+            remedy = _CALL_FULL_TENSOR if tensor.is_spread else _REMEDY_BY_KIND.get(tensor.kind)
             raise NotRepresentable(
                 f"tensor '{printable(str(key))}' {fact}, which safetensors cannot store",
                 file=file,
@@ -88,6 +88,9 @@ def _check_flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
 
 def _check_containers(root: Any, file: str) -> None:
     """Refuse values with tensors inside: packed parameters, objects, attributes.
+
+    The hint excludes them: all keys with the last component of a quantized one, a single key, or
+    everything below a value.
 
     Raises:
         NotRepresentable: always with their keys, and the quantizer if known.
@@ -177,19 +180,19 @@ def describe_losses(root: Mapping[Any, Any]) -> Iterator[str]:
             for key, value in others.items()
         )
         yield f"{listed(labels)} ({'value' if len(others) == 1 else 'values'})"
-    has_class = [
+    have_class = [
         any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
         for tensor in tensors
     ]
-    tags = Counter(tensor.device for tensor in tensors if tensor.device != "cpu")
-    if tags:
-        shown = listed(f"{tag} on {counted(n, 'tensor')}" for tag, n in tags.items())
+    device_counts = Counter(tensor.device for tensor in tensors if tensor.device != "cpu")
+    if device_counts:
+        shown = listed(f"{tag} on {counted(n, 'tensor')}" for tag, n in device_counts.items())
         yield f"saved devices ({shown})"
     for property_, count in (
         ("the Parameter type", sum(tensor.is_parameter for tensor in tensors)),
         ("requires_grad", sum(tensor.requires_grad for tensor in tensors)),
         ("backward hooks", sum(tensor.hooks is not None for tensor in tensors)),
-        ("the class or attributes", sum(has_class)),
+        ("the class or attributes", sum(have_class)),
     ):
         if count:
             yield f"{property_} of {counted(count, 'tensor')}"
@@ -253,20 +256,22 @@ class Content:
         return {name: ref for name, ref in self.tensors.items() if name not in self.ties}
 
 
-def plan_content(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
-    """Return the content of a file; `given` are the other entries of `__metadata__`.
+def plan_content(checkpoint: Checkpoint, other_entries: Mapping[str, str]) -> Content:
+    """Return the content of a file: tensors, ties, `__metadata__`, and phrases on omissions.
+
+    `other_entries` are those of `__metadata__` that do not describe ties or versions.
 
     Raises:
         NotRepresentable: safetensors cannot store a tensor, or the root is not a state dict.
     """
     tensors = _check_flat_tensors(checkpoint.root, checkpoint.path)
-    ties = _find_ties(tensors, RESERVED | given.keys())
+    ties = _find_ties(tensors, RESERVED | other_entries.keys())
     versions, lost = extract_json_versions(getattr(checkpoint.root, "attributes", {}))
     attributes = (f"attributes: {listed(lost)}",) if lost else ()
     return Content(
         tensors,
         ties,
-        {**given, **make_metadata(ties, tensors, versions, given)},
+        {**other_entries, **make_metadata(ties, tensors, versions, other_entries)},
         (*describe_losses(checkpoint.root), *attributes),
     )
 
@@ -279,7 +284,7 @@ def _lay_out_entries(tensors: Mapping[str, TensorRef]) -> dict[str, HeaderEntry]
     entries: dict[str, HeaderEntry] = {}
     end = 0
     sizes = {name: tensor.itemsize for name, tensor in tensors.items()}
-    # By the power of two that divides the element size: F6 has 3 bytes for 4 elements.
+    # By the largest power of two that divides the element size: F6 has 3 bytes for 4 elements.
     for name in sorted(tensors, key=lambda name: -(sizes[name] & -sizes[name])):
         entries[name] = _make_entry(name, tensors[name], end)
         end = entries[name].stop
@@ -313,9 +318,12 @@ def _plan_pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef
 def _find_shared_piece(
     pieces: Sequence[ByteRange | TensorRef], nbytes: int, sources: Sequence[Source]
 ) -> Shared | None:
-    """Return the first piece, if it is most of `nbytes` and is in a source; else None."""
+    """Return the first piece, if it is most of `nbytes` and in one of `sources`; else None.
+
+    Its blocks can be shared with the source on file systems that support it.
+    """
     first = pieces[0] if pieces else None
-    if isinstance(first, ByteRange) and first.length >= MANY and 2 * first.length > nbytes:
+    if isinstance(first, ByteRange) and first.length >= WORTH_SHARING and 2 * first.length > nbytes:
         return (
             Shared(first.length, first)
             if any(first.source is source for source in sources)
@@ -367,7 +375,11 @@ class Safetensors(EditableFormat):
         )
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """Plan the file for a checkpoint with one flat state dict as its root."""
+        """Plan the file for a checkpoint with one flat state dict as its root.
+
+        The tensors are in the order of decreasing alignment; the header keeps the order of keys. If
+        most bytes come from one file, the header is padded so that blocks can be shared with it.
+        """
         content = plan_content(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
         written = content.written
         entries = _lay_out_entries(written)
@@ -467,10 +479,13 @@ def _to_torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
 
 
 def _describe_unused_bytes(header: Header, source: Source) -> tuple[str, ...]:
-    """Return a phrase on the bytes of a salvaged file that belong to no tensor."""
+    """Return a phrase on the bytes of a salvaged file that belong to no tensor.
+
+    These are gaps between tensors, and the first copy of a restarted download.
+    """
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
-    copy = header.body.offset - LENGTH.size - length
-    spans = [(0, copy)] if copy else []
+    first_copy_bytes = header.body.offset - LENGTH.size - length
+    spans = [(0, first_copy_bytes)] if first_copy_bytes else []
     spans += [
         (header.body.offset + start, header.body.offset + stop) for start, stop in header.unused
     ]

@@ -27,12 +27,12 @@ METADATA = "__metadata__"
 LENGTH = struct.Struct("<Q")
 MAX_BYTES = 100_000_000
 """The limit of the reference reader (`MAX_HEADER_SIZE`)."""
-_BITS = {
+_BITS_BY_CODE = {
     **{code: 8 * dtype.itemsize for code, dtype in BY_SAFETENSORS.items()},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 """Bits per element of the shape in the header."""
-_MAX_SIZE = (1 << 64) - 1
+_MAX_UINT64 = (1 << 64) - 1
 _LONG_NUMBER = re.compile(r"[0-9]{21}")
 
 
@@ -173,7 +173,7 @@ def _reject_constant(word: str) -> NoReturn:
 
 def _parse_integer(digits: str) -> int:
     """Return an integer; refuse more digits than any size has."""
-    if len(digits) > len(str(_MAX_SIZE)):
+    if len(digits) > len(str(_MAX_UINT64)):
         raise CorruptFile(f"has a number of {len(digits):,} digits")
     return int(digits)
 
@@ -212,13 +212,13 @@ def _parse_entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
             pass
         case _:
             raise _tensor_error(name, "does not have a dtype, a shape and two data_offsets")
-    bits = _BITS.get(code)
+    bits = _BITS_BY_CODE.get(code)
     if bits is None:
         raise _tensor_error(name, f"has the unknown dtype '{printable(code)}'")
     subject = f"tensor '{printable(name)}' has"
     check_limit(subject, len(shape), "dimensions", limits.max_dimensions)
     for size in (*shape, start, stop):
-        if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+        if type(size) is not int or not 0 <= size <= _MAX_UINT64:
             raise _tensor_error(name, f"has {size!r}, expected a count")
     count = _count_elements(name, shape)
     if (count * bits) % 8:
@@ -239,7 +239,7 @@ def _count_elements(name: str, shape: Iterable[int]) -> int:
     count = 1
     for size in shape:
         count *= size
-        if count > _MAX_SIZE:
+        if count > _MAX_UINT64:
             raise _tensor_error(name, "has more than 2**64 elements")
     return count
 
@@ -283,7 +283,8 @@ def encode_header(
 ) -> bytes:
     """Return length and JSON, padded with spaces so that the tensors begin at a multiple of 8.
 
-    If `congruent` is a multiple of 8, they begin at an offset congruent to it modulo `SHARED`.
+    If `congruent` is a multiple of 8, they begin at an offset congruent to it modulo `SHARED`, so
+    that the file system can share their blocks with a file that has them at `congruent`.
 
     Raises:
         NotRepresentable: it is longer than readers accept.
@@ -313,8 +314,12 @@ def encode_header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, st
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-FORMAT, VERSIONS, PLACES = "format", "_metadata", "ckptool.tied"
-RESERVED = frozenset({FORMAT, VERSIONS, PLACES})
+FORMAT = "format"
+STATE_METADATA = "_metadata"
+"""The entry with the `_metadata` of the state dict, as JSON."""
+TIED_POSITIONS = "ckptool.tied"
+"""The entry with the position of each tied key in the state dict, as JSON."""
+RESERVED = frozenset({FORMAT, STATE_METADATA, TIED_POSITIONS})
 """Keys that are never tied names."""
 
 
@@ -325,22 +330,25 @@ def restore_state_dict(
 ) -> tuple[OrderedMap, dict[str, str]]:
     """Return the state dict with its ties and `_metadata`, and the other entries of the header.
 
-    `outer_ties` are ties (`dropped: kept`) from elsewhere, which need not be among the entries.
+    An entry `dropped: kept` of `metadata` is a tie if `ckptool.tied` lists it, or if the header has
+    no such list. `outer_ties` are ties from elsewhere, for example from the index of shards.
     """
-    places = _parse_object(metadata.get(PLACES))
+    tied_positions = _parse_object(metadata.get(TIED_POSITIONS))
     stated_ties = {
-        name: kept for name, kept in metadata.items() if places is None or name in places
+        name: kept
+        for name, kept in metadata.items()
+        if tied_positions is None or name in tied_positions
     }
     ties = _find_ties(tensors, {**outer_ties, **stated_ties})
-    order = _order_keys(list(tensors), list(ties), places or {})
+    order = _order_keys(list(tensors), list(ties), tied_positions or {})
     root = OrderedMap((name, tensors[ties.get(name, name)]) for name in order)
     other_entries = {
-        key: text for key, text in metadata.items() if key not in ties and key != PLACES
+        key: text for key, text in metadata.items() if key not in ties and key != TIED_POSITIONS
     }
-    versions = _parse_versions(metadata.get(VERSIONS))
+    versions = _parse_versions(metadata.get(STATE_METADATA))
     if versions is not None:
         root.attributes["_metadata"] = versions
-        del other_entries[VERSIONS]
+        del other_entries[STATE_METADATA]
     return root, other_entries
 
 
@@ -353,12 +361,12 @@ def _find_ties(tensors: Collection[str], entries: Mapping[str, str]) -> dict[str
     }
 
 
-def _order_keys(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list[str]:
+def _order_keys(names: list[str], tied: list[str], tied_positions: Mapping[str, Any]) -> list[str]:
     """Return all names, tied ones at their old position, or at the end if that is unknown."""
     total = len(names) + len(tied)
     tied_at: dict[int, str] = {}
     for name in tied:
-        position = places.get(name)
+        position = tied_positions.get(name)
         if type(position) is int and 0 <= position < total:
             tied_at.setdefault(position, name)
     placed = set(tied_at.values())
@@ -394,10 +402,10 @@ def make_metadata(
     `names` are all its tensors in order; `versions` comes from `extract_json_versions`. None of
     `other_entries` may be mistaken for a tie.
     """
-    entries = {VERSIONS: _encode_json(versions)} if versions else {}
+    entries = {STATE_METADATA: _encode_json(versions)} if versions else {}
     if ties or _find_ties(set(names) - ties.keys(), other_entries):
-        places = {name: position for position, name in enumerate(names) if name in ties}
-        entries |= {**ties, PLACES: _encode_json(places)}
+        tied_positions = {name: position for position, name in enumerate(names) if name in ties}
+        entries |= {**ties, TIED_POSITIONS: _encode_json(tied_positions)}
     return entries
 
 
@@ -411,16 +419,16 @@ def extract_json_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any]
     The names are module paths of `_metadata`, or other attributes of the state dict.
     """
     versions = attributes.get("_metadata")
-    lost = [str(name) for name in attributes if name != "_metadata"]
+    lost_names = [str(name) for name in attributes if name != "_metadata"]
     if not isinstance(versions, dict):
-        return {}, lost if versions is None else [*lost, "_metadata"]
+        return {}, lost_names if versions is None else [*lost_names, "_metadata"]
     kept = {
         name: value
         for name, value in versions.items()
         if isinstance(name, str) and isinstance(value, dict) and _is_plain(value)
     }
-    lost.extend(f"_metadata of {name!r}" for name in versions if name not in kept)
-    return kept, lost
+    lost_names.extend(f"_metadata of {name!r}" for name in versions if name not in kept)
+    return kept, lost_names
 
 
 def _is_plain(node: Any) -> bool:

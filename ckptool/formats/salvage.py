@@ -11,7 +11,7 @@ from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import compute_crc32s
 from ckptool.files.source import BLOCK
 from ckptool.formats.archive import (
-    DESCRIPTOR,
+    DESCRIPTOR_FLAG,
     LOCAL,
     STORED,
     LocalHeaders,
@@ -28,9 +28,9 @@ from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.transfers import find_last_copy, text_transfer_error
 from ckptool.limits import Limits
 
-_SIGNATURE = b"PK\x07\x08"
-_SIZES, _SIZES64 = struct.Struct("<3I"), struct.Struct("<I2Q")
-_NEEDED = ("data.pkl", "byteorder")
+_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
+_SIZES_STRUCT, _SIZES64_STRUCT = struct.Struct("<3I"), struct.Struct("<I2Q")
+_NEEDED_RECORDS = ("data.pkl", "byteorder")
 """Records that are needed to read the others."""
 
 
@@ -59,15 +59,15 @@ def read_intact_records(data: ByteRange, limits: Limits, sources: tuple[Source, 
             raise
         except CheckpointError:  # a damaged header: the record is lost
             continue
-    sums = compute_crc32s([record.data for record in candidates])
+    actual_crcs = compute_crc32s([record.data for record in candidates])
     records = {
         record.name: record
-        for record, crc in zip(candidates, sums, strict=True)
+        for record, crc in zip(candidates, actual_crcs, strict=True)
         if record.crc32 in (None, crc)  # torch can be set to write none
     }
     for entry in entries:
         name = entry.name.rpartition("/")[2]
-        if name in _NEEDED and name not in records:
+        if name in _NEEDED_RECORDS and name not in records:
             raise CorruptFile(f"record {name!r} is damaged")
     return Archive(data.source.name, folder, records, sources, data.length, is_partial=True)
 
@@ -84,7 +84,7 @@ def _select_last_copy(data: ByteRange) -> ByteRange:
 
 
 def _list_entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
-    """Return the entries of the directory, or of consecutive records if it is damaged."""
+    """Return the entries of the directory, or of consecutive records if it cannot be read."""
     try:
         end = find_end(data)
         if end is not None:
@@ -102,7 +102,10 @@ def _list_entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
 
 
 def _scan_local_headers(data: ByteRange) -> Iterator[ZipEntry]:
-    """Yield an entry for each local header, as long as they are consecutive."""
+    """Yield an entry for each local header from the start of the file, while they are consecutive.
+
+    A header may have zeros for checksum and sizes; then they are in the descriptor after the bytes.
+    """
     position = 0
     while position + LOCAL.size <= data.length:
         head = data.read(position, LOCAL.size)
@@ -112,7 +115,7 @@ def _scan_local_headers(data: ByteRange) -> Iterator[ZipEntry]:
             return
         name = data.read(position + LOCAL.size, length)
         stop = payload + packed
-        if flags & DESCRIPTOR:
+        if flags & DESCRIPTOR_FLAG:
             descriptor = _find_descriptor(data, payload, stored=method == STORED)
             if descriptor is None:
                 return
@@ -120,7 +123,9 @@ def _scan_local_headers(data: ByteRange) -> Iterator[ZipEntry]:
         if stop > data.length:
             return
         text = name.decode("utf-8", "backslashreplace")
-        yield ZipEntry(text, name, method, crc, packed, size, position, bool(flags & DESCRIPTOR))
+        yield ZipEntry(
+            text, name, method, crc, packed, size, position, bool(flags & DESCRIPTOR_FLAG)
+        )
         position = stop
 
 
@@ -129,20 +134,22 @@ def _find_descriptor(
 ) -> tuple[int, int, int, int] | None:
     """Return CRC-32, packed size, size and end from the data descriptor of a record.
 
-    It is the first one with a size that equals its distance from the start of the payload.
+    It is the first one with a size that equals its distance from the start of the payload. None if
+    the file has none. `stored` is True for a record that is not compressed.
     """
     position = payload
     while position < data.length:
+        # Blocks overlap by the length of a descriptor, which may begin at the end of one.
         block = data.read(position, min(BLOCK + 24, data.length - position))
-        at = block.find(_SIGNATURE)
+        at = block.find(_DESCRIPTOR_SIGNATURE)
         while at >= 0:
-            for layout in (_SIZES, _SIZES64):
-                stop = at + len(_SIGNATURE) + layout.size
+            for layout in (_SIZES_STRUCT, _SIZES64_STRUCT):
+                stop = at + len(_DESCRIPTOR_SIGNATURE) + layout.size
                 if stop > len(block):
                     continue
-                crc, packed, size = layout.unpack_from(block, at + len(_SIGNATURE))
+                crc, packed, size = layout.unpack_from(block, at + len(_DESCRIPTOR_SIGNATURE))
                 if packed == position + at - payload and (size == packed or not stored):
                     return crc, packed, size, position + stop
-            at = block.find(_SIGNATURE, at + 1)
+            at = block.find(_DESCRIPTOR_SIGNATURE, at + 1)
         position += BLOCK
     return None

@@ -26,13 +26,16 @@ from ckptool.formats.sharded import NUMBERED, ShardIndex, make_checkpoint
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.words import counted, printable, shell
 
-_FORMATS = ("safetensors", *TORCH_FILES)
+_JOINED_FORMATS = ("safetensors", *TORCH_FILES)
 
 
 def open_parts(
     source: Source | Sequence[str | os.PathLike[str]], *, salvage: bool = False
 ) -> AbstractContextManager[Checkpoint]:
-    """Yield the checkpoint of `open_or_reuse`, or of `open_several` for a list of paths.
+    """Yield the checkpoint of `open_or_reuse`, or the joined one for a list of paths.
+
+    Paths may have keys (`KEY=FILE`), which become keys of the root; may be all rank files of a set;
+    or are parts of one state dict.
 
     Raises:
         UsageError: `salvage` is used with several files.
@@ -55,15 +58,19 @@ def open_parts(
 def _find_rank_pattern(paths: Sequence[str]) -> str | None:
     """Return the pattern of a set of rank files that a shell has expanded; None for other files.
 
+    All paths must be in one folder and have names of one set, for example `rank_*.pt`.
+
     Raises:
         FileMissing: the folder has more files of the set than are given.
     """
-    sets = {
+    folders_and_patterns = {
         (os.path.dirname(path), parsed and parsed[0])
         for path in paths
         for parsed in [parse_rank_name(path)]
     }
-    folder, name_pattern = sets.pop() if len(sets) == 1 else ("", None)
+    folder, name_pattern = (
+        folders_and_patterns.pop() if len(folders_and_patterns) == 1 else ("", None)
+    )
     if name_pattern is None:
         return None
     pattern = name_pattern.format(rank="*")
@@ -78,12 +85,12 @@ def _find_rank_pattern(paths: Sequence[str]) -> str | None:
     return os.path.join(folder, pattern)
 
 
-_KEYED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+_KEY_AND_FILE = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 
 
 def split_key(source: str) -> tuple[str, str] | None:
     """Return the key and the path of `KEY=PATH`; None for a path, or if a file has that name."""
-    match = None if os.path.lexists(source) else _KEYED.fullmatch(source)
+    match = None if os.path.lexists(source) else _KEY_AND_FILE.fullmatch(source)
     return None if match is None else (match[1], match[2])
 
 
@@ -119,7 +126,9 @@ def open_by_key(
 def open_several(
     paths: Sequence[str | os.PathLike[str]], *, limits: Limits = DEFAULT_LIMITS
 ) -> Checkpoint:
-    """Return the state dict of all files together, in their order.
+    """Return a checkpoint with the state dict of all files together, in their order.
+
+    They are joined like shards with an index that lists all their tensors.
 
     Raises:
         FileMissing: one of a series of files such as `-00001-of-00003` was not given.
@@ -129,7 +138,7 @@ def open_several(
     """
     names = [os.fspath(path) for path in paths]
     _refuse_incomplete_series(names)
-    with open_together(names, limits, _FORMATS) as files:
+    with open_together(names, limits, _JOINED_FORMATS) as files:
         shards = dict(zip(names, files, strict=True))
         if len(shards) < len(names):
             raise UsageError("a file was given twice")
@@ -162,12 +171,12 @@ def _list_tensor_keys(path: str, file: Checkpoint) -> list[str]:
 
 def _refuse_incomplete_series(names: Sequence[str]) -> None:
     """Refuse an incomplete series of files, such as `-00001-of-00003` without the second."""
-    series: dict[tuple[str, ...], set[int]] = {}
+    numbers_by_series: dict[tuple[str, ...], set[int]] = {}
     for name in names:
         match = NUMBERED.fullmatch(name)
         if match is not None:
-            series.setdefault(match.group(1, 3, 4), set()).add(int(match[2]))
-    for (stem, total, ending), numbers in series.items():
+            numbers_by_series.setdefault(match.group(1, 3, 4), set()).add(int(match[2]))
+    for (stem, total, ending), numbers in numbers_by_series.items():
         first = 0 if 0 in numbers else 1
         expected = range(first, int(total) + first)
         missing = next((number for number in expected if number not in numbers), None)

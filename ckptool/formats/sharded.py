@@ -31,8 +31,8 @@ from ckptool.formats.base import (
 from ckptool.formats.identify import Identification
 from ckptool.formats.registry import find_candidate_formats
 from ckptool.formats.safetensors_header import (
-    PLACES,
-    VERSIONS,
+    STATE_METADATA,
+    TIED_POSITIONS,
     parse_json,
     require_string_map,
     restore_state_dict,
@@ -42,10 +42,10 @@ from ckptool.quotes import quote
 from ckptool.words import are, counted, few, listed, printable, quoted, shell
 
 _WEIGHT_MAP = "weight_map"
-_MARK = f'"{_WEIGHT_MAP}"'.encode()
-_NAME = re.compile(r".+\.index(\.[^.]+)?\.json", re.IGNORECASE)
+_QUOTED_WEIGHT_MAP = f'"{_WEIGHT_MAP}"'.encode()
+_INDEX_NAME = re.compile(r".+\.index(\.[^.]+)?\.json", re.IGNORECASE)
 """Names of indexes: `model.safetensors.index.json`, `model.safetensors.index.fp16.json`."""
-_INDEXED = re.compile(r"\.index(\.[^.]+)?\.json$", re.IGNORECASE)
+_INDEX_EXTENSION = re.compile(r"\.index(\.[^.]+)?\.json$", re.IGNORECASE)
 NUMBERED = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(.*)")
 """The name of a shard: stem, number, count, extension."""
 
@@ -74,17 +74,21 @@ class ShardIndex:
 
     def find_unlisted_files(self) -> Iterator[str]:
         """Yield the files of the same set next to the index that it does not list."""
-        series = {
+        stems_counts_extensions = {
             match.group(1, 3, 4) for name in self.shards if (match := NUMBERED.fullmatch(name))
         }
-        if not series:
+        if not stems_counts_extensions:
             return
         listed_names, existing = set(self.shards), []
         with suppress(OSError):  # a folder that can be read but not listed
             existing = sorted(place_of(self.path).list_names(os.path.dirname(self.path)))
         for name in existing:
             match = NUMBERED.fullmatch(name)
-            if match and match.group(1, 3, 4) in series and name not in listed_names:
+            if (
+                match
+                and match.group(1, 3, 4) in stems_counts_extensions
+                and name not in listed_names
+            ):
                 yield name
 
 
@@ -104,10 +108,11 @@ def open_index(probe: Probe) -> ShardIndex | None:
             return _read_index(probe.source, probe.limits)
     with ExitStack() as opened:
         inner_indexes = []
-        names = {
-            parse_journal_name(name) or name for name in probe.entries
-        }  # a write may be unfinished
-        paths = (os.path.join(probe.path, name) for name in sorted(filter(_NAME.fullmatch, names)))
+        # An index whose write was interrupted is only there as its journal.
+        names = {parse_journal_name(name) or name for name in probe.entries}
+        paths = (
+            os.path.join(probe.path, name) for name in sorted(filter(_INDEX_NAME.fullmatch, names))
+        )
         for path in (
             candidate
             for candidate in paths
@@ -132,17 +137,20 @@ def read_shard_names(path: str) -> tuple[str, ...]:
 
 
 def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
-    """Refuse to choose between indexes, or between shards and a single file of their name."""
-    names = []
+    """Raise an error if the folder has several indexes, or a single file next to its shards.
+
+    A single file has the name of the shards or of the index without number or `.index.json`.
+    """
+    checkpoint_names = []
     for name in (os.path.basename(index.path) for index in indexes):
-        model_name = _INDEXED.sub("", name)
-        names += [model_name, name] if model_name in probe.entries else [name]
-    for model_name, first in _find_complete_sets(probe.entries):
-        if model_name in probe.entries and model_name not in names:
-            names += [model_name, first]
-    if len(names) > 1:
-        description = f"a folder with several checkpoints: {few(names)}"
-        hint = f"give one: ckptool list {shell(os.path.join(probe.path, names[0]))}"
+        model_name = _INDEX_EXTENSION.sub("", name)
+        checkpoint_names += [model_name, name] if model_name in probe.entries else [name]
+    for model_name, first_shard in _find_complete_sets(probe.entries):
+        if model_name in probe.entries and model_name not in checkpoint_names:
+            checkpoint_names += [model_name, first_shard]
+    if len(checkpoint_names) > 1:
+        description = f"a folder with several checkpoints: {few(checkpoint_names)}"
+        hint = f"give one: ckptool list {shell(os.path.join(probe.path, checkpoint_names[0]))}"
         raise Identification(description, hint).to_error(probe.path)
 
 
@@ -158,16 +166,26 @@ def _find_complete_sets(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _read_index(source: Source, limits: Limits) -> ShardIndex | None:
-    """Return the index in a file; None if name or content are not those of an index."""
+    """Return the index in a file; None if name or content are not those of an index.
+
+    A long file is read only if it has the name of an index or a `weight_map` near its start.
+
+    Raises:
+        LimitExceeded: it is too long, or lists too many files on another machine.
+    """
     head = source.read(0, min(512, source.size))
-    has_index_name = _NAME.fullmatch(os.path.basename(source.name)) is not None
+    has_index_name = _INDEX_NAME.fullmatch(os.path.basename(source.name)) is not None
     if not head.lstrip(b" \t\r\n").startswith(b"{"):
         return None
-    if source.size > limits.max_json_bytes and not has_index_name and _MARK not in head:
+    if (
+        source.size > limits.max_json_bytes
+        and not has_index_name
+        and _QUOTED_WEIGHT_MAP not in head
+    ):
         return None
     check_limit("the index has", source.size, "bytes", limits.max_json_bytes)
     raw = source.read(0, source.size)
-    if not has_index_name and _MARK not in raw:
+    if not has_index_name and _QUOTED_WEIGHT_MAP not in raw:
         return None
     index = _parse_index(raw, source)
     if source.is_far and index:
@@ -213,9 +231,9 @@ def _is_plain_name(name: str) -> bool:
 def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     """Return the state dict of all shards (by file name), in the order of the index.
 
-    Ties within a shard are kept. Tied keys that safetensors cannot store are restored from the
-    headers of the shards, or from the index, where huggingface_hub writes them. `_metadata` is
-    merged from all shards.
+    A file of the set that the index does not list is an error. Ties within a shard are kept. Tied
+    keys that safetensors cannot store are restored from the headers of the shards, or from the
+    index, where huggingface_hub writes them. `_metadata` is merged from all shards.
     """
     for name in index.find_unlisted_files():
         raise CorruptFile(
@@ -224,19 +242,25 @@ def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> Ordered
             "not belong",
         )
     _check_roots(index, {file: shards[file].root for file in index.shards})
-    places, ties = _map_keys(shards)
-    _check_key_shards(index, shards, places)
+    file_by_key, stored_key_by_tied_key = _map_keys(shards)
+    _check_key_shards(index, shards, file_by_key)
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
-    for name, file in places.items():  # values that the index does not list
+    for name, file in file_by_key.items():  # values that the index does not list
         entries.setdefault(name, shards[file].root[name])
-    is_plain = all(shard.format == "safetensors" for shard in shards.values())
-    texts = {
+    are_safetensors = all(shard.format == "safetensors" for shard in shards.values())
+    header_entries = {
         key: text
         for key, text in index.metadata.items()
-        if is_plain and isinstance(text, str) and key != VERSIONS
+        if are_safetensors and isinstance(text, str) and key != STATE_METADATA
     }
     root, _ = restore_state_dict(
-        entries, texts, {name: ties[name] for name in ties if name not in places}
+        entries,
+        header_entries,
+        {
+            name: stored_key_by_tied_key[name]
+            for name in stored_key_by_tied_key
+            if name not in file_by_key
+        },
     )
     root.attributes = _merge_attributes(shards.values())
     return root
@@ -259,30 +283,33 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
 
 
 def _map_keys(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str, str]]:
-    """Return the shard of each stored key, and the stored key of each tied key."""
-    places: dict[Any, str] = {}
-    ties: dict[str, str] = {}
+    """Return the file name of each stored key, and the stored key of each tied key.
+
+    Only safetensors has tied keys that are not stored.
+    """
+    file_by_key: dict[Any, str] = {}
+    stored_key_by_tied_key: dict[str, str] = {}
     for file, shard in shards.items():
         for name, node in shard.root.items():
             stored_key = node.storage.key if shard.format == "safetensors" else name
             if stored_key != name:
-                ties[name] = stored_key
-            elif places.setdefault(name, file) != file:
+                stored_key_by_tied_key[name] = stored_key
+            elif file_by_key.setdefault(name, file) != file:
                 raise CorruptFile(
                     f"tensor '{printable(str(name))}' is in two shards, "
-                    f"{places[name]!r} and {file!r}",
+                    f"{file_by_key[name]!r} and {file!r}",
                     hint="the shards are from different checkpoints, or from different saves; "
                     "copy those of one save",
                 )
-    return places, ties
+    return file_by_key, stored_key_by_tied_key
 
 
 def _check_key_shards(
-    index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
+    index: ShardIndex, shards: Mapping[str, Checkpoint], file_by_key: Mapping[Any, str]
 ) -> None:
     """Refuse a tensor that is not in the shard that the index lists; tied keys may be in any."""
-    for name in dict.fromkeys((*index.weight_map, *places)):
-        stated, actual = index.weight_map.get(name), places.get(name)
+    for name in dict.fromkeys((*index.weight_map, *file_by_key)):
+        stated, actual = index.weight_map.get(name), file_by_key.get(name)
         is_tied = actual is None and stated is not None and name in shards[stated].root
         is_value = stated is None and not isinstance(shards[actual or ""].root[name], TensorRef)
         if stated != actual and not is_tied and not is_value:
@@ -295,7 +322,10 @@ def _check_key_shards(
 
 
 def _merge_attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
-    """Return the attributes of all shards' roots, with the first of each `_metadata` entry."""
+    """Return the attributes of all shards' roots, such as `_metadata`.
+
+    Dicts are merged. Of different values for one key, the value of the first shard is used.
+    """
     all_attributes: dict[Any, Any] = {}
     for shard in shards:
         if not isinstance(shard.root, OrderedMap):
@@ -309,14 +339,17 @@ def _merge_attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
     return all_attributes
 
 
-_DERIVED = frozenset({"total_size", "total_parameters", PLACES})
+_DERIVED_ENTRIES = frozenset({"total_size", "total_parameters", TIED_POSITIONS})
 """Entries of an index that follow from the tensors."""
 
 
 def make_checkpoint(
     index: ShardIndex, shards: Mapping[str, Checkpoint], format: str, path: str
 ) -> Checkpoint:
-    """Return the checkpoint of all shards together.
+    """Return the checkpoint of all shards, given by file name, with their details merged.
+
+    Phrases that do not apply to all shards name their files. Entries of the index and of the
+    headers that are not kept are listed in `left_behind`.
 
     Raises:
         CorruptFile: a key is in two shards, in no shard, in another shard than the index lists, or
@@ -324,12 +357,17 @@ def make_checkpoint(
     """
     with add_error_context(index.path):
         root = _join_shards(index, shards)
-    parts = [shard.details for shard in shards.values()]
-    header, differing = _merge_headers(details.header for details in parts)
-    writers = ", ".join(dict.fromkeys(filter(None, (details.writer for details in parts))))
-    count = f"in {counted(len(parts), 'shard')}"
-    orders, protocols = {part.byteorder for part in parts}, {part.protocol for part in parts}
-    own = [key for key in index.metadata if key not in _DERIVED and key not in root]
+    shard_details = [shard.details for shard in shards.values()]
+    header, differing_keys = _merge_headers(details.header for details in shard_details)
+    writers = ", ".join(dict.fromkeys(filter(None, (details.writer for details in shard_details))))
+    count = f"in {counted(len(shard_details), 'shard')}"
+    byteorders, protocols = (
+        {part.byteorder for part in shard_details},
+        {part.protocol for part in shard_details},
+    )
+    index_only_keys = [
+        key for key in index.metadata if key not in _DERIVED_ENTRIES and key not in root
+    ]
     notes, left_behind, unreferenced = (
         _merge_phrases({file: getattr(shard.details, name) for file, shard in shards.items()})
         for name in ("notes", "left_behind", "unreferenced")
@@ -339,7 +377,7 @@ def make_checkpoint(
         Checkpoint(root, format, path),
         writer=f"{writers}, {count}" if writers else count,
         folder="",
-        byteorder=orders.pop() if len(orders) == 1 else "mixed" if orders else "little",
+        byteorder=byteorders.pop() if len(byteorders) == 1 else "mixed" if byteorders else "little",
         protocol=protocols.pop() if len(protocols) == 1 else None,
         notes=(
             *(() if index.weight_map else ("the index lists no tensors",)),
@@ -347,8 +385,8 @@ def make_checkpoint(
             *notes,
         ),
         left_behind=(
-            *_phrase_entries("the header that differ between the shards", differing),
-            *_phrase_entries("the index", own),
+            *_phrase_entries("the header that differ between the shards", differing_keys),
+            *_phrase_entries("the index", index_only_keys),
             *left_behind,
         ),
         unreferenced=tuple(unreferenced),
@@ -407,31 +445,43 @@ class Sharded(Format):
         "from_pretrained of transformers or diffusers",
     )
 
-    def __init__(self, name: str, members: tuple[str, ...], shard_ending: str) -> None:
-        """Represent shards that each have one of the formats `members`."""
+    def __init__(self, name: str, shard_formats: tuple[str, ...], shard_ending: str) -> None:
+        """Represent shards that each have one of the formats `shard_formats`.
+
+        Only shards written by torch have objects and a CRC-32 of each storage.
+        """
         self.name = name
-        self.members = members
+        self.shard_formats = shard_formats
         self.shard_ending = shard_ending
-        self.by_torch = self.hands_on_crc = "torch-zip" in members
+        self.by_torch = self.hands_on_crc = "torch-zip" in shard_formats
         self.tensors_only = not self.by_torch
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether a file is an index of shards of these formats, or a folder with one."""
+        """Return True for an index of shards of these formats, or a folder with such an index.
+
+        The first shard decides, or the name of an index without shards.
+
+        Raises:
+            UnsupportedFormat: the first shard has a format that cannot be a shard.
+        """
         index = probe.compute_once(open_index)
         if index is None:
             return False
         if not index.shards:
             is_safetensors = ".safetensors." in os.path.basename(index.path).lower()
-            return is_safetensors == ("safetensors" in self.members)
+            return is_safetensors == ("safetensors" in self.shard_formats)
         shard, shard_format = _open_shard(index, index.shards[0], probe.limits)
         shard.close()
-        supported = (*SAFETENSORS_SHARDED.members, *TORCH_SHARDED.members)
+        supported = (*SAFETENSORS_SHARDED.shard_formats, *TORCH_SHARDED.shard_formats)
         if shard_format.name not in supported:
             raise _wrong_kind_error(shard.path, shard_format, supported)
-        return shard_format.name in self.members
+        return shard_format.name in self.shard_formats
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict of all shards, in the order of the index."""
+        """Return one state dict of all shards, in the order of the index.
+
+        Only headers are read. The index must not change before all shards are open.
+        """
         index = probe.compute_once(open_index)
         if index is None:
             raise CorruptFile("this is not an index of shards")
@@ -449,12 +499,12 @@ class Sharded(Format):
         return replace(checkpoint, details=details, sources=(*checkpoint.sources, index.source))
 
     def _read_shard(self, index: ShardIndex, name: str, limits: Limits) -> Checkpoint:
-        """Return the checkpoint of one shard, which must have one of the formats `members`."""
+        """Return the checkpoint of one shard, which must have one of `shard_formats`."""
         shard, shard_format = _open_shard(index, name, limits)
         with ExitStack() as opened, add_error_context(shard.path):
             opened.callback(shard.close)
-            if shard_format.name not in self.members:
-                raise _wrong_kind_error(shard.path, shard_format, self.members)
+            if shard_format.name not in self.shard_formats:
+                raise _wrong_kind_error(shard.path, shard_format, self.shard_formats)
             checkpoint = shard_format.read(shard)
             opened.pop_all()
             return checkpoint

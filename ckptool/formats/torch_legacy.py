@@ -12,8 +12,8 @@ from ckptool.files import ByteRange, Source
 from ckptool.files.strided import swap_blocks
 from ckptool.formats.base import NewFile, Probe, WritableFormat, WritePlan, details_from_pickle
 from ckptool.formats.legacy_stream import (
-    COUNT,
-    MACHINE,
+    COUNT_STRUCT,
+    MACHINE_DESCRIPTION,
     MAGIC,
     MAGIC_BYTES,
     MAGIC_NUMBER,
@@ -49,7 +49,10 @@ class TorchLegacy(WritableFormat):
         return MAGIC.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the checkpoint, over its pickles and the counts before its storages."""
+        """Return the checkpoint; only the pickles and the counts before the storages are read.
+
+        When salvaging, the last copy of a restarted download is read; else such a file is refused.
+        """
         source = probe.require_source()
         salvages = probe.salvages is not None
         data = ByteRange(source, 0, source.size)
@@ -74,7 +77,13 @@ class TorchLegacy(WritableFormat):
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """Plan a stream for torch 1.0 and newer, and for older versions that know the tensors."""
+        """Plan a stream for torch 1.0 and newer, and for older versions that know the tensors.
+
+        Big-endian storages are swapped to little-endian.
+
+        Raises:
+            NotRepresentable: it has an untyped storage, a nested tensor, or a storage without data.
+        """
         from ckptool.symbolic.encoder import encode  # not needed to list tensors
 
         encoded = encode(checkpoint.root, legacy=True)
@@ -87,17 +96,20 @@ class TorchLegacy(WritableFormat):
             raise _unloadable_error(checkpoint, next(untyped, "an untyped storage"))
         if "torch._utils._rebuild_nested_tensor" in encoded.globals:
             raise _unloadable_error(checkpoint, "a nested tensor (its sizes would follow it)")
+        # For each storage: its bytes, its packed element count, the bytes to swap (1 for none).
         payloads: list[tuple[ByteRange, bytes, int]] = []
         for storage, name in zip(encoded.storages, encoded.dtypes, strict=True):
             if storage.data is None:
                 content = f"storage {storage.key!r}, which is on the meta device and has no data,"
                 raise _unloadable_error(checkpoint, content)
             # The count is in elements of the first use, as in the pickle.
-            count = COUNT.pack(storage.nbytes // BY_NAME[name].itemsize)
+            count = COUNT_STRUCT.pack(storage.nbytes // BY_NAME[name].itemsize)
             swap = BY_NAME[name].swap_size if storage.byteorder == "big" else 1
             payloads.append((storage.data, count, swap))
         keys = [str(index) for index in range(len(payloads))]
-        head = b"".join(encode(piece).data for piece in (MAGIC_NUMBER, VERSION, MACHINE))
+        head = b"".join(
+            encode(piece).data for piece in (MAGIC_NUMBER, VERSION, MACHINE_DESCRIPTION)
+        )
         head += encoded.data + encode(keys).data
 
         def write(output: FileOutput) -> None:
@@ -110,7 +122,7 @@ class TorchLegacy(WritableFormat):
                 else:
                     output.write_blocks(swap_blocks(data.iterate_blocks(), swap))
 
-        size = len(head) + sum(COUNT.size + data.length for data, _, _ in payloads)
+        size = len(head) + sum(COUNT_STRUCT.size + data.length for data, _, _ in payloads)
         return WritePlan(
             self.name,
             (NewFile(size, write, checkpoint),),

@@ -19,7 +19,7 @@ from ckptool.formats.base import (
     check_limit,
     details_from_pickle,
 )
-from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, unpickle_record
+from ckptool.formats.legacy_stream import COUNT_STRUCT, SourceTexts, unpickle_outer, unpickle_record
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 from ckptool.symbolic import unpickle
@@ -27,11 +27,11 @@ from ckptool.symbolic.rebuild import parse_storage_class
 
 BLOCK = 512
 """Bytes of a header; the content of a member is padded to a multiple of it."""
-_MOST_EXTRA = 1 << 20
-_LINKS = (b"1", b"2")
-_NO_FILES = (*_LINKS, b"3", b"4", b"5", b"6")
+_MAX_EXTRA_BYTES = 1 << 20
+_LINK_KINDS = (b"1", b"2")
+_KINDS_WITHOUT_DATA = (*_LINK_KINDS, b"3", b"4", b"5", b"6")
 """Links, devices and folders; like Python's tarfile, treat other kinds as files."""
-_MEMBERS = ("pickle", "tensors", "storages")
+_TORCH_MEMBERS = ("pickle", "tensors", "storages")
 _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 
 
@@ -42,6 +42,9 @@ def is_tar(head: bytes) -> bool:
 
 def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
     """Return the files in the tar, by name, in its order; the last file of a name counts.
+
+    A member may have its name and size in an extra member before it. Links to members of torch are
+    refused.
 
     Raises:
         CorruptFile: a header is invalid.
@@ -64,9 +67,9 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
         if kind in (_PAX, _LONG_NAME):
             extra = extra.with_record(kind, _read_extra(data))
         elif kind not in (_PAX_GLOBAL, _LONG_LINK):
-            if kind in _LINKS and name in _MEMBERS:
+            if kind in _LINK_KINDS and name in _TORCH_MEMBERS:
                 raise CorruptFile(f"member {name!r:.80} of the tar is a link")
-            if kind not in _NO_FILES:
+            if kind not in _KINDS_WITHOUT_DATA:
                 members[name] = data
             extra = _Extra()
         position += BLOCK + -(-size // BLOCK) * BLOCK
@@ -100,7 +103,10 @@ class _Extra(NamedTuple):
 
 
 def _parse_header(header: bytes, position: int) -> tuple[bytes, str, int]:
-    """Return kind, name and size of the member with this header block at `position`."""
+    """Return kind, name and size of the member with this header block at `position`.
+
+    The offsets of the fields are those of the ustar format.
+    """
     if not _has_valid_checksum(header):
         raise CorruptFile(f"the tar has no member header at offset {position:,}")
     size = _parse_number(header[124:136])
@@ -115,7 +121,7 @@ def _parse_header(header: bytes, position: int) -> tuple[bytes, str, int]:
 
 def _read_extra(data: ByteRange) -> bytes:
     """Return the bytes of an extra header."""
-    check_limit("a tar header takes", data.length, "bytes", _MOST_EXTRA)
+    check_limit("a tar header takes", data.length, "bytes", _MAX_EXTRA_BYTES)
     return data.read()
 
 
@@ -160,7 +166,7 @@ class TorchTar(Format):
         if not is_tar(probe.head):
             return False
         members = read_members(probe.require_source(), probe.limits)
-        return all(name in members for name in _MEMBERS)
+        return all(name in members for name in _TORCH_MEMBERS)
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint; the bytes of its storages are not read."""
@@ -185,8 +191,11 @@ class _Tar:
         """Read storages, views and tensors, then the pickle that uses them."""
         self.limits = limits
         self.sources = SourceTexts()
+        """The classes that were saved with their source code."""
         self.storages: dict[int, StorageRef] = {}
+        """The storages and their views, by key."""
         self.tensors: dict[int, TensorRef] = {}
+        """By key."""
         data = members["pickle"]
         self.file = data.source.name
         storages = _Member("storages", members["storages"], limits)
@@ -220,7 +229,10 @@ class _Tar:
         return type(key) is int and key not in self.storages  # True is an int, too
 
     def _read_views(self, member: _Member) -> None:
-        """Make a storage of each view: a part of another storage."""
+        """Add a storage for each view, which is a part of another storage.
+
+        The views are in a pickle after the storages: (key, key of the storage, offset, elements).
+        """
         unpickled = unpickle(member.data, limits=self.limits, start=member.position)
         member.position = unpickled.end
         views = unpickled.root
@@ -255,7 +267,10 @@ class _Tar:
         return TensorRef(ref.dtype, shape, stride, offset, ref.storage, ref.storage.device)
 
     def _load_persistent(self, pid: Any) -> Any:
-        """Return the class, tensor or storage that a persistent id stands for."""
+        """Return the class, tensor or storage of a persistent id.
+
+        A class comes with its source code; a tensor or storage is a decimal number, its key.
+        """
         match pid:
             case (cls, _, text):
                 return self.sources.remember_class(cls, text)
@@ -309,7 +324,7 @@ class _Member:
 
     def read_integers(self, count: int) -> tuple[int, ...]:
         """Return `read_count` integers of eight bytes."""
-        raw = self.take_range(count * COUNT.size).read()
+        raw = self.take_range(count * COUNT_STRUCT.size).read()
         return struct.unpack(f"<{count}q", raw)
 
     def read_short_integer(self) -> int:

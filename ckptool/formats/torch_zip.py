@@ -49,7 +49,13 @@ ALIGNMENT = 64
 
 
 def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
-    """Return the record `data/INDEX` of a storage, in little-endian order for its `dtype`."""
+    """Return the planned record `data/INDEX` of a storage, in little-endian order for its `dtype`.
+
+    With a known CRC-32, the bytes can be copied by the kernel; else they are read to compute it.
+
+    Raises:
+        NotRepresentable: the storage has no data.
+    """
     data = storage.data
     if data is None:
         raise NotRepresentable(
@@ -72,22 +78,22 @@ def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) ->
 
 
 PICKLE = "data.pkl"
-_PAYLOADS = ("data/", "tensors/")
-_FACTS = ("version", "byteorder", ".format_version", ".storage_alignment")
-_OURS = frozenset({PICKLE, *_FACTS, ".data/serialization_id", ".data/version"})
+_STORAGE_FOLDERS = ("data/", "tensors/")
+_FACT_RECORDS = ("version", "byteorder", ".format_version", ".storage_alignment")
+_KNOWN_RECORDS = frozenset({PICKLE, *_FACT_RECORDS, ".data/serialization_id", ".data/version"})
 SHORT = 64
 """The longest record of a fact, in bytes."""
-_COMPUTING = (".format_version", ".storage_alignment")
+_OFFSET_RECORDS = (".format_version", ".storage_alignment")
 """The records that make torch compute the offsets of storages, instead of looking them up."""
 
 
 _PLAIN_FOLDER = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 
-_STALE = ".data/serialization_id"
+_SERIALIZATION_ID = ".data/serialization_id"
 """A hash over all records, which torch only logs."""
 _UNLIMITED = Limits(max_records=sys.maxsize, max_inflation=sys.maxsize)
-_POINTER = 1 << 16
+_MIN_POINTER_KEY = 1 << 16
 """Larger keys are addresses, which torch used before 1.9."""
 
 
@@ -95,18 +101,19 @@ class Storages:
     """The storages of an archive, created when the pickle uses them; one object per key."""
 
     def __init__(
-        self, archive: Archive, byteorder: str, folders: tuple[str, ...] = _PAYLOADS
+        self, archive: Archive, byteorder: str, folders: tuple[str, ...] = _STORAGE_FOLDERS
     ) -> None:
         """Look up keys in `archive`, in the first of `folders` that has them."""
         self.archive = archive
         self.folders = folders
         self.byteorder = byteorder
         self.by_key: dict[str, Storage] = {}
+        """The storages that the pickle has used so far."""
         self.used: set[str] = set()
-        """Names of the records with a storage."""
+        """The names of the records whose storage the pickle uses."""
 
     def load(self, pid: Any) -> Any:
-        """Return the object of a persistent id.
+        """Return the storage of a persistent id, or an `Opaque` for any other id.
 
         Raises:
             CorruptFile: the pid is malformed, its record is missing or has another length, or it
@@ -128,7 +135,10 @@ class Storages:
         return StorageRef(storage, parsed.dtype, parsed.untyped)
 
     def _find_storage(self, pid: StoragePid) -> Storage:
-        """Return the storage of a persistent id, with the bytes of its record."""
+        """Return the storage of a persistent id, with the bytes of its record.
+
+        On the meta device, or when salvaging, a storage without a record has no bytes.
+        """
         for folder in self.folders:
             record = self.archive.find(f"{folder}{pid.key}")
             if record is not None:
@@ -171,7 +181,7 @@ def read_contents(archive: Archive, limits: Limits) -> ZipContents:
 
 def _read_facts(archive: Archive) -> dict[str, str]:
     """Return the text of each record with a fact, by its name."""
-    records = {name: archive.find(name) for name in _FACTS}
+    records = {name: archive.find(name) for name in _FACT_RECORDS}
     return {name: read_text(record, SHORT).strip() for name, record in records.items() if record}
 
 
@@ -250,7 +260,11 @@ class TorchZip(EditableFormat):
         )
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """Plan torch's layout without `.data/serialization_id`, a hash for its logging."""
+        """Plan torch's layout without `.data/serialization_id`, a hash for its logging.
+
+        The folder in the archive is the old one, if that lets most bytes share blocks with the file
+        that they come from; else it is `archive`.
+        """
         from ckptool.symbolic.encoder import encode  # not needed to list tensors
 
         encoded = encode(checkpoint.root)
@@ -266,8 +280,8 @@ class TorchZip(EditableFormat):
             )
         records.append(literal_record("version", b"3\n"))
         folder = checkpoint.details.folder
-        new = folder and plan_sharing_zip(folder, records, "data/0", ALIGNMENT)
-        new = new or plan_zip("archive", records, ALIGNMENT)
+        sharing_zip = folder and plan_sharing_zip(folder, records, "data/0", ALIGNMENT)
+        new = sharing_zip or plan_zip("archive", records, ALIGNMENT)
         return WritePlan(
             self.name,
             (NewFile(new.size, new.write, checkpoint, shared=new.shared),),
@@ -280,6 +294,7 @@ class TorchZip(EditableFormat):
 
         It is possible if the file is a plain zip that torch accepts, and every storage is one of
         its complete records, under its old key. Only the directory and records with facts are read.
+        The old pickle and the records that would be wrong are dropped from the directory.
         """
         # Imported here: not needed to list tensors.
         from ckptool.files.editing import Patch
@@ -293,12 +308,15 @@ class TorchZip(EditableFormat):
         if old is None:
             return None
         encoded = encode(checkpoint.root, key_of=attrgetter("key"))
-        used = _match_records(archive, encoded.storages)
-        if used is None:
+        storage_records = _match_records(archive, encoded.storages)
+        if storage_records is None:
             return None
         alignment = parse_alignment(_read_facts(archive).get(".storage_alignment"))
-        is_computed = alignment is not None and not find_misplaced(archive, used, alignment)
-        dropped = {_STALE, *(() if is_computed else _COMPUTING)}
+        are_computed = alignment is not None and not find_misplaced(
+            archive, storage_records, alignment
+        )
+        # With the offset records, torch computes the offsets of storages: they must be right.
+        dropped = {_SERIALIZATION_ID, *(() if are_computed else _OFFSET_RECORDS)}
         added = _encode_edit(data, f"{archive.folder}/", old, encoded.data, dropped)
         if added is None:
             return None
@@ -316,13 +334,21 @@ TORCH_ZIP = TorchZip()
 
 
 def _describe_file(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Details:
-    """Return the details of a torch zip: sizes, writer, unused records."""
+    """Return the details of a torch zip: sizes, writer, notes, unused and extra records.
+
+    The name of the folder is kept only if it is short and plain. `is_zip` is False for an unzipped
+    archive.
+    """
     unpickled, used = contents.unpickled, contents.storages.used
-    payloads = [record for name, record in archive.records.items() if name.startswith(_PAYLOADS)]
+    payloads = [
+        record for name, record in archive.records.items() if name.startswith(_STORAGE_FOLDERS)
+    ]
     unused = [record for record in payloads if record.name not in used]
     unused_bytes = sum(record.data.length for record in unused)
     names = archive.records
-    extra = [n for n in names if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
+    extra = [
+        n for n in names if n.lower() not in _KNOWN_RECORDS and not n.startswith(_STORAGE_FOLDERS)
+    ]
     return Details(
         size=archive.size,
         writer=_identify_writer(archive, contents),
@@ -378,7 +404,10 @@ def phrase_records(names: list[str]) -> str:
 
 
 def _identify_writer(archive: Archive, contents: ZipContents) -> str:
-    """Return the torch versions that write this layout."""
+    """Return the torch versions that write this layout, judging by records, keys and folder.
+
+    Up to torch 1.8 the keys of storages were their addresses in memory.
+    """
     facts, keys = contents.facts, contents.storages.by_key
     if facts.get("version") == "1":
         return "torch 1.4"
@@ -390,7 +419,7 @@ def _identify_writer(archive: Archive, contents: ZipContents) -> str:
         return "torch 2.1 to 2.6"
     if not keys:
         return "torch 1.6 to 2.0"
-    if all(key.isdecimal() and int(key) >= _POINTER for key in keys):
+    if all(key.isdecimal() and int(key) >= _MIN_POINTER_KEY for key in keys):
         return "torch 1.6 to 1.8"
     return "torch 1.9 to 2.0" if archive.folder in ("archive", "") else "torch 1.13 or 2.0"
 
@@ -407,11 +436,11 @@ def parse_alignment(stated: str | None) -> int | None:
 def find_misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[Record]:
     """Return the records that are not at the offsets that torch computes.
 
-    `used` is the order in which the pickle first uses them. torch looks up the first, which must
-    have the key 0, and otherwise computes none.
+    `used` are the records in the order in which the pickle first uses them. torch looks up the
+    first, which must have the key 0, and computes the others from it.
     """
     if used and used[0].name != "data/0":
-        return list(used)
+        return list(used)  # torch would start from the wrong record
     misplaced_records, header = [], 0
     for position, record in enumerate(used):
         name = f"{archive.folder}/{record.name}".encode("utf-8", "replace")
@@ -453,8 +482,8 @@ def _encode_edit(
 ) -> bytes | None:
     """Return the bytes to append to a zip: a new pickle, the directory, the end records.
 
-    Entries of other records are unchanged, without those `dropped`. None if the name of the
-    pickle's record is not UTF-8.
+    Entries of other records are unchanged, but those in `dropped` (lower-case names in the folder)
+    are left out. The new pickle has the name of the record `old`. None if it is not UTF-8.
     """
     end, crc = find_end(data), zlib.crc32(pickle)
     place = ZipPlace(f"{prefix}{old.name}".encode(), len(pickle), data.length, ALIGNMENT)
@@ -463,13 +492,13 @@ def _encode_edit(
         return None
     entries[place.name] = place.pack_entry(crc)
     prefix_length = len(prefix.encode())
-    kept = [
+    kept_entries = [
         raw
         for name, raw in entries.items()
         if name[prefix_length:].decode("latin-1").lower() not in dropped
     ]
-    directory = b"".join(kept)
+    directory = b"".join(kept_entries)
     return b"".join((
         place.pack_local_header(), pickle, place.pack_descriptor(crc), directory,
-        pack_end_records(len(kept), place.end, len(directory)),
+        pack_end_records(len(kept_entries), place.end, len(directory)),
     ))  # fmt: skip

@@ -27,7 +27,7 @@ from ckptool.quotes import quote
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, few
 
-_DTYPES = {
+_DTYPE_BY_CODE = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT64": "int64",
     "INT32": "int32", "INT16": "int16", "INT8": "int8", "UINT8": "uint8", "BYTE": "uint8",
     "BOOL": "bool",
@@ -42,24 +42,31 @@ def _read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]
         model = _Model(archive, document, limits)
         model.collect(document["mainModule"], "", 0)
     version = document.get("producerVersion", "1.0")
-    return model.names, f"torch.jit of torch {version:.20}" if isinstance(version, str) else ""
+    return model.weights, f"torch.jit of torch {version:.20}" if isinstance(version, str) else ""
 
 
 class _Model:
     """The weights that `model.json` of torch 1.0 describes, by full name."""
 
     def __init__(self, archive: Archive, document: Mapping[str, Any], limits: Limits) -> None:
-        """Make the tensors that the `document` of an archive describes."""
+        """Make the tensors of `document`, the content of `model.json`."""
         self.archive = archive
         self.limits = limits
-        self.names = OrderedMap()
+        self.weights = OrderedMap()
+        """The result, which `collect` fills."""
         self.storages: dict[str, Storage] = {}
+        """By the name of the record."""
         attributes = archive.records.get("attributes.pkl")
-        self.attributes = unpickle(attributes.data, limits=limits).root if attributes else ()
+        self.attribute_values = unpickle(attributes.data, limits=limits).root if attributes else ()
+        """The values of module attributes, by their `id` in `model.json`."""
         self.tensors = [self._make_tensor(item) for item in document.get("tensors", [])]
+        """The tensors, by their `tensorId` in `model.json`."""
 
     def collect(self, module: Any, prefix: str, depth: int) -> None:
-        """Add parameters, then buffers, then submodules, as `state_dict()` orders them."""
+        """Add parameters, then buffers, then submodules, as `state_dict()` orders them.
+
+        A tensor may also be the value of an attribute, as a call of `build_tensor_from_id`.
+        """
         if depth > self.limits.max_depth:
             raise LimitExceeded(f"modules are nested deeper than {self.limits.max_depth}")
         for item in sorted(
@@ -67,14 +74,14 @@ class _Model:
         ):
             self._add_tensor(prefix, item, item.get("tensorId", 0))
         for item in module.get("attributes", []):
-            match self.attributes[parse_count(item.get("id", 0))]:
+            match self.attribute_values[parse_count(item.get("id", 0))]:
                 case Opaque(func=Global(name="build_tensor_from_id"), args=(number,)):
                     self._add_tensor(prefix, item, number)
         for child in module.get("submodules", []):
             self.collect(child, prefix + child["name"] + ".", depth + 1)
 
     def _add_tensor(self, prefix: str, item: Mapping[str, Any], number: Any) -> None:
-        self.names[prefix + item["name"]] = self.tensors[parse_count(number)]
+        self.weights[prefix + item["name"]] = self.tensors[parse_count(number)]
 
     def _make_tensor(self, item: Mapping[str, Any]) -> TensorRef:
         """Return the tensor that an item of `tensors` describes."""
@@ -86,7 +93,7 @@ class _Model:
             data, crc = record.data, record.crc32
             self.storages[key] = Storage(key, data, data.length, device, crc32=crc)
         return TensorRef(
-            dtype=_DTYPES[item["dataType"]],
+            dtype=_DTYPE_BY_CODE[item["dataType"]],
             shape=parse_counts(item.get("dims", []), self.limits),
             stride=parse_counts(item.get("strides", []), self.limits),
             offset=parse_count(item.get("offset", 0)),
@@ -96,17 +103,17 @@ class _Model:
         )
 
 
-_ROOT = "__torch__"
+_PROGRAM_PACKAGE = "__torch__"
 _CLASS = re.compile(r"class ([^\s(:]+)(?:\((.*)\))?:")
-_NAMES = re.compile(r"  __(parameters|buffers)__ = \[(.*)\]")
+_TENSOR_LIST = re.compile(r"  __(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_WEIGHTS = ("data/", "tensors/")
-_CONSTANTS = "constants/"
+_WEIGHT_FOLDERS = ("data/", "tensors/")
+_CONSTANTS_FOLDER = "constants/"
 PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
 """The prefixes of classes of packed weights."""
 PACKED_WEIGHTS = "its weights are packed for quantized layers, so it has no plain state dict"
 RUN_IT = "run it with torch.jit.load, and take the state dict from the original model"
-_KNOWN = frozenset(
+_READ_RECORDS = frozenset(
     {"data.pkl", "constants.pkl", "model.json", "attributes.pkl", "version", "byteorder"}
 )
 
@@ -156,37 +163,43 @@ TORCHSCRIPT = TorchScript()
 
 
 def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details]:
-    """Return the weights by full name, and the details, of an archive with `data.pkl`."""
+    """Return the weights by full name, and the details, of an archive with `data.pkl`.
+
+    A frozen module (its attribute `training` is gone) has weights among the constants, too.
+    """
     contents = read_contents(archive, limits)
     unpickled = contents.unpickled
     collector = _Collector(archive, limits)
-    names = collector.collect(unpickled.root)
-    listed = {id(tensor) for tensor in find_tensors(names)}
+    weights = collector.collect(unpickled.root)
+    listed_ids = {id(tensor) for tensor in find_tensors(weights)}
     frozen = "training" not in unpickled.root.attributes
     if frozen:
-        names.update(_read_constants(archive, contents.storages.byteorder, limits))
-    unlisted = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in listed)
+        weights.update(_read_constants(archive, contents.storages.byteorder, limits))
+    unlisted = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in listed_ids)
     phrase = f"{unlisted:,} tensors that are neither parameters nor buffers (not listed)"
-    unread = (phrase,) if unlisted else ()
-    if collector.opaque:
-        unread = (f"{counted(collector.opaque, 'weight')}: {OPAQUE_CONSTANTS}", *unread)
+    unread_phrases = (phrase,) if unlisted else ()
+    if collector.unstored_constants:
+        unread_phrases = (
+            f"{counted(collector.unstored_constants, 'weight')}: {OPAQUE_CONSTANTS}",
+            *unread_phrases,
+        )
     since = "2.1 or newer" if "byteorder" in contents.facts else "1.3 to 2.0"
     details = _describe_file(
         archive,
         writer=f"torch.jit of torch {since}",
-        left_behind=unread,
+        left_behind=unread_phrases,
         frozen=frozen,
         byteorder=contents.storages.byteorder,
         protocol=unpickled.protocol,
         globals=unpickled.globals,
         opcodes=unpickled.opcodes,
     )
-    return names, details
+    return weights, details
 
 
 def _read_constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tuple[str, Any]]:
     """Yield the tensors among the constants of a frozen program, by their names in its code."""
-    storages = Storages(archive, byteorder, (_CONSTANTS,))
+    storages = Storages(archive, byteorder, (_CONSTANTS_FOLDER,))
     record = archive.find("constants.pkl")
     if record is None:
         return
@@ -205,21 +218,25 @@ class _ClassSource:
     buffers: tuple[str, ...] | None = None
 
 
-_UNKNOWN = _ClassSource(is_module=True)
+_UNKNOWN_CLASS = _ClassSource(is_module=True)
 
 
 class _Collector:
     """Walks a module tree, and gives its tensors the keys of `state_dict()`."""
 
     def __init__(self, archive: Archive, limits: Limits) -> None:
-        """Start without weights; `limits` bounds the code and the modules that are visited."""
+        """Start without weights; `limits` bounds the code and the modules to visit."""
         self.archive = archive
         self.code_left = limits.max_code_bytes
+        """The bytes of source code that may still be read."""
         self.visits = Visits(limits)
-        self.files: dict[str, dict[str, _ClassSource]] = {}
-        self.opaque = 0
-        self.names = OrderedMap()
+        self.classes_by_file: dict[str, dict[str, _ClassSource]] = {}
+        """The classes by name in each source file that was read."""
+        self.unstored_constants = 0
+        """The number of weights that the code uses and the file does not contain."""
+        self.weights = OrderedMap()
         self.metadata = OrderedMap()
+        """The `_metadata` of the state dict."""
 
     def collect(self, root: Any) -> OrderedMap:
         """Return the weights below `root`, parameters before buffers before submodules.
@@ -228,9 +245,9 @@ class _Collector:
         """
         if not isinstance(root, Opaque):
             raise CorruptFile("the pickle contains no TorchScript module")
-        self.names.attributes["_metadata"] = self.metadata
+        self.weights.attributes["_metadata"] = self.metadata
         self._collect_module(root, "", 0)
-        return self.names
+        return self.weights
 
     def _collect_module(self, module: Opaque, prefix: str, depth: int) -> None:
         """Add the weights of a module under `prefix`, then those of its submodules."""
@@ -243,12 +260,12 @@ class _Collector:
         for name in _list_tensor_names(source, attributes):
             tensor = attributes.get(name)
             if isinstance(tensor, TensorRef):
-                self.names[f"{prefix}{name}"] = tensor
+                self.weights[f"{prefix}{name}"] = tensor
         for name, child in attributes.items():
             if not isinstance(child, Opaque) or not _is_scripted(child):
                 continue
             if not isinstance(child.state, dict) and has_tensors(child):  # packed parameters
-                self.names[f"{prefix}{name}"] = child.state
+                self.weights[f"{prefix}{name}"] = child.state
             else:
                 self._collect_module(child, f"{prefix}{name}.", depth + 1)
 
@@ -256,11 +273,11 @@ class _Collector:
         """Return the lists of the module's class in `code/`; a lite archive may have no source."""
         func = module.func
         if not isinstance(func, Global):
-            return _UNKNOWN
+            return _UNKNOWN_CLASS
         file = f"code/{func.module.replace('.', '/')}.py"
-        if file not in self.files:
-            self.files[file] = self._parse_file(file)
-        return self.files[file].get(func.name, _UNKNOWN)
+        if file not in self.classes_by_file:
+            self.classes_by_file[file] = self._parse_file(file)
+        return self.classes_by_file[file].get(func.name, _UNKNOWN_CLASS)
 
     def _parse_file(self, file: str) -> dict[str, _ClassSource]:
         """Return the lists of each class in a source file; empty if the file is missing."""
@@ -269,7 +286,7 @@ class _Collector:
             return {}
         text = read_text(record, self.code_left)
         self.code_left -= len(text)
-        self.opaque += text.count("= ops.prim.ConstantMKLDNNTensor()")
+        self.unstored_constants += text.count("= ops.prim.ConstantMKLDNNTensor()")
         return dict(_parse_classes(text))
 
 
@@ -284,7 +301,7 @@ def _list_tensor_names(source: _ClassSource, attributes: dict[Any, Any]) -> tupl
 def _is_scripted(node: Opaque) -> bool:
     """Return whether an object has a class of the program."""
     func = node.func
-    return isinstance(func, Global) and func.module.split(".", 1)[0] == _ROOT
+    return isinstance(func, Global) and func.module.split(".", 1)[0] == _PROGRAM_PACKAGE
 
 
 def _parse_classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
@@ -293,12 +310,12 @@ def _parse_classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
     lists: dict[str, tuple[str, ...]] = {}
     for line in text.splitlines():
         if line.startswith("class "):
-            if name:
+            if name:  # the class before this one is complete
                 yield name, _ClassSource(is_module, **lists)
             match = _CLASS.match(line)
             name, is_module = (match[1], match[2] == "Module") if match else ("", False)
             lists = {}
-        elif line.startswith("  __") and (match := _NAMES.match(line)):
+        elif line.startswith("  __") and (match := _TENSOR_LIST.match(line)):
             lists[match[1]] = tuple(_QUOTED.findall(match[2]))
     if name:
         yield name, _ClassSource(is_module, **lists)
@@ -312,8 +329,11 @@ def _describe_file(
     frozen: bool = False,
     **facts: Any,
 ) -> Details:
-    """Return the details of an archive, with `facts` of its pickle."""
-    folders = (*_WEIGHTS, _CONSTANTS) if frozen else _WEIGHTS
+    """Return the details of an archive, with `facts` of its pickle.
+
+    The constants of a `frozen` module are weights; those of another one are not read.
+    """
+    folders = (*_WEIGHT_FOLDERS, _CONSTANTS_FOLDER) if frozen else _WEIGHT_FOLDERS
     weights = [r for name, r in archive.records.items() if name.startswith(folders)]
     return Details(
         size=archive.size,
@@ -327,18 +347,21 @@ def _describe_file(
 
 
 def _describe_unread(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
-    """Yield a phrase for each part of the archive that is not read."""
+    """Yield a phrase on the code, the constants and the other records that are not read.
+
+    Records in the folders `weights` are read.
+    """
     names = [
         name
         for name in archive.records
-        if name not in _KNOWN and not name.startswith((*weights, ".data/"))
+        if name not in _READ_RECORDS and not name.startswith((*weights, ".data/"))
     ]
     code = [name for name in names if name.startswith("code/")]
     if code:
         yield f"the program ({len(code):,} code records; only its weights are read)"
-    constants = [name for name in names if name.startswith(_CONSTANTS)]
+    constants = [name for name in names if name.startswith(_CONSTANTS_FOLDER)]
     if constants:
         yield f"{len(constants):,} constants of the program (not listed)"
-    others = [name for name in names if not name.startswith(("code/", _CONSTANTS))]
+    others = [name for name in names if not name.startswith(("code/", _CONSTANTS_FOLDER))]
     if others:
         yield f"{counted(len(others), 'other record')} of the archive: {few(others, 3)}"

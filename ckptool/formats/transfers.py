@@ -14,31 +14,32 @@ from ckptool.files import Source
 from ckptool.files.source import BLOCK
 from ckptool.words import shell
 
-_REPLACED = "\ufffd"
-_FEWEST = 3
+_REPLACEMENT = "\ufffd"
+_MIN_LINE_FEEDS = 3
 """Line feeds that all follow a carriage return: by chance 1 in 16 million files."""
-_FEWEST_REPLACED = 8
+_MIN_REPLACED = 8
 AS_TEXT_HINT = "transfer it again in binary mode, and compare the sizes"
 
 
 def text_transfer_error(source: Source) -> CorruptFile | None:
     """Return the error for a binary file that was transferred as text; None for any other file.
 
-    The result is certain only for a file that does not open. A text has no zero bytes.
+    A text mode adds carriage returns, or replaces bytes that are not UTF-8. A real text has no zero
+    bytes. The result is certain only for a file that does not open.
     """
     block = source.read(0, min(source.size, BLOCK))
     if b"\0" not in block:
         return None
     line_feeds = block.count(b"\n")
-    if line_feeds >= _FEWEST and line_feeds == block.count(b"\r\n"):
+    if line_feeds >= _MIN_LINE_FEEDS and line_feeds == block.count(b"\r\n"):
         evidence = f"each of its {line_feeds:,} line feeds follows a carriage return"
     else:
         try:  # a block may end within a character
             text = getincrementaldecoder("utf-8")().decode(block)
         except UnicodeDecodeError:
             return None
-        replaced = text.count(_REPLACED)
-        if replaced < _FEWEST_REPLACED:
+        replaced = text.count(_REPLACEMENT)
+        if replaced < _MIN_REPLACED:
             return None
         evidence = f"{replaced:,} characters are U+FFFD (ef bf bd), which replaced other bytes"
     return CorruptFile(f"the file was transferred as text: {evidence}", hint=AS_TEXT_HINT)

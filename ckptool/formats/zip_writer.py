@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptool.errors import WriteError
-from ckptool.files.source import MANY as WORTH_SHARING, SHARED, ByteRange, Shared
+from ckptool.files.source import SHARED, WORTH_SHARING, ByteRange, Shared
 from ckptool.formats.archive import (
     CENTRAL,
-    DESCRIPTOR,
+    DESCRIPTOR_FLAG,
     END,
     END64,
-    FAR,
     LOCAL,
     LOCATOR,
-    MANY,
+    SEE_ZIP64,
+    SEE_ZIP64_COUNT,
     ZIP64,
 )
 
@@ -34,7 +34,7 @@ _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR64 = struct.Struct("<4sI2Q")
 _PADDING_HEADER = struct.Struct("<2sH")
 _UTF8 = 1 << 11
-_MADE_BY, _NEEDED = 0x031E, 45
+_MADE_BY, _NEEDED_VERSION = 0x031E, 45
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class ZipPlace:
     @property
     def wide(self) -> bool:
         """True if its headers need a zip64 field."""
-        return self.size >= FAR or self.header >= FAR
+        return self.size >= SEE_ZIP64 or self.header >= SEE_ZIP64
 
     @property
     def flags(self) -> int:
         """Names are UTF-8; sizes follow the payload, unless it is empty."""
-        return _UTF8 | (DESCRIPTOR if self.size else 0)
+        return _UTF8 | (DESCRIPTOR_FLAG if self.size else 0)
 
     @property
     def payload(self) -> int:
@@ -107,9 +107,9 @@ class ZipPlace:
     def pack_zip64_field(self, *, local: bool) -> bytes:
         """Return the zip64 field: sizes that do not fit (0 packed in a local header), offset."""
         values = []
-        if self.size >= FAR:
+        if self.size >= SEE_ZIP64:
             values += [self.size, 0 if local else self.size]
-        if self.header >= FAR:
+        if self.header >= SEE_ZIP64:
             values.append(self.header)
         if not values:
             return b""
@@ -137,7 +137,7 @@ class ZipPlace:
     def pack_entry(self, crc: int) -> bytes:
         """Return the entry in the directory."""
         wide = self.pack_zip64_field(local=False)
-        size, header = min(self.size, FAR), min(self.header, FAR)
+        size, header = min(self.size, SEE_ZIP64), min(self.header, SEE_ZIP64)
         lengths = (len(self.name), len(wide), 0)
         fixed = (b"PK\x01\x02", 0, 0, self.flags, 0, 0, 0, crc, size, size)
         return CENTRAL.pack(*fixed, *lengths, 0, 0, 0, header) + self.name + wide
@@ -177,43 +177,47 @@ class NewZip:
 
 
 def pack_end_records(entries: int, offset: int, length: int) -> bytes:
-    """Return the end records for a directory of `length` bytes at `offset`."""
+    """Return the three end records for a directory of `length` bytes at `offset`.
+
+    The plain record refers to the zip64 record only for numbers that are too long for it.
+    """
     end64 = offset + length
+    short_entries = min(entries, SEE_ZIP64_COUNT)
     return (
         END64.pack(
-            b"PK\x06\x06", END64.size - 12, _MADE_BY, _NEEDED, 0, 0, entries, entries, length,
-            offset,
+            b"PK\x06\x06", END64.size - 12, _MADE_BY, _NEEDED_VERSION, 0, 0, entries, entries,
+            length, offset,
         )
         + LOCATOR.pack(b"PK\x06\x07", 0, end64, 1)
         + END.pack(
-            b"PK\x05\x06", 0, 0, min(entries, MANY), min(entries, MANY), min(length, FAR),
-            min(offset, FAR), 0,
+            b"PK\x05\x06", 0, 0, short_entries, short_entries, min(length, SEE_ZIP64),
+            min(offset, SEE_ZIP64), 0,
         )
     )  # fmt: skip
 
 
 def plan_sharing_zip(
-    folder: str, records: Sequence[NewRecord], first: str, alignment: int
+    folder: str, records: Sequence[NewRecord], first_name: str, alignment: int
 ) -> NewZip | None:
     """Lay out records so that most bytes can share blocks with the file they come from.
 
-    The offset of the record `first` becomes congruent to its offset in its file, modulo `SHARED`;
-    copied records after it follow automatically if they are in the order of the file.
+    The offset of the record `first_name` becomes congruent to its offset in its file, modulo
+    `SHARED`; copied records after it follow automatically if they are in the order of the file.
 
     Returns:
         None if most bytes cannot be shared, or if they are few.
     """
-    run = next((record.copied for record in records if record.name == first), None)
-    if run is None or run.offset % alignment:
+    copied_data = next((record.copied for record in records if record.name == first_name), None)
+    if copied_data is None or copied_data.offset % alignment:
         return None
-    new = plan_zip(folder, records, alignment, (first, run.offset))
-    shared = sum(
+    new = plan_zip(folder, records, alignment, (first_name, copied_data.offset))
+    shared_bytes = sum(
         record.size
         for record, place in new.records
         if record.copied and (record.copied.offset - place.payload) % SHARED == 0
     )
-    is_most = shared >= WORTH_SHARING and 2 * shared > new.size
-    return replace(new, shared=Shared(shared, run)) if is_most else None
+    is_most = shared_bytes >= WORTH_SHARING and 2 * shared_bytes > new.size
+    return replace(new, shared=Shared(shared_bytes, copied_data)) if is_most else None
 
 
 def plan_zip(

@@ -19,7 +19,7 @@ from ckptool.formats import TORCH_ENDINGS, load_format, shard_format_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.formats.distributed.dcp_safetensors import SHARDING_INFO
 from ckptool.formats.distributed.megatron import is_rank_folder
-from ckptool.formats.distributed.ranks import FLAT, parse_rank_name
+from ckptool.formats.distributed.ranks import FLAT_PARAMETER, parse_rank_name
 from ckptool.formats.distributed.zero import is_step_file
 from ckptool.formats.torchscript import PACKED, PACKED_WEIGHTS, RUN_IT, has_packed_weights
 from ckptool.symbolic.encoder import find_blocked_names, find_blockers
@@ -174,7 +174,7 @@ def _detect_flat_parameters(checkpoint: Checkpoint) -> Finding | None:
         for section in checkpoint.sections
         if section.kind in MODEL_KINDS
         for name in section.node
-        if isinstance(name, str) and FLAT.search(name)
+        if isinstance(name, str) and FLAT_PARAMETER.search(name)
     ]
     if not names:
         return None

@@ -22,11 +22,11 @@ from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile, withou
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.inflated import InflatedSource, refuse_bomb
 from ckptool.files.place import is_address, place_of
-from ckptool.formats.archive import DEFLATED, REFUSED, STORED, read_zip
+from ckptool.formats.archive import DEFLATED, STORED, UNSUPPORTED_FLAGS, read_zip
 from ckptool.formats.base import Record
 from ckptool.formats.foreign.npz import read_array_header
 from ckptool.formats.identify import MAGICS
-from ckptool.formats.legacy_stream import COUNT, MAGIC_NUMBER
+from ckptool.formats.legacy_stream import COUNT_STRUCT, MAGIC_NUMBER
 from ckptool.formats.safetensors_header import read_header
 from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
 from ckptool.inspection.scan_calls import (
@@ -89,9 +89,10 @@ def _storage_bytes_after_pickle(data: ByteRange, record: Any, position: int) -> 
     """Return the number of bytes after a pickle in the storages of torch's tar of 2017."""
     if not (isinstance(record, tuple) and record):
         return 0
-    numel = int.from_bytes(data.read(position, COUNT.size), "little")
+    numel = int.from_bytes(data.read(position, COUNT_STRUCT.size), "little")
     return (
-        COUNT.size + numel * BY_NAME[parse_storage_class(record[-1], data.source.name)[0]].itemsize
+        COUNT_STRUCT.size
+        + numel * BY_NAME[parse_storage_class(record[-1], data.source.name)[0]].itemsize
     )
 
 
@@ -387,7 +388,7 @@ class _Scanner:
                 extra = self._trace_pickle(chunk, position - base, base)
                 if extra.seen:  # a pickle in place of the storages
                     self._add_traced(extra, where, position)
-                position += sum(COUNT.size + nbytes for nbytes in storage_sizes.values())
+                position += sum(COUNT_STRUCT.size + nbytes for nbytes in storage_sizes.values())
                 roots, storage_sizes = [], {}
         if trailing_bytes is not None and position != data.length:
             self.report_unread(where, f"the data at byte {position:,} is not a pickle")
@@ -499,7 +500,7 @@ class _Scanner:
             for header in targets:
                 known = packed_sizes.get((header, name, method), 0)
                 packed_sizes[header, name, method] = max(known, packed)
-            if flags & REFUSED:
+            if flags & UNSUPPORTED_FLAGS:
                 self.report_unread(
                     _join_names(where, name), "its flags mark it as encrypted or a patch"
                 )

@@ -21,7 +21,7 @@ from ckptool.core.names import (
     map_to_bare_names as without_wrappers,
     strip_names,
 )
-from ckptool.core.sections import OF_THE_MODEL, find_model_state_dict, is_extra_state
+from ckptool.core.sections import MODEL_MARK, find_model_state_dict, is_extra_state
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, WriteError, warn
 from ckptool.files.system import convert_os_errors
 from ckptool.formats import load_format
@@ -224,7 +224,7 @@ def _mark_model(checkpoint: Checkpoint, owner_keys: dict[str, str]) -> None:
         except NotFound:
             return
         if needs_mark:
-            state.attributes[OF_THE_MODEL] = owner_keys
+            state.attributes[MODEL_MARK] = owner_keys
 
 
 class _States:

@@ -12,7 +12,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import opcodes  # noqa: F401 (they register)
 from ckptool.symbolic.machine import Machine, has_regular_frames
 
-_WHOLE, _FIRST_WINDOW = 64 << 20, 1 << 20
+_MAX_FULL_READ, _FIRST_WINDOW = 64 << 20, 1 << 20
 
 
 class Unpickled(NamedTuple):
@@ -59,7 +59,9 @@ def unpickle(
         data.length < data.source.size or remaining <= 0 or data.read(data.length - 1, 1) == b"."
     )
     window = (
-        remaining if remaining <= (_WHOLE if ends_with_stop else _FIRST_WINDOW) else _FIRST_WINDOW
+        remaining
+        if remaining <= (_MAX_FULL_READ if ends_with_stop else _FIRST_WINDOW)
+        else _FIRST_WINDOW
     )
     while True:
         if window > limits.max_pickle_bytes:

@@ -64,13 +64,13 @@ def parse_numpy_dtype(node: Any) -> tuple[str, str] | None:
     code, state = node.args[0], node.state
     if isinstance(code, Global) and code.module == "ml_dtypes":  # numpy has no bfloat16
         return (code.name, "little") if code.name in BY_NAME else None
-    order = "little"
+    byteorder = "little"
     if isinstance(state, tuple) and len(state) >= 5:
         if state[2] is not None or state[3] is not None:
             return None  # a subarray or a record
-        order = "big" if state[1] == ">" else "little"
+        byteorder = "big" if state[1] == ">" else "little"
     name = ELEMENT_TYPES.get(code) if isinstance(code, str) else None
-    return None if name is None else (name, order)
+    return None if name is None else (name, byteorder)
 
 
 def finish_array(node: Opaque, file: str) -> Any:

@@ -25,14 +25,14 @@ _QSCHEMES = (
     "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
     "per_channel_affine_float_qparams",
 )  # fmt: skip
-_FUNCTIONS = (
+_ALLOWED_FUNCTIONS = (
     "_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_tensor", "_rebuild_tensor_v2",
     "_rebuild_tensor_v3", "_rebuild_sparse_tensor", "_rebuild_qtensor", "_rebuild_nested_tensor",
     "_rebuild_meta_tensor_no_storage", "_rebuild_device_tensor_from_cpu_tensor",
     "_rebuild_device_tensor_from_numpy", "_rebuild_wrapper_subclass",
 )  # fmt: skip
 _SMALL_TYPES = (f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
-_OTHERS = (
+_OTHER_ALLOWED = (
     "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
     "collections.Counter", "collections.OrderedDict", "torch.Size", "torch.Tensor", "torch.device",
     "torch.nn.parameter.Parameter", "torch._tensor._rebuild_from_type_v2",
@@ -40,8 +40,8 @@ _OTHERS = (
 )  # fmt: skip
 _ALLOWED = frozenset(
     (
-        *_OTHERS,
-        *(f"torch._utils.{name}" for name in _FUNCTIONS),
+        *_OTHER_ALLOWED,
+        *(f"torch._utils.{name}" for name in _ALLOWED_FUNCTIONS),
         *(f"torch.{name}" for name in (*BY_NAME, *_QSCHEMES, *_SMALL_TYPES)),
     )
 )
@@ -122,7 +122,7 @@ class _EndTuple(NamedTuple):
 
 
 _MARK, _TUPLE, _REDUCE, _BUILD, _NEW = map(_Raw, (b"(", b"t", b"R", b"b", b"\x81"))
-_END_OF_STEP = {"append": _Raw(b"e"), "set": _Raw(b"u"), "add": _Raw(b"\x90")}
+_STEP_OPCODES = {"append": _Raw(b"e"), "set": _Raw(b"u"), "add": _Raw(b"\x90")}
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _UNTYPED = Global("torch.storage", "UntypedStorage")
@@ -138,13 +138,19 @@ class _Encoder:
         self.legacy = legacy
         self.key_of = key_of
         self.out = bytearray(b"\x80\x02")
+        """The pickle so far; it begins with PROTO 2."""
         self.memo: dict[Any, int] = {}
+        """The memo index of an object by id, or of a text or global by value."""
         self.keep_alive: list[Any] = []  # memoized by identity, so must not be collected
-        self.open: set[int] = set()
-        self.storages: dict[int, int] = {}
-        self.order: list[tuple[Storage, str, bool]] = []
+        self.unfinished: set[int] = set()
+        """The ids of objects and tuples whose content is being written."""
+        self.storage_indexes: dict[int, int] = {}
+        """The index in `storage_uses` by id of a storage."""
+        self.storage_uses: list[tuple[Storage, str, bool]] = []
+        """Each storage with the dtype of its first use, and whether that was untyped."""
         self.todo: list[Any] = []
-        self.named: list[str] = []
+        """The nodes and opcodes to write, the next one last."""
+        self.global_names: list[str] = []
 
     def run(self, root: Any) -> Encoded:
         """Write the tree, and return the pickle with its storages."""
@@ -155,8 +161,10 @@ class _Encoder:
             writer = writers.get(type(node)) or _find_writer(node)
             writer(self, node)
         self.out += b"."
-        storages, dtypes, untyped = zip(*self.order, strict=True) if self.order else ((), (), ())
-        named = tuple(dict.fromkeys(self.named))
+        storages, dtypes, untyped = (
+            zip(*self.storage_uses, strict=True) if self.storage_uses else ((), (), ())
+        )
+        named = tuple(dict.fromkeys(self.global_names))
         return Encoded(bytes(self.out), storages, dtypes, untyped, named)
 
     # Memo
@@ -182,7 +190,7 @@ class _Encoder:
     def write_put(self, node: _Put) -> None:
         """Memoize a finished object, so that later references find it."""
         self.memoize(id(node.node))
-        self.open.discard(id(node.node))
+        self.unfinished.discard(id(node.node))
 
     def write_none(self, node: None) -> None:
         self.out += b"N"
@@ -245,7 +253,7 @@ class _Encoder:
         if encoded.count(b"\n") != 2:
             raise NotRepresentable(f"the name {node.qualified!r} cannot be written to a pickle")
         self.out += encoded
-        self.named.append(node.qualified)
+        self.global_names.append(node.qualified)
         self.memoize(key)
 
     # Containers
@@ -257,7 +265,7 @@ class _Encoder:
         self.out += b"]"
         self.memoize(id(node))
         if node:
-            self.push(_MARK, *node, _END_OF_STEP["append"])
+            self.push(_MARK, *node, _STEP_OPCODES["append"])
 
     def write_dict(self, node: dict[Any, Any]) -> None:
         """Write an empty dict, then the work that sets its items."""
@@ -285,7 +293,7 @@ class _Encoder:
         work: list[Any] = [_MARK]
         for pair in node.items():
             work.extend(pair)
-        work.append(_END_OF_STEP["set"])
+        work.append(_STEP_OPCODES["set"])
         return work
 
     def write_tuple(self, node: tuple[Any, ...]) -> None:
@@ -324,22 +332,28 @@ class _Encoder:
         self.todo.extend(reversed(work))
 
     def write_opaque(self, node: Opaque) -> None:
-        """Write an object: its maker, its arguments, and the steps that change it."""
+        """Write an object: the call that makes it, and the steps that change it.
+
+        The object is memoized between the two, so that a step may refer to it.
+
+        Raises:
+            NotRepresentable: it contains itself in its arguments.
+        """
         if self.write_reference(id(node)):
             return
-        if id(node) in self.open:
+        if id(node) in self.unfinished:
             raise NotRepresentable(
                 f"an object of class {node.class_name} contains itself in its arguments"
             )
-        self.open.add(id(node))
+        self.unfinished.add(id(node))
         steps: list[Any] = []
         for kind, value in node.steps:
             if kind == "build":
                 steps += (value, _BUILD)
             elif kind == "set":
-                steps += (_MARK, *(part for pair in value for part in pair), _END_OF_STEP[kind])
+                steps += (_MARK, *(part for pair in value for part in pair), _STEP_OPCODES[kind])
             else:
-                steps += (_MARK, *value, _END_OF_STEP[kind])
+                steps += (_MARK, *value, _STEP_OPCODES[kind])
         creation: tuple[Any, ...]
         if node.maker == "persid":
             creation = (node.args[0], _Raw(b"Q"))
@@ -357,9 +371,9 @@ class _Encoder:
     def write_storage(self, node: StorageRef) -> None:
         """Write the persistent id: class, key, location, and size in elements of that class."""
         storage = node.storage
-        index = self.storages.setdefault(id(storage), len(self.order))
-        if index == len(self.order):
-            self.order.append((storage, node.dtype, node.untyped))
+        index = self.storage_indexes.setdefault(id(storage), len(self.storage_uses))
+        if index == len(self.storage_uses):
+            self.storage_uses.append((storage, node.dtype, node.untyped))
         self.out += b"("
         self.write_text("storage")
         typed = None if node.untyped else BY_NAME[node.dtype].storage
@@ -371,7 +385,7 @@ class _Encoder:
         self.out += b"NtQ" if self.legacy else b"tQ"
 
     def write_tensor(self, node: TensorRef) -> None:
-        """Write a tensor as the call that rebuilds it."""
+        """Write a tensor as the call that rebuilds it; a numpy array as its original object."""
         if self.write_reference(id(node)):
             return
         if node.dtype in NOT_IN_TORCH:
@@ -391,7 +405,7 @@ class _Encoder:
             self.write_call(func, args, node)
 
     def write_plain_tensor(self, node: TensorRef) -> bool:
-        """Write an ordinary tensor directly; False if it is not ordinary."""
+        """Write an ordinary tensor directly, because most are; False if it is not ordinary."""
         storage = node.storage
         if storage is None or BY_NAME[node.dtype].storage is None:
             return False

@@ -14,11 +14,11 @@ from ckptool.symbolic import calls
 from ckptool.symbolic.opcodes import HANDLERS, STOP
 from ckptool.symbolic.text import MEMORY_FORMATS, to_modern_name
 
-_FRAME = 0x95
+_FRAME_OPCODE = 0x95
 _PROTO_BYTES, _FRAME_BYTES = 2, 9
-_TARGET = 64 << 10
+_FULL_FRAME = 64 << 10
 """A frame of so many bytes is closed; a longer opcode is outside of frames."""
-_LEAST = 4
+_MIN_FRAME = 4
 """The fewest bytes that get a frame."""
 _LONG_ARGUMENTS = {ord("B"): 4, ord("X"): 4, 0x8B: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 """Opcodes of bytes, text, integers and bytearrays, and the size of their length field."""
@@ -29,14 +29,14 @@ def has_regular_frames(pickle: bytes, end: int) -> bool:
     # A few bytes may be without a frame: at the beginning, or after a full frame or a long opcode.
     position, allows_gap = _PROTO_BYTES, True
     while position < end:
-        if pickle[position] == _FRAME:
+        if pickle[position] == _FRAME_OPCODE:
             length = int.from_bytes(pickle[position + 1 : position + _FRAME_BYTES], "little")
             position += _FRAME_BYTES + length
-            allows_gap = length >= _TARGET
+            allows_gap = length >= _FULL_FRAME
             continue
         stop = _find_long_argument_end(pickle, position, end, allows_gap)
         if stop is None:
-            return allows_gap and end - position < _LEAST
+            return allows_gap and end - position < _MIN_FRAME
         position, allows_gap = stop, True
     return position == end
 
@@ -46,18 +46,18 @@ def _find_long_argument_end(pickle: bytes, position: int, end: int, allows_gap: 
 
     With `allows_gap`, a few bytes may precede it.
     """
-    for start in range(position, min(position + (_LEAST if allows_gap else 1), end)):
+    for start in range(position, min(position + (_MIN_FRAME if allows_gap else 1), end)):
         digits = _LONG_ARGUMENTS.get(pickle[start])
         if digits is None:
             continue
         length = int.from_bytes(pickle[start + 1 : start + 1 + digits], "little")
         stop = start + 1 + digits + length
-        if stop - start > _TARGET and stop <= end:
+        if stop - start > _FULL_FRAME and stop <= end:
             return stop
     return None
 
 
-_LARGE = (1 << 61) - 1
+_LARGE_INTEGER = (1 << 61) - 1
 """The integers from which hashes repeat."""
 
 _PLAIN_KEYS = frozenset({str, int, bool, float, bytes, type(None), complex})
@@ -67,8 +67,8 @@ class Machine:
     """One run over one pickle: stack, memo, and the names and opcodes found."""
 
     __slots__ = (
-        "by_id", "data", "far_memo", "file", "globals", "large_keys", "limits", "marks", "memo",
-        "nested", "opcodes", "persistent_load", "protocol", "scans_left", "stack",
+        "calls_by_id", "data", "far_memo", "file", "globals", "large_keys", "limits", "marks",
+        "memo", "nested", "opcodes", "persistent_load", "protocol", "scans_left", "stack",
     )  # fmt: skip
 
     handlers: ClassVar = HANDLERS
@@ -82,23 +82,29 @@ class Machine:
         persistent_load: Callable[[Any], Any] | None = None,
         nested: Callable[[bytes], Any] | None = None,
     ) -> None:
-        """Prepare to run over `data`, which belongs to `file`."""
+        """Start with an empty stack, to run over `data` of `file`; for the rest see `unpickle`."""
         self.data = data
         self.file = file
         self.limits = limits
         self.persistent_load = persistent_load
         self.nested = nested
         self.stack: list[Any] = []
+        """The objects above the last mark."""
         self.marks: list[list[Any]] = []
+        """The stacks below the marks."""
         # Picklers count memo indexes up from 0, so a list stores them; a dict stores far ones.
         self.memo: list[Any] = []
         self.far_memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
-        self.by_id: dict[int, calls.Call] = {}
+        self.calls_by_id: dict[int, calls.Call] = {}
+        """The handler of each recognized `Global`, by its id."""
         self.opcodes: dict[str, None] = {}
+        """The names of opcodes that `weights_only=True` rejects."""
         self.protocol = 0
         self.large_keys = 0
+        """The number of integer keys beyond 2**61."""
         self.scans_left = 1_000_000
+        """Memo entries that `replace_top` may still search."""
 
     def run(self, position: int) -> tuple[Any, int]:
         """Run from `position`; return the object and the position after its STOP.
@@ -173,12 +179,12 @@ class Machine:
             self.globals[module, name] = node
             call = calls.RECOGNIZED.get(node.qualified)
             if call is not None:
-                self.by_id[id(node)] = call
+                self.calls_by_id[id(node)] = call
         return node
 
     def call(self, func: Any, args: Any) -> Any:
         """Return the result of REDUCE: an object of ours for a known function, else an `Opaque`."""
-        recognized = self.by_id.get(id(func))
+        recognized = self.calls_by_id.get(id(func))
         if recognized is None:
             return Opaque(func, args)
         result = recognized(self, args)
@@ -191,7 +197,10 @@ class Machine:
         target.steps.append((kind, items))
 
     def replace_top(self, old: Any, new: Any) -> None:
-        """Replace the top with `new`, also in the memo, where `old` was stored just now."""
+        """Replace the top with `new`, also in the memo, where `old` was stored just now.
+
+        The memo is searched from its end, and no longer after many searches in one pickle.
+        """
         if new is old:
             return
         self.stack[-1] = new
@@ -230,7 +239,7 @@ class Machine:
                 )
             if isinstance(part, tuple):
                 todo.extend(part)
-            elif type(part) is int and not -_LARGE < part < _LARGE:
+            elif type(part) is int and not -_LARGE_INTEGER < part < _LARGE_INTEGER:
                 self.large_keys += 1
                 if self.large_keys > self.limits.max_large_keys:
                     raise LimitExceeded(

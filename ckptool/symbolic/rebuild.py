@@ -346,7 +346,7 @@ def make_special_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]] | None:
     return None
 
 
-_OWN_TYPES = frozenset(
+_TORCH_TENSOR_TYPES = frozenset(
     {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 )
 
@@ -391,16 +391,20 @@ def _add_layer(data: Any, layer: Wrapping) -> TensorRef:
 
 
 def _make_typed(machine: Machine, args: Any) -> Any:
-    """Handle `_rebuild_from_type_v2(func, type, args, state)`: attributes and subclasses."""
+    """Handle `_rebuild_from_type_v2(func, type, args, state)`: attributes and subclasses.
+
+    The tensor that `func` makes gets a layer with type and state. A subclass without a storage
+    (`_rebuild_wrapper_subclass`) has them in its parts instead.
+    """
     func, cls, inner_args, state = args
     inner = machine.call(func, inner_args)
     if not isinstance(inner, TensorRef):
         return NotImplemented
-    foreign = not (isinstance(cls, Global) and cls.qualified in _OWN_TYPES)
+    is_subclass = not (isinstance(cls, Global) and cls.qualified in _TORCH_TENSOR_TYPES)
     if inner.kind == "subclass" and inner.storage is None and not inner.wrapping:
         parts = {**(inner.parts or {}), "type": cls, "state": state}
         return replace(inner, parts=parts)
-    kind = "subclass" if foreign and inner.kind == "strided" else inner.kind
+    kind = "subclass" if is_subclass and inner.kind == "strided" else inner.kind
     layer = Wrapping("type", inner.requires_grad, type=cls, state=state)
     return replace(inner, kind=kind, wrapping=(*inner.wrapping, layer))
 
@@ -505,7 +509,10 @@ CALLS: dict[str, Callable[[Machine, Any], Any]] = {
 
 
 def make_rebuild_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
-    """Return the function and arguments that rebuild `ref`, as current torch pickles it."""
+    """Return the function and arguments that rebuild `ref`, as current torch pickles it.
+
+    The outermost layer (a Parameter, or a type with attributes) is made from the tensor inside it.
+    """
     if not ref.wrapping:
         return _make_inner_call(ref)
     *inner_layers, layer = ref.wrapping

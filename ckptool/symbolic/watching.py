@@ -111,7 +111,10 @@ class Watcher(Machine):
         return self.data[position:end], end + 1
 
     def skip_array(self, position: int) -> int:
-        """Return the position after the raw bytes of a joblib array, if one is on the stack."""
+        """Return the position after the raw bytes of a joblib array, if one is on the stack.
+
+        An array of objects is another pickle there, which this machine runs with its own stack.
+        """
         wrapper = self.stack[-1]
         if not isinstance(wrapper, Opaque) or wrapper.class_name != JOBLIB_ARRAY:
             return position
@@ -134,7 +137,10 @@ class Watcher(Machine):
 
 
 def _parse_element_width(dtype: Any) -> int:
-    """Return the bytes per element of an array, 0 for objects."""
+    """Return the bytes per element of an array, 0 for objects.
+
+    The code of a `numpy.dtype` gives them: `<f4` is 4, `<U3` is 3 characters of 4 bytes.
+    """
     types = [node for node in walk_everything(dtype) if isinstance(node, Opaque)]
     codes = [_ELEMENT.fullmatch(node.args[0]) for node in types if node.class_name == "numpy.dtype"]
     if not types or len(codes) < len(types) or not all(codes):

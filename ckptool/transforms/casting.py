@@ -27,7 +27,7 @@ from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.quantization_config import plain_header, quantization_config
 from ckptool.core.quantizers import (
     MARKERS,
-    OF_OPTIMIZERS,
+    OPTIMIZER_KEY,
     Quantized,
     find_incomplete,
     find_quantized,
@@ -138,7 +138,7 @@ def find_optimizer_paths(checkpoint: Checkpoint) -> set[Path]:
 
     for path, leaf in walk(checkpoint.root, enter=note_pickled):
         if isinstance(leaf, TensorRef) and (
-            any(isinstance(key, str) and OF_OPTIMIZERS.fullmatch(key) for key in path[:-1])
+            any(isinstance(key, str) and OPTIMIZER_KEY.fullmatch(key) for key in path[:-1])
             or any(is_within(path, holder) for holder in pickled_paths)
         ):
             paths.add(path)

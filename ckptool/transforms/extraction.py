@@ -15,7 +15,7 @@ from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, copy_with_it
 from ckptool.core.modules import has_tensors, is_module
 from ckptool.core.sections import (
     MODEL_KINDS,
-    OF_THE_MODEL,
+    MODEL_MARK,
     Section,
     find_model_state_dict,
     find_sections,
@@ -341,7 +341,7 @@ def copy_state_dict(checkpoint: Checkpoint, section: Section) -> OrderedMap:
             root[name] = _detach(plain) if is_detached else plain
     if isinstance(section.node, OrderedMap):
         attributes = section.node.attributes  # a single state dict needs no mark
-        root.attributes = {key: value for key, value in attributes.items() if key != OF_THE_MODEL}
+        root.attributes = {key: value for key, value in attributes.items() if key != MODEL_MARK}
     return root
 
 

@@ -78,7 +78,11 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
             part.temporary = names[part.path]
             complete_paths.add(part.temporary)
         set_lock = begin_set(
-            plan.index, target, parts, overwrite=job.may_replace, keeps=complete_paths.__contains__
+            plan.index,
+            target,
+            parts,
+            overwrite=job.may_replace,
+            is_kept=complete_paths.__contains__,
         )
         stack.enter_context(set_lock)
         return frozenset(part.path for part in complete)

@@ -12,7 +12,13 @@ from hypothesis import given, strategies as st
 
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
-from ckptool.files.computed import WORTH, ComputedSource, ReadAhead, gather_view, join_ranges
+from ckptool.files.computed import (
+    MIN_AHEAD_BYTES,
+    ComputedSource,
+    ReadAhead,
+    gather_view,
+    join_ranges,
+)
 from ckptool.files.source import BLOCK
 from ckptool.files.strided import iterate_row_major
 from ckptool.files.threads import run_in_order
@@ -54,7 +60,7 @@ def patterned(size, calls, parallel=True):
 
 
 def test_the_next_blocks_are_computed_by_other_threads():
-    calls, block, size = [], WORTH, 4 * WORTH + 7
+    calls, block, size = [], MIN_AHEAD_BYTES, 4 * MIN_AHEAD_BYTES + 7
     data = ByteRange(patterned(size, calls), 0, size)
     assert b"".join(data.iterate_blocks(block)) == bytes(at % 251 for at in range(size))
     assert sorted(calls, key=lambda call: call[1]) == [
@@ -65,16 +71,22 @@ def test_the_next_blocks_are_computed_by_other_threads():
 
 
 def test_what_may_be_computed_by_one_thread_only_is():
-    calls, size = [], 4 * WORTH
+    calls, size = [], 4 * MIN_AHEAD_BYTES
     data = ByteRange(patterned(size, calls, parallel=False), 0, size)
-    assert b"".join(data.iterate_blocks(WORTH)) == bytes(at % 251 for at in range(size))
-    assert calls == [(True, at * WORTH, WORTH) for at in range(4)]
+    assert b"".join(data.iterate_blocks(MIN_AHEAD_BYTES)) == bytes(at % 251 for at in range(size))
+    assert calls == [(True, at * MIN_AHEAD_BYTES, MIN_AHEAD_BYTES) for at in range(4)]
 
 
 def test_what_was_computed_ahead_in_vain_does_no_harm():
-    source = patterned(4 * WORTH, [])
-    source.read(0, WORTH)
-    for start, length in ((3 * WORTH, 5), (WORTH, 3), (0, WORTH), (WORTH, WORTH), (0, 1)):
+    source = patterned(4 * MIN_AHEAD_BYTES, [])
+    source.read(0, MIN_AHEAD_BYTES)
+    for start, length in (
+        (3 * MIN_AHEAD_BYTES, 5),
+        (MIN_AHEAD_BYTES, 3),
+        (0, MIN_AHEAD_BYTES),
+        (MIN_AHEAD_BYTES, MIN_AHEAD_BYTES),
+        (0, 1),
+    ):
         wanted = bytes(at % 251 for at in range(start, start + length))
         assert source.read(start, length) == wanted
 
@@ -84,10 +96,10 @@ def test_an_error_ahead_is_raised_where_its_block_is_read():
         if offset:
             raise ValueError("beyond the first block")
 
-    source = ComputedSource("model.pth", 4 * WORTH, fill, ahead=ReadAhead())
-    source.read(0, WORTH)
+    source = ComputedSource("model.pth", 4 * MIN_AHEAD_BYTES, fill, ahead=ReadAhead())
+    source.read(0, MIN_AHEAD_BYTES)
     with pytest.raises(ValueError, match="beyond"):
-        source.read(WORTH, WORTH)
+        source.read(MIN_AHEAD_BYTES, MIN_AHEAD_BYTES)
 
 
 @pytest.mark.skipif(not hasattr(os, "preadv"), reason="files are read by one thread here")
@@ -103,19 +115,26 @@ def test_plain_bytes_may_be_read_by_several_threads(tmp_path):
 
 def test_the_sources_that_come_next_are_computed_too():
     calls, ahead, sources = [], ReadAhead(), []
-    for size in (WORTH, 10, WORTH + 1, WORTH):
+    for size in (MIN_AHEAD_BYTES, 10, MIN_AHEAD_BYTES + 1, MIN_AHEAD_BYTES):
         fill = patterned(size, calls).fill
         sources.append(ComputedSource("model.pth", size, fill, ahead=ahead))
     for source in sources:
         assert source.read(0, source.size) == bytes(at % 251 for at in range(source.size))
     assert sorted(calls) == [
-        (False, 0, WORTH), (False, 0, WORTH + 1), (True, 0, 10), (True, 0, WORTH),
+        (False, 0, MIN_AHEAD_BYTES), (False, 0, MIN_AHEAD_BYTES + 1),
+        (True, 0, 10), (True, 0, MIN_AHEAD_BYTES),
     ]  # fmt: skip
 
 
 def test_nothing_is_computed_twice_where_a_source_ends_within_a_block():
     calls, ahead, sources = [], ReadAhead(), []
-    sizes = (2 * BLOCK + 3 * WORTH, BLOCK + WORTH, 5, 3 * BLOCK, 2 * WORTH)
+    sizes = (
+        2 * BLOCK + 3 * MIN_AHEAD_BYTES,
+        BLOCK + MIN_AHEAD_BYTES,
+        5,
+        3 * BLOCK,
+        2 * MIN_AHEAD_BYTES,
+    )
     for number, size in enumerate(sizes):
 
         def fill(offset, buffer, name=number):
@@ -136,11 +155,11 @@ def test_nothing_is_computed_twice_where_a_source_ends_within_a_block():
 
 def test_sources_that_are_read_in_another_order_are_right_and_looked_at_alone():
     calls, ahead = [], ReadAhead()
-    fill = patterned(WORTH, calls).fill
-    sources = [ComputedSource("model.pth", WORTH, fill, ahead=ahead) for _ in range(40)]
-    wanted = bytes(at % 251 for at in range(WORTH))
+    fill = patterned(MIN_AHEAD_BYTES, calls).fill
+    sources = [ComputedSource("model.pth", MIN_AHEAD_BYTES, fill, ahead=ahead) for _ in range(40)]
+    wanted = bytes(at % 251 for at in range(MIN_AHEAD_BYTES))
     for source in reversed(sources):
-        assert source.read(0, WORTH) == wanted
+        assert source.read(0, MIN_AHEAD_BYTES) == wanted
     assert len(calls) < 50
 
 

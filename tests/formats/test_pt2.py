@@ -118,14 +118,14 @@ def test_every_element_type_of_the_schema_is_torchs():
     from torch._export.serde.schema import ScalarType
     from torch._export.serde.serialize import deserialize_scalar_type
 
-    from ckptool.formats.pt2 import _DTYPES
+    from ckptool.formats.pt2 import _DTYPE_BY_CODE
 
     judge = {
         kind.value: str(deserialize_scalar_type(kind)).removeprefix("torch.")
         for kind in ScalarType
         if kind is not ScalarType.UNKNOWN
     }
-    assert judge == _DTYPES
+    assert judge == _DTYPE_BY_CODE
 
 
 def test_several_models_stand_under_their_names(program, tmp_path):

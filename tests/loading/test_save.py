@@ -9,7 +9,7 @@ import torch
 
 import ckptool
 from ckptool import save
-from ckptool.core.sections import OF_THE_MODEL
+from ckptool.core.sections import MODEL_MARK
 from ckptool.errors import (
     AmbiguousName,
     FileBusy,
@@ -328,7 +328,7 @@ def test_the_model_is_found_again_beside_its_average_and_whatever_else_there_is(
 def test_a_value_of_none_owns_nothing(tmp_path):
     model = net()
     save(tmp_path / "f.pth", model=model, optimizer=trained(model), note=None)
-    noted = vars(loaded(tmp_path / "f.pth")["state_dict"])[OF_THE_MODEL]
+    noted = vars(loaded(tmp_path / "f.pth")["state_dict"])[MODEL_MARK]
     assert noted == {"optimizer": "state_dict"}
 
 

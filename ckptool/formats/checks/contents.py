@@ -15,7 +15,7 @@ from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Archive, Checksum, Findings, Probe
 from ckptool.formats.checks.zip_headers import find_header_problems
 from ckptool.formats.legacy_stream import (
-    MACHINE,
+    MACHINE_DESCRIPTION,
     MAGIC,
     MAGIC_BYTES,
     LegacyStream,
@@ -52,7 +52,10 @@ def check_structure(probe: Probe) -> Findings:
 
 
 def check_content(checkpoint: Checkpoint, probe: Probe) -> Findings:
-    """Return the findings on a file that has been read.
+    """Return the findings on a file that has been read, by its format.
+
+    They are about the pickle, bytes that no reader uses, and content that torch or the library
+    reads differently.
 
     Raises:
         CheckpointError: the file has changed since it was read.
@@ -97,16 +100,18 @@ def check_content(checkpoint: Checkpoint, probe: Probe) -> Findings:
     return findings
 
 
-_KNOWN = frozenset(
+_KNOWN_FUNCTIONS = frozenset(
     {*RECOGNIZED, "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
 )
-_NAMES = frozenset(
-    own for own in (name.rpartition(".")[2] for name in _KNOWN) if own.startswith(("_re", "enc"))
+_KNOWN_NAMES = frozenset(
+    own
+    for own in (name.rpartition(".")[2] for name in _KNOWN_FUNCTIONS)
+    if own.startswith(("_re", "enc"))
 )
-_MODULES = frozenset(
+_KNOWN_MODULES = frozenset(
     {"torch._utils", "torch._tensor", "_codecs", "numpy.core.multiarray", "numpy._core.multiarray"}
 )
-_ARRAYS = frozenset({"ndarray", "matrix", "memmap", "recarray"})
+_ARRAY_CLASSES = frozenset({"ndarray", "matrix", "memmap", "recarray"})
 
 
 def _find_pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -123,7 +128,11 @@ def _find_pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _find_odd_calls(node: Any) -> Iterator[tuple[str, str]]:
-    """Yield the functions that no pickler calls in this way, with a phrase on the call."""
+    """Yield the functions that no pickler calls in this way, with a phrase on the call.
+
+    Damage in a pickle without a checksum may change a name or an argument: then a function has an
+    unknown name in a known module, or a known name elsewhere, or arguments that do not fit.
+    """
     if isinstance(node, TensorRef) and isinstance(node.hooks, Opaque):
         yield node.hooks.class_name, "where every tensor has an OrderedDict"
     if not isinstance(node, Opaque) or node.maker == "persid":
@@ -132,16 +141,18 @@ def _find_odd_calls(node: Any) -> Iterator[tuple[str, str]]:
         if not isinstance(node.func, Opaque):
             yield f"an object of type {type(node.func).__name__}", "as if it were a function"
         return
-    name, module, own = node.func.qualified, node.func.module, node.func.name
+    name, module, function_name = node.func.qualified, node.func.module, node.func.name
     args = node.args if isinstance(node.args, tuple) else ()
-    if name in _KNOWN:
-        if own == "encode" or any(isinstance(arg, (StorageRef, TensorRef)) for arg in args):
+    if name in _KNOWN_FUNCTIONS:
+        if function_name == "encode" or any(
+            isinstance(arg, (StorageRef, TensorRef)) for arg in args
+        ):
             yield name, "with arguments that it does not accept"
-        elif own == "_reconstruct" and not (
+        elif function_name == "_reconstruct" and not (
             _are_array_classes(args[:1]) and _is_array_state(node.state)
         ):
             yield name, "for an object that is not an array"
-    elif own in _NAMES or module in _MODULES:
+    elif function_name in _KNOWN_NAMES or module in _KNOWN_MODULES:
         yield name, "(no such function)"
     elif any(isinstance(arg, StorageRef) for arg in args):
         yield name, "on an unknown storage"
@@ -161,7 +172,10 @@ def _are_array_classes(classes: Sequence[Any]) -> bool:
     """Return whether all can be classes of arrays: numpy's own, or derived elsewhere."""
     return all(
         isinstance(cls, Global)
-        and (cls.module.startswith("numpy.") or (cls.module == "numpy") is (cls.name in _ARRAYS))
+        and (
+            cls.module.startswith("numpy.")
+            or (cls.module == "numpy") is (cls.name in _ARRAY_CLASSES)
+        )
         for cls in classes
     )
 
@@ -183,9 +197,9 @@ def _is_dtype_call(args: tuple[Any, ...], state: Any) -> bool:
     return False
 
 
-_MOST_BEHIND = 100
+_MAX_TRAILING_OBJECTS = 100
 """Streams that are read behind the first: a few hundred bytes are one."""
-_PART = 1 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 def _find_machine_problems(data: ByteRange, limits: Limits) -> Iterator[Finding]:
@@ -204,14 +218,20 @@ def _find_machine_problems(data: ByteRange, limits: Limits) -> Iterator[Finding]
 def _are_machine_facts(facts: Any) -> bool:
     """Return whether these are the facts that torch always writes; some may be missing."""
     order = facts.get("little_endian", True) if isinstance(facts, dict) else None
-    return isinstance(order, bool) and {**facts, "little_endian": True}.items() <= MACHINE.items()
+    return (
+        isinstance(order, bool)
+        and {**facts, "little_endian": True}.items() <= MACHINE_DESCRIPTION.items()
+    )
 
 
 def _check_trailing(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
-    """Return the findings on the bytes after the first object: more objects, or other bytes."""
+    """Return the findings on the bytes after the first object: more objects, or other bytes.
+
+    `magic` is the length of the magic number of a torch.save stream, 0 for pickles.
+    """
     position, more = end, 0
     try:
-        while position < data.length and more < _MOST_BEHIND:
+        while position < data.length and more < _MAX_TRAILING_OBJECTS:
             position, more = _skip_object(data, position, limits, magic), more + 1
     except CheckpointError:
         unread = data.length - position
@@ -262,7 +282,7 @@ def _check_tar(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findin
         end = max(end, padded)
     if any(
         block.strip(b"\0")
-        for block in ByteRange(source, end, source.size - end).iterate_blocks(_PART)
+        for block in ByteRange(source, end, source.size - end).iterate_blocks(_BLOCK_BYTES)
     ):
         trailing = counted(source.size - end, "byte")
         problems.append(Finding("trailing", f"{trailing} after its last member are not zero"))

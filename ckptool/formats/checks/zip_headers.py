@@ -12,14 +12,14 @@ from ckptool.files import ByteRange
 from ckptool.formats.archive import (
     CENTRAL,
     DEFLATED,
-    DESCRIPTOR,
+    DESCRIPTOR_FLAG,
     END,
-    FAR,
     FIELD,
     LOCAL,
     LOCATOR,
-    REFUSED,
+    SEE_ZIP64,
     STORED,
+    UNSUPPORTED_FLAGS,
     ZIP64,
     End,
     find_end,
@@ -29,7 +29,7 @@ from ckptool.formats.archive import (
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.words import counted
 
-_LIKELY = 256
+_LIKELY_EXTRA_BYTES = 256
 """Bytes read at once of a local header: more is rarely there."""
 
 
@@ -97,7 +97,7 @@ def _parse_entries(data: ByteRange, end: End) -> Iterator[_Central]:
         fields = _parse_extra_fields(extra)
         wide_values = iter(_parse_zip64_values(fields))
         for index, value in enumerate(values):
-            if value == FAR:
+            if value == SEE_ZIP64:
                 values[index] = next(wide_values, -1)
         if -1 not in values:
             size, packed, header = values
@@ -110,7 +110,9 @@ def _parse_entries(data: ByteRange, end: End) -> Iterator[_Central]:
 def _read_local_header(data: ByteRange, offset: int, name_length: int) -> _Local | None:
     """Return the local header at `offset`; None if there is none inside the file."""
     try:
-        raw = data.read(offset, min(LOCAL.size + name_length + _LIKELY, data.length - offset))
+        raw = data.read(
+            offset, min(LOCAL.size + name_length + _LIKELY_EXTRA_BYTES, data.length - offset)
+        )
         signature, *shared, crc, packed, size, length, extra_length = LOCAL.unpack_from(raw)
         header_size = LOCAL.size + length + extra_length
         if header_size > len(raw):
@@ -149,16 +151,16 @@ _DESCRIPTORS = tuple(
     for form in ("3I", "I2Q")
 )
 """CRC-32 and two sizes; the signature before them is optional (APPNOTE 4.3.9)."""
-_FOLDER = 0x10
+_FOLDER_ATTRIBUTE = 0x10
 """MS-DOS's mark of a folder among the external attributes."""
 _ZIP64_VERSION = 45
 _VERSIONS = {10, 20, _ZIP64_VERSION}
 """Versions needed that one header may have where the other has another: some tools count anew."""
 
-_MOST_REFUSED = 100
-_PADDING = int.from_bytes(b"FB", "little")
+_MAX_REFUSED_CHECKED = 100
+_PADDING_FIELD = int.from_bytes(b"FB", "little")
 """The extra field that torch pads with, to align what follows."""
-_TORCHS_END = 0x031E
+_TORCH_END_VERSION = 0x031E
 """The version that torch's writer states in the 64-bit end record."""
 
 
@@ -179,8 +181,9 @@ def find_header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Fin
         entries = [
             entry
             for entry in entries
-            if entry.shared.method not in (STORED, DEFLATED) or entry.shared.flags & REFUSED
-        ][:_MOST_REFUSED]
+            if entry.shared.method not in (STORED, DEFLATED)
+            or entry.shared.flags & UNSUPPORTED_FLAGS
+        ][:_MAX_REFUSED_CHECKED]
     headers = [_read_local_header(data, entry.header, len(entry.name)) for entry in entries]
     is_torch = _is_by_torch(entries, headers)
     problems = [
@@ -201,14 +204,17 @@ def _is_by_torch(entries: Sequence[_Central], headers: Sequence[_Local | None]) 
 
 
 def _has_torch_padding(local: _Local) -> bool:
-    return any(number == _PADDING for number, _ in local.fields or ())
+    return any(number == _PADDING_FIELD for number, _ in local.fields or ())
 
 
 def _find_entry_problems(
     data: ByteRange, entry: _Central, local: _Local | None, by_torch: bool
 ) -> Iterator[str]:
-    """Yield a clause for each problem in the headers of one record."""
-    if entry.external & _FOLDER and not entry.name.endswith(b"/"):
+    """Yield a clause for each problem in the directory entry and local header of one record.
+
+    With `by_torch`, also for fields that torch never writes in this way.
+    """
+    if entry.external & _FOLDER_ATTRIBUTE and not entry.name.endswith(b"/"):
         yield (
             "the directory marks it as a folder, so torch.load does not read its bytes and "
             "returns uninitialized memory"
@@ -218,7 +224,7 @@ def _find_entry_problems(
     if entry.fields is None:
         yield "the extra field of its directory entry is damaged"
     if local is None or local.name != entry.name:
-        return  # told by the reader
+        return  # the reader reports it
     (local_version, *local_facts), (central_version, *central_facts) = local.shared, entry.shared
     is_known = local_version == central_version or {local_version, central_version} < _VERSIONS
     if not is_known or local_facts != central_facts or not _has_same_sizes(entry, local):
@@ -227,29 +233,33 @@ def _find_entry_problems(
         yield "the extra field of its own header is damaged"
     # Torch pads with Z, other tools with zeros.
     elif any(
-        number == _PADDING and content.strip(b"Z") and content.strip(b"\0")
+        number == _PADDING_FIELD and content.strip(b"Z") and content.strip(b"\0")
         for number, content in local.fields
     ):
         yield "the padding before its bytes is damaged"
-    if local.shared.flags & DESCRIPTOR and not _has_descriptor(data, entry, local):
+    if local.shared.flags & DESCRIPTOR_FLAG and not _has_descriptor(data, entry, local):
         yield "the data descriptor after its bytes is missing or contradicts the directory"
     if by_torch and (entry.made_by == 0 or _has_torch_padding(local)):
         yield from _find_odd_fields(entry, local)
 
 
 def _has_same_sizes(entry: _Central, local: _Local) -> bool:
-    """Return whether the local header has the checksum and sizes of the directory.
+    """Return True if the local header has the checksum and sizes of the directory.
 
-    All are 0 where a data descriptor has them.
+    They may be 0 if a data descriptor has them, and 2**32 - 1 if the zip64 field has them.
     """
     wide = _parse_zip64_values(local.fields)
-    described = bool(local.shared.flags & DESCRIPTOR)
+    described = bool(local.shared.flags & DESCRIPTOR_FLAG)
     allowed = {entry.packed, entry.size, entry.header, *([0] if described else [])}
-    if described and local.crc32 == 0 and {local.packed, local.size} <= ({0, FAR} if wide else {0}):
+    if (
+        described
+        and local.crc32 == 0
+        and {local.packed, local.size} <= ({0, SEE_ZIP64} if wide else {0})
+    ):
         return allowed.issuperset(wide)
     sums = ((local.crc32, entry.crc32), (local.packed, entry.packed), (local.size, entry.size))
     return allowed.issuperset(wide) and all(
-        ours == theirs or (wide and (ours == FAR or (described and not ours)))
+        ours == theirs or (wide and (ours == SEE_ZIP64 or (described and not ours)))
         for ours, theirs in sums
     )
 
@@ -266,17 +276,17 @@ def _has_descriptor(data: ByteRange, entry: _Central, local: _Local) -> bool:
     return any(
         raw.startswith(signature + form.pack(*facts))
         for form, signature in _DESCRIPTORS
-        if form.size > 12 or max(facts) <= FAR
+        if form.size > 12 or max(facts) <= SEE_ZIP64
     )
 
 
 def _find_odd_fields(entry: _Central, local: _Local) -> Iterator[str]:
     """Yield a clause for each difference from the headers of torch's writer (miniz 3.0.2)."""
     needed = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
-    odd = entry.made_by, entry.internal, entry.external & ~_FOLDER, len(entry.comment)
+    odd = entry.made_by, entry.internal, entry.external & ~_FOLDER_ATTRIBUTE, len(entry.comment)
     if any(odd) or needed != entry.shared.needed == local.shared.needed:
         yield "its directory entry has numbers that torch does not write"
-    for fields, usual in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
+    for fields, usual in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING_FIELD))):
         if any(number not in usual for number, _ in fields or ()):
             yield "it has an extra field that torch does not write"
     if not _has_torch_padding(local) and local.fields is not None:
@@ -284,7 +294,10 @@ def _find_odd_fields(entry: _Central, local: _Local) -> Iterator[str]:
 
 
 def _find_end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Finding]:
-    """Yield the findings on the end records, and on the bytes after them."""
+    """Yield the findings on the end records, and on the bytes after them.
+
+    A plain end record without a zip64 record before it has no versions to check.
+    """
     tail = data.read(end.start)
     at = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
     _, disk, first_disk, _, _, _, _, comment = END.unpack_from(tail, at)
@@ -299,6 +312,6 @@ def _find_end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Fi
     if (disk, first_disk, locator[1], locator[3]) != (0, 0, 0, 1):
         yield Finding("end", "the end records give several disks")
     made_by, needed = _END64_VERSIONS.unpack_from(tail)
-    if needed != _ZIP64_VERSION or (by_torch and made_by != _TORCHS_END):
+    if needed != _ZIP64_VERSION or (by_torch and made_by != _TORCH_END_VERSION):
         text = f"the 64-bit end record has the versions {made_by:,} and {needed:,}"
         yield Finding("end", text)

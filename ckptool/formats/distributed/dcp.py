@@ -44,20 +44,20 @@ from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
 
 _METADATA = ".metadata"
-_RANKS = re.compile(r"__(\d+)\.metadata")
+_RANK_INDEX_NAME = re.compile(r"__(\d+)\.metadata")
 """The index of each rank if they wrote without collectives (torch 2.9 and later)."""
-_BYTES = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+_VALUE_DESCRIPTION = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
 _EXTRA_FILES = ("meta.pt", "common.pt")
 """Additional torch.save files of Lightning and Megatron, each with a dict."""
-_RESHAPED = "nd_reformulated_orig_global_shape"
-_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
+_MEGATRON_SHAPE_KEY = "nd_reformulated_orig_global_shape"
+_ACCELERATE_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
 """The DCP folders inside one of accelerate; with a second model, they are not joined."""
-_ZSTD = "stream.zstd/1"
-_AROUND = 64 << 10
+_ZSTD_TRANSFORM = "stream.zstd/1"
+_MAX_SAVE_OVERHEAD = 64 << 10
 """The most bytes that torch.save writes around the elements of one tensor."""
-_AT_ONCE = 64 << 20
+_MAX_FETCHED_ITEM = 64 << 20
 """The most bytes of a remote item to fetch at once, instead of on each read."""
-_HINT = "copy the whole folder again, or use an earlier checkpoint of the run"
+_COPY_AGAIN = "copy the whole folder again, or use an earlier checkpoint of the run"
 
 
 class _Item(NamedTuple):
@@ -123,7 +123,10 @@ class Dcp(FolderFormat):
         return bool(_find_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the saved tree, from `.metadata` only."""
+        """Return the saved tree, from `.metadata` only: no tensor or value is read yet.
+
+        The dict that Lightning or Megatron saves next to the tensors is part of the root.
+        """
         index = probe.compute_once(read_index)
         folder = probe.path if probe.is_folder else os.path.dirname(probe.path)
         leaves = {
@@ -137,12 +140,12 @@ class Dcp(FolderFormat):
         tree: dict[Any, Any] = {}
         for name in index.order:
             _insert_leaf(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
-        ends: dict[str, int] = {}
+        ends: dict[str, int] = {}  # the least size of each file, by path
         for _, item, _ in index.items():
             ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
         is_far = any(source.is_far for source in index.sources)  # each size costs a request
         file_sizes = map(probe.place.size, filter(probe.place.is_file, ends))
-        reshaped = f"tensors with a changed shape ({_RESHAPED})"
+        reshaped = f"tensors with a changed shape ({_MEGATRON_SHAPE_KEY})"
         return Checkpoint(
             {**(extras.root if extras else {}), **tree},
             self.name,
@@ -183,7 +186,7 @@ class Dcp(FolderFormat):
         return plan_edit(checkpoint, self, index)
 
     def collect_findings(self, probe: Probe) -> Findings:
-        """Return the checksums stated for each item, and the missing items.
+        """Return the stated checksums of all items, and a problem for each item that is damaged.
 
         Errors of the index are reported when the folder is opened.
         """
@@ -191,7 +194,7 @@ class Dcp(FolderFormat):
             index = probe.compute_once(read_index)
         except CheckpointError:
             return Findings()
-        problems, checksums, count = [], list[Checksum](), 0
+        problems, checksums, record_count = [], list[Checksum](), 0
         for name, item, chunk in index.items():
             label = f"{os.path.basename(item.path)}: {name}"
             try:
@@ -201,14 +204,14 @@ class Dcp(FolderFormat):
             except CheckpointError as error:
                 problems.append(Finding("corrupt", error.message, (label,), hint=error.hint))
                 continue
-            count += len(archive.records)
+            record_count += len(archive.records)
             for record in archive.records.values():
                 if record.crc32 is not None:
                     data = (
                         _inflate_again(item, record, probe.limits) if item.packed else record.data
                     )
                     checksums.append(Checksum(f"{label}: {record.name}", data, record.crc32))
-        return Findings(tuple(problems), (), tuple(checksums), count)
+        return Findings(tuple(problems), (), tuple(checksums), record_count)
 
 
 DCP = Dcp()
@@ -226,7 +229,10 @@ def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
 
 
 def _read_extras(folder: str, probe: Probe) -> Checkpoint | None:
-    """Return the dict that Lightning or Megatron saves next to the tensors."""
+    """Return the dict that Lightning or Megatron saves next to the tensors.
+
+    None if there is no such file, or it has something else. The probe closes the file.
+    """
     paths = (os.path.join(folder, name) for name in _EXTRA_FILES)
     path = next(filter(probe.place.is_file, paths), None)
     if path is None:
@@ -242,47 +248,65 @@ def _read_extras(folder: str, probe: Probe) -> Checkpoint | None:
 
 
 def _find_indexes(probe: Probe) -> list[str]:
-    """Return the path of the index, or of each rank's index; empty if it is not DCP."""
+    """Return the paths of the index files; empty if it is not DCP.
+
+    A folder has one `.metadata`, or one index per rank, in the order of the ranks. A folder of
+    accelerate has one index in each of `_ACCELERATE_FOLDERS`; with a second model, none is used. A
+    file must be an index or a `.distcp` file: then its folder is searched.
+    """
     folder, name = (probe.path, "") if probe.is_folder else os.path.split(probe.path)
-    if name and name != _METADATA and not name.endswith(".distcp") and not _RANKS.fullmatch(name):
+    if (
+        name
+        and name != _METADATA
+        and not name.endswith(".distcp")
+        and not _RANK_INDEX_NAME.fullmatch(name)
+    ):
         return []
     names = probe.entries if probe.is_folder else probe.place.list_names(folder)
     if _METADATA in names:
         indexes = [_METADATA]
-    elif probe.place.is_file(os.path.join(folder, _ACCELERATE[0], _METADATA)):
+    elif probe.place.is_file(os.path.join(folder, _ACCELERATE_FOLDERS[0], _METADATA)):
         has_second_model = "pytorch_model_fsdp_1" in names
         indexes = [
             os.path.join(entry, _METADATA)
-            for entry in _ACCELERATE
+            for entry in _ACCELERATE_FOLDERS
             if entry in names and not has_second_model
         ]
     else:
         if not any(entry.endswith(".distcp") for entry in names):
             return []
-        indexes = sorted(filter(_RANKS.fullmatch, names), key=lambda entry: int(entry[2:-9]))
+        indexes = sorted(filter(_RANK_INDEX_NAME.fullmatch, names), key=_parse_rank)
     return [os.path.join(folder, entry) for entry in indexes]
 
 
+def _parse_rank(index_name: str) -> int:
+    """Return the rank in the name of an index: 12 for `__12.metadata`."""
+    return int(index_name.removeprefix("__").removesuffix(_METADATA))
+
+
 def read_index(probe: Probe) -> Index:
-    """Read the index of a folder.
+    """Return the index of a folder: `.metadata`, or the indexes of all ranks together.
+
+    The chunks of a tensor are united. A chunk in several indexes is read from the last one, a value
+    from the first.
 
     Raises:
         CorruptFile, FileMissing, UnsupportedFormat, LimitExceeded: as in `Dcp.read`.
     """
     paths = _find_indexes(probe)
     names = map(os.path.basename, paths)
-    numbers = [int(match[1]) for name in names if (match := _RANKS.fullmatch(name))]
-    check_ranks(numbers, max(numbers, default=-1) + 1, "__{rank}.metadata", probe.path, _HINT)
+    ranks = [_parse_rank(name) for name in names if _RANK_INDEX_NAME.fullmatch(name)]
+    check_ranks(ranks, max(ranks, default=-1) + 1, "__{rank}.metadata", probe.path, _COPY_AGAIN)
     sources: list[Source] = []
     for path in paths:
         sources.append(probe.place.open(path))
         probe.on_close(sources[-1].close)
-    parts = [_parse_index(source, probe.limits) for source in sources]
-    if len(parts) == 1:
-        return parts[0]
+    indexes = [_parse_index(source, probe.limits) for source in sources]
+    if len(indexes) == 1:
+        return indexes[0]
     tensors: dict[str, _Tensor] = {}
-    for part in parts:
-        for name, tensor in part.tensors.items():
+    for index in indexes:
+        for name, tensor in index.tensors.items():
             earlier = tensors.get(name, tensor)
             if (earlier.dtype, earlier.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptFile(f"the ranks differ in {printable(name)!r}", file=probe.path)
@@ -291,16 +315,20 @@ def read_index(probe: Probe) -> Index:
             tensors[name] = tensor._replace(chunks=tuple(chunks.values()))
     return Index(
         tensors,
-        {name: item for part in reversed(parts) for name, item in part.values.items()},
-        tuple(dict.fromkeys(name for part in parts for name in part.order)),
-        {name: path for part in parts for name, path in part.paths.items()},
+        {name: item for index in reversed(indexes) for name, item in index.values.items()},
+        tuple(dict.fromkeys(name for index in indexes for name in index.order)),
+        {name: path for index in indexes for name, path in index.paths.items()},
         tuple(sources),
-        tuple(name for part in parts for name in part.reshaped),
+        tuple(name for index in indexes for name in index.reshaped),
     )
 
 
 def _parse_index(source: Source, limits: Limits) -> Index:
-    """Return the content of an index file, with the places of all items."""
+    """Return the content of an index file, with the places of all items.
+
+    Each described tensor and value must have its items. The tensors that Megatron stored in another
+    shape are only listed by name. Entries of the pickle are removed to free memory.
+    """
     pickle = unpickle(ByteRange(source, 0, source.size), limits=limits)
     attributes = attributes_of(pickle.root)
     described, stored = attributes.get("state_dict_metadata"), attributes.get("storage_data")
@@ -320,12 +348,12 @@ def _parse_index(source: Source, limits: Limits) -> Index:
         )
     with add_error_context(source.name, rules_of="DCP"):
         megatron = attributes.get("mcore_data") or {}
-        reshaped = {name for name in described if _RESHAPED in (megatron.get(name) or ())}
+        reshaped = {name for name in described if _MEGATRON_SHAPE_KEY in (megatron.get(name) or ())}
         described = {
             name: description for name, description in described.items() if name not in reshaped
         }
         items = {}
-        while stored:  # frees memory: a large run has millions of chunks
+        while stored:  # popped to free memory: a large run has millions of chunks
             key, info = stored.popitem()
             items[_parse_key(key)] = _parse_item(folder, info)
         tensors: dict[str, _Tensor] = {}
@@ -360,7 +388,7 @@ def _check_path(path: Any) -> tuple[Any, ...]:
 
 
 def _parse_item(folder: str, info: Any) -> _Item:
-    """Return the place in a `_StorageInfo`, which must be inside the folder."""
+    """Return the item of a `_StorageInfo`; its file must be inside the folder."""
     state = attributes_of(info)
     name, offset, length = state["relative_path"], state["offset"], state["length"]
     parts = str(name).replace("\\", "/").split("/")
@@ -378,7 +406,10 @@ def _parse_item(folder: str, info: Any) -> _Item:
 def _parse_tensor(
     name: str, state: Mapping[Any, Any], items: Mapping[tuple[str, Any], _Item]
 ) -> _Tensor:
-    """Return the tensor of a `TensorStorageMetadata`, with the item of each chunk."""
+    """Return the tensor of a `TensorStorageMetadata` with this `state`, and the item of each chunk.
+
+    `items` are by name and offsets. Dtype, sizes and offsets are checked.
+    """
     properties = state["properties"]
     dtype = (properties.state if isinstance(properties, Opaque) else properties)[0]
     if not isinstance(dtype, Global) or dtype.name not in BY_NAME:
@@ -406,7 +437,10 @@ def _parse_tensor(
 
 
 def _make_tensor(name: str, tensor: _Tensor, limits: Limits) -> TensorRef:
-    """Return the tensor of the root, joined from its chunks on reading."""
+    """Return a tensor whose bytes are joined from its chunks when they are read.
+
+    Only then the file of each chunk is opened.
+    """
     itemsize = BY_NAME[tensor.dtype].itemsize
 
     def locate_chunk(chunk: _Chunk) -> ByteRange:
@@ -418,7 +452,7 @@ def _make_tensor(name: str, tensor: _Tensor, limits: Limits) -> TensorRef:
         Tile(chunk.offsets, chunk.sizes, partial(locate_chunk, chunk)) for chunk in tensor.chunks
     ]
     file = tensor.chunks[0].item.path if tensor.chunks else name
-    with add_error_context(None, f"tensor {printable(name)!r}", hint=_HINT):
+    with add_error_context(None, f"tensor {printable(name)!r}", hint=_COPY_AGAIN):
         data = join_tiles(file, tensor.shape, itemsize, tiles)
     return make_plain_tensor(name, tensor.dtype, tensor.shape, data)
 
@@ -426,31 +460,40 @@ def _make_tensor(name: str, tensor: _Tensor, limits: Limits) -> TensorRef:
 def _make_value(name: str, item: _Item, limits: Limits) -> Opaque:
     """Return a value that is read from its item on demand."""
     origin = "stored", os.path.basename(item.path)
-    return Opaque(_BYTES, plain=origin, find=cache(partial(_read_item, name, item, limits)))
+    return Opaque(
+        _VALUE_DESCRIPTION, plain=origin, find=cache(partial(_read_item, name, item, limits))
+    )
 
 
 def _read_elements(
     name: str, dtype: str, chunk: _Chunk, limits: Limits, archive: Archive | None = None
 ) -> tuple[ByteRange, int | None]:
-    """Return the elements of a chunk, in row-major order, and their CRC-32 if it is known."""
+    """Return the elements of a chunk, in row-major order, and their CRC-32 or None.
+
+    The CRC-32 is known if the elements are all bytes of a storage. `archive` is the item of the
+    chunk, if it is already open.
+
+    Raises:
+        CorruptFile: the item is not a tensor with the dtype and shape of the index.
+    """
     content = _read_item(name, chunk.item, limits, archive)
     label = f"the chunk at {list(chunk.offsets)} of {printable(name)!r}"
     if not isinstance(content, TensorRef):
-        raise CorruptFile(f"{label} is not a tensor", file=chunk.item.path, hint=_HINT)
+        raise CorruptFile(f"{label} is not a tensor", file=chunk.item.path, hint=_COPY_AGAIN)
     if (content.dtype, content.shape) != (dtype, chunk.sizes):
         raise CorruptFile(
             f"{label} is a {content.dtype} tensor of shape {list(content.shape)}, expected "
             f"{dtype} of shape {list(chunk.sizes)}",
             file=chunk.item.path,
-            hint="the files are from different saves: " + _HINT,
+            hint="the files are from different saves: " + _COPY_AGAIN,
         )
     data = row_major_data(content, label, chunk.item.path)
-    is_whole = (
+    is_full_storage = (
         content.is_verbatim
         and content.storage is not None
         and data.length == content.storage.nbytes
     )
-    return data, content.storage.crc32 if content.storage and is_whole else None
+    return data, content.storage.crc32 if content.storage and is_full_storage else None
 
 
 def _read_item(name: str, item: _Item, limits: Limits, archive: Archive | None = None) -> Any:
@@ -460,10 +503,17 @@ def _read_item(name: str, item: _Item, limits: Limits, archive: Archive | None =
 
 
 def _open_item(item: _Item, limits: Limits) -> Archive:
-    """Return the zip in an item, decompressed if necessary."""
-    with add_error_context(item.path, "an item of the index", hint=_HINT):
+    """Return the zip in an item, decompressed if necessary.
+
+    Raises:
+        CorruptFile: the item is outside its file, or damaged.
+        UnsupportedFormat: it is not a zip.
+    """
+    with add_error_context(item.path, "an item of the index", hint=_COPY_AGAIN):
         data = open_member(item.path).slice(item.offset, item.length)
-    if data.source.is_far and data.length <= _AT_ONCE:  # one request, which also reads ahead
+    if (
+        data.source.is_far and data.length <= _MAX_FETCHED_ITEM
+    ):  # one request, which also reads ahead
         data = ByteRange(MemorySource(data.read(), item.path), 0, data.length)
     if item.packed:
         data = _decompress(data, item, limits)
@@ -477,9 +527,13 @@ def _open_item(item: _Item, limits: Limits) -> Archive:
 
 
 def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
-    """Return the content of a compressed item, bounded by `limits`."""
+    """Return the content of an item compressed with zstd; other ways are not supported.
+
+    It may have the bytes that the index states for the elements, and those that torch.save adds; or
+    `limits.max_inflation` times the compressed size.
+    """
     file = data.source.name
-    if item.packed != (_ZSTD,):
+    if item.packed != (_ZSTD_TRANSFORM,):
         raise UnsupportedFormat(
             f"is compressed ({listed(item.packed)}), which is not supported",
             file=file,
@@ -487,13 +541,13 @@ def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
         )
     with require_package("zstandard", "is compressed with zstd", file):
         import zstandard
-    stated = min(item.elements, limits.max_repeated_bytes) + _AROUND
-    max_length = max(data.length * limits.max_inflation, stated)
+    stated_length = min(item.elements, limits.max_repeated_bytes) + _MAX_SAVE_OVERHEAD
+    max_length = max(data.length * limits.max_inflation, stated_length)
     try:
         with zstandard.ZstdDecompressor().stream_reader(data.read()) as stream:
             raw = stream.read(max_length + 1)
     except zstandard.ZstdError as error:
-        raise CorruptFile(f"is damaged: {error}", file=file, hint=_HINT) from error
+        raise CorruptFile(f"is damaged: {error}", file=file, hint=_COPY_AGAIN) from error
     if len(raw) > max_length:
         raise LimitExceeded(
             f"{data.length:,} bytes inflate to more than {limits.max_inflation:,} times their size",
@@ -503,9 +557,13 @@ def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
 
 
 def _insert_leaf(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, max_items: int) -> None:
-    """Put a leaf at its path, creating dicts and lists; an int in a path is a list index."""
+    """Put a leaf at its path, creating dicts and lists; an int in a path is a list index.
+
+    Raises:
+        CorruptFile: the path has another leaf, or an index that is not below `max_items`.
+    """
     node: Any = tree
-    for key, following in zip(path, (*path[1:], None), strict=True):
+    for key, next_key in zip(path, (*path[1:], None), strict=True):
         if isinstance(node, list):
             if type(key) is not int or not 0 <= key < max_items:
                 raise CorruptFile(f"the index has the invalid path {printable(repr(path))}")
@@ -513,12 +571,12 @@ def _insert_leaf(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, max_ite
             existing = node[key]
         else:
             existing = node.get(key)
-        if following is None:
+        if next_key is None:
             if existing is not None:
                 raise CorruptFile(f"the index has two entries at {printable(repr(path))}")
             node[key] = leaf
         elif existing is None:
-            node[key] = [] if type(following) is int else {}
-        elif not isinstance(existing, list if type(following) is int else dict):
+            node[key] = [] if type(next_key) is int else {}
+        elif not isinstance(existing, list if type(next_key) is int else dict):
             raise CorruptFile(f"the index has two entries at {printable(repr(path))}")
         node = node[key]

@@ -29,8 +29,8 @@ from ckptool.formats.safetensors_header import parse_json
 from ckptool.words import counted, printable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
-_NAMES = re.compile(r"shard-\d{5,}-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
-_UNSEEN = (
+_PART_FILE_NAME = re.compile(r"shard-\d{5,}-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
+_UNKNOWN_RANK_COUNT = (
     "no file states the number of ranks, so ckptool cannot notice if the files of the last ranks "
     "are missing"
 )
@@ -54,21 +54,21 @@ class DcpSafetensors(Format):
     def read(self, probe: Probe) -> Checkpoint:
         """Return one state dict of complete tensors, from the headers of the files."""
         with open_together(find_part_files(probe), probe.limits, ("safetensors",)) as files:
-            parts: dict[str, list[tuple[Tile, TensorRef]]] = {}
+            parts_by_key: dict[str, list[tuple[Tile, TensorRef]]] = {}
             for file in files:
                 for name, part in _read_parts(file):
-                    parts.setdefault(name, []).append(part)
+                    parts_by_key.setdefault(name, []).append(part)
             root = OrderedMap(
                 {
                     name: _join_parts(name, tensor_parts, files)
-                    for name, tensor_parts in parts.items()
+                    for name, tensor_parts in parts_by_key.items()
                 }
             )
         return combine_details(
             files,
             Checkpoint(root, self.name, probe.path),
             writer="torch.distributed.checkpoint",
-            notes=(f"joined {counted(len(files), 'file')}; {_UNSEEN}",),
+            notes=(f"joined {counted(len(files), 'file')}; {_UNKNOWN_RANK_COUNT}",),
             header={},
         )
 
@@ -78,19 +78,23 @@ DCP_SAFETENSORS = DcpSafetensors()
 
 def is_part_file(path: str) -> bool:
     """Return True if DCP gives this name to a file with a rank's parts of tensors."""
-    return _NAMES.fullmatch(os.path.basename(path)) is not None
+    return _PART_FILE_NAME.fullmatch(os.path.basename(path)) is not None
 
 
 def find_part_files(probe: Probe) -> tuple[str, ...]:
-    """Return the paths of the folder's files, in the order of the ranks.
+    """Return the paths of the folder's part files, in the order of the ranks.
+
+    Names with `-of-TOTAL` state how many files one save has.
 
     Raises:
         FileMissing: if the names imply more files than exist.
     """
     names = sorted(filter(is_part_file, probe.entries))
-    numbers = {match.groups() for name in names if (match := _NAMES.fullmatch(name))}
-    for total in {total for _, total in numbers}:
-        missing = set(range(1, int(total) + 1)) - {int(number) for number, _ in numbers}
+    numbers_and_totals = {
+        match.groups() for name in names if (match := _PART_FILE_NAME.fullmatch(name))
+    }
+    for total in {total for _, total in numbers_and_totals}:
+        missing = set(range(1, int(total) + 1)) - {int(number) for number, _ in numbers_and_totals}
         if missing:
             message = f"lacks the files shard-*-model-{min(missing):05d}-of-{total}.safetensors"
             raise FileMissing(message, file=probe.path, hint=ONE_SAVE)
@@ -100,17 +104,20 @@ def find_part_files(probe: Probe) -> tuple[str, ...]:
 def _read_parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
     """Yield the key, tile and tensor of each part in a file."""
     with add_error_context(file.path):
-        places = parse_json(file.details.header.get(SHARDING_INFO, "null"), SHARDING_INFO)
+        parts_by_key = parse_json(file.details.header.get(SHARDING_INFO, "null"), SHARDING_INFO)
         for name, tensor in file.root.items():
             yield (
                 name,
-                (Tile(_parse_offsets(places, name, tensor), tensor.shape, tensor.data), tensor),
+                (
+                    Tile(_parse_offsets(parts_by_key, name, tensor), tensor.shape, tensor.data),
+                    tensor,
+                ),
             )
 
 
-def _parse_offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
+def _parse_offsets(parts_by_key: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
     """Return the offsets of a part in the full tensor, as the header states them."""
-    info = places.get(name) if isinstance(places, dict) else None
+    info = parts_by_key.get(name) if isinstance(parts_by_key, dict) else None
     offsets = parse_sizes(info.get("saved_offsets") if isinstance(info, dict) else None)
     if len(offsets) != len(tensor.shape):
         message = f"the header does not state where its part of {printable(name)!r} begins"
@@ -128,6 +135,7 @@ def _join_parts(
             (first.dtype, len(first.shape))
         }:
             raise CorruptFile("its dtype or dimensions differ between files")
+        # The tensor ends along each axis where its last part ends.
         ends = [[start + size for start, size in zip(*tile[:2], strict=True)] for tile, _ in parts]
         shape = tuple(map(max, zip(*ends, strict=True)))
         itemsize = BY_NAME[first.dtype].itemsize

@@ -27,16 +27,18 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
-_DCP = "torch.distributed.checkpoint"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
-_OF_A_RUN = "run.pth"
+_DCP_MODULE = "torch.distributed.checkpoint"
+_SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+_RUN_FILE = "run.pth"
 """The file of `ckptool train --sharded` next to the index: its optimizer groups have names."""
-_Stops = Callable[[Path, Any], bool]
+_IsItem = Callable[[Path, Any], bool]
 """Returns True if a node is one item, regardless of its content."""
 
 
 def plan_folder(checkpoint: Checkpoint, format: FolderFormat, max_bytes: int | None) -> WritePlan:
     """Plan an index, and files of at most `max_bytes` bytes each, unless one item is larger.
+
+    Each tensor or value is an item: a torch.save file in one of the files. Tied tensors share one.
 
     Raises:
         NotRepresentable: if the tree is not a dict, two entries get the same name, or a tensor has
@@ -47,22 +49,22 @@ def plan_folder(checkpoint: Checkpoint, format: FolderFormat, max_bytes: int | N
     stored: dict[Opaque, Opaque] = {}
     files, stored_tensors = _Files(checkpoint, "__0_{}.distcp", max_bytes), dict[Any, Opaque]()
     for name, (_, leaf) in entries.items():
-        item, place, offset = leaf, None, None
+        content, tie_key, offset = leaf, None, None
         described[name] = _describe_value()
         if isinstance(leaf, TensorRef):
-            item, place = _to_plain_tensor(name, leaf, checkpoint.path), leaf.place
-            described[name] = _describe_tensor(item)
-            offset = Size((0,) * len(item.shape))
-        info = stored_tensors.get(place) or files.add(item)
-        if place is not None:  # tied tensors are stored once
-            stored_tensors[place] = info
+            content, tie_key = _to_plain_tensor(name, leaf, checkpoint.path), leaf.place
+            described[name] = _describe_tensor(content)
+            offset = Size((0,) * len(content.shape))
+        info = stored_tensors.get(tie_key) or files.add(content)
+        if tie_key is not None:  # tied tensors are stored once
+            stored_tensors[tie_key] = info
         stored[_make_index_key(name, offset)] = info
     state = {
         "state_dict_metadata": described,
         "planner_data": {name: path for name, (path, _) in entries.items()},
         "storage_data": stored,
     }
-    index = _make_object(f"{_DCP}.metadata", "Metadata", state)
+    index = _make_object(f"{_DCP_MODULE}.metadata", "Metadata", state)
     return replace(
         files.plan(format, index), left_out=tuple(_describe_omissions(checkpoint.root, entries))
     )
@@ -71,7 +73,8 @@ def plan_folder(checkpoint: Checkpoint, format: FolderFormat, max_bytes: int | N
 def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> WritePlan:
     """Plan a new index for a folder, over its existing items.
 
-    Changed values are written to a separate file.
+    Tensors can only be renamed or removed. Changed values are written to a separate file. The bytes
+    of removed items stay in the folder.
 
     Args:
         checkpoint: A tree over the tensors of the folder.
@@ -94,25 +97,23 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
     for path, leaf in _flatten(checkpoint, existing.is_item).values():
         if path[0] in existing.extra_keys:
             continue
-        old = existing.find_old_name(path, leaf)
-        name = existing.make_new_name(old, path)
+        old_name = existing.find_old_name(path, leaf)
+        name = existing.make_new_name(old_name, path)
         if name in described:
             raise unwritable_error(checkpoint, f"two entries would become {printable(name)!r}")
         paths[name] = path
-        if name != old and _OF_A_RUN in existing_names:
+        if name != old_name and _RUN_FILE in existing_names:
             raise unwritable_error(
                 checkpoint,
-                f"{_OF_A_RUN}, which is not rewritten, also contains the parameter names",
+                f"{_RUN_FILE}, which is not rewritten, also contains the parameter names",
             )
-        if old is None:
-            described[name], stored[_make_index_key(name, None)] = (
-                _describe_value(),
-                files.add(leaf),
-            )
+        if old_name is None:  # a new or changed value
+            described[name] = _describe_value()
+            stored[_make_index_key(name, None)] = files.add(leaf)
             continue
-        described[name] = state["state_dict_metadata"][old]
-        for key, info in existing.stored[old]:
-            stored[key if name == old else _replace_state(key, fqn=name)] = info
+        described[name] = state["state_dict_metadata"][old_name]
+        for key, info in existing.stored[old_name]:
+            stored[key if name == old_name else _replace_state(key, fqn=name)] = info
     new = {"state_dict_metadata": described, "storage_data": stored}
     if state.get("planner_data") is not None:
         new["planner_data"] = paths
@@ -129,9 +130,13 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
 
 
 def _flatten(
-    checkpoint: Checkpoint, is_item: _Stops = lambda path, node: False
+    checkpoint: Checkpoint, is_item: _IsItem = lambda path, node: False
 ) -> dict[str, tuple[Path, Any]]:
-    """Return the path and content of each item, by its flat name in torch."""
+    """Return the path and content of each item, by its flat name in torch (`model.fc.weight`).
+
+    An item is a tensor, an object or plain value, or a list without tensors and dicts; `is_item`
+    may make other nodes items. Keys of dicts become text.
+    """
     if not isinstance(checkpoint.root, dict):
         raise unwritable_error(checkpoint, "the root must be a dict")
     entries: dict[str, tuple[Path, Any]] = {}
@@ -169,24 +174,29 @@ class _Files:
     """The files of items to write."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, max_bytes: int | None) -> None:
-        """Prepare files named `name.format(number)`, of at most `max_bytes` each."""
+        """Plan files named `name.format(number)`, of at most `max_bytes`; `add` fills them."""
         self._checkpoint, self._name, self._max_bytes = checkpoint, name, max_bytes
         self._files: list[list[tuple[NewFile, Member]]] = []
+        """The items of each file: the plan of the item, and its place in the file."""
         self._end = 0
+        """The size of the last file so far."""
 
     def add(self, content: Any) -> Opaque:
-        """Add an item, a torch.save file; return its future place."""
+        """Plan an item as a torch.save file in the last file, or in a new one if that is full.
+
+        Return the `_StorageInfo` with the name of the file, the offset and the length.
+        """
         checkpoint = replace(self._checkpoint, root=content)
-        file = TORCH_ZIP.plan(checkpoint).files[0]
-        is_full = self._max_bytes is not None and self._end + file.size > self._max_bytes
+        item = TORCH_ZIP.plan(checkpoint).files[0]
+        is_full = self._max_bytes is not None and self._end + item.size > self._max_bytes
         if not self._files or (is_full and self._end):
             self._files.append([])
             self._end = 0
-        member = Member(self._end, file.size, checkpoint)
-        self._files[-1].append((file, member))
-        self._end += file.size
+        member = Member(self._end, item.size, checkpoint)
+        self._files[-1].append((item, member))
+        self._end += item.size
         return _make_object(
-            f"{_DCP}.filesystem",
+            f"{_DCP_MODULE}.filesystem",
             "_StorageInfo",
             {
                 "relative_path": self._name.format(len(self._files) - 1),
@@ -223,53 +233,74 @@ class _ExistingItems:
         """Map the items in the `state` of a folder's index to the tree that was read from it."""
         self._checkpoint = checkpoint
         self.stored: dict[str, list[tuple[Opaque, Opaque]]] = {}
+        """By flat name, the `MetadataIndex` and `_StorageInfo` of each item."""
         for key, info in state["storage_data"].items():
             self.stored.setdefault(key.attributes["fqn"], []).append((key, info))
         planned, names = state.get("planner_data") or {}, state["state_dict_metadata"]
+        # Without a stated path, the flat name is a key of the root.
         self._paths: dict[str, Path] = {name: planned.get(name, (name,)) for name in names}
-        self._name_at = {path: name for name, path in self._paths.items()}
+        self._name_by_path = {path: name for name, path in self._paths.items()}
         leaves = {name: self._find_leaf(path) for name, path in self._paths.items()}
-        self._tensors = {id(leaf): name for name, leaf in leaves.items() if type(leaf) is TensorRef}
-        self._values = {name: leaf for name, leaf in leaves.items() if type(leaf) is not TensorRef}
-        containers = (leaf for leaf in self._values.values() if isinstance(leaf, (dict, list)))
-        self._value_ids = set(map(id, containers))
-        self._names = {_fingerprint(leaf): name for name, leaf in reversed(self._values.items())}
+        self._name_by_tensor_id = {
+            id(leaf): name for name, leaf in leaves.items() if type(leaf) is TensorRef
+        }
+        self._value_by_name = {
+            name: leaf for name, leaf in leaves.items() if type(leaf) is not TensorRef
+        }
+        containers = (
+            leaf for leaf in self._value_by_name.values() if isinstance(leaf, (dict, list))
+        )
+        self._container_ids = set(map(id, containers))
+        """The dicts and lists that are one item, for example an empty list."""
+        self._name_by_fingerprint = {
+            _fingerprint(leaf): name for name, leaf in reversed(self._value_by_name.items())
+        }
         self.extra_keys = self._check_extra_keys()
+        """The keys of the root whose content is in another file of the folder."""
 
     def is_item(self, path: Path, node: Any) -> bool:
         """Return True if the node was one item before."""
-        return id(node) in self._value_ids or self._name_at.get(path) in self._values
+        return (
+            id(node) in self._container_ids or self._name_by_path.get(path) in self._value_by_name
+        )
 
     def find_old_name(self, path: Path, leaf: Any) -> str | None:
-        """Return the name of the item with a leaf; None if no item has this value.
+        """Return the name of the item with a leaf; None for a value that no item has.
+
+        A value is compared by content, first with the item at its path; a tensor by identity.
 
         Raises:
             NotRepresentable: if a tensor differs from that in the folder.
         """
         if isinstance(leaf, TensorRef):
-            if id(leaf) not in self._tensors:
+            if id(leaf) not in self._name_by_tensor_id:
                 label = printable(name_of(path))
                 raise unwritable_error(
                     self._checkpoint, f"{label} differs from the tensor in the folder"
                 )
-            return self._tensors[id(leaf)]
-        content, name = _fingerprint(leaf), self._name_at.get(path)
-        if name in self._values and _fingerprint(self._values[name]) == content:
+            return self._name_by_tensor_id[id(leaf)]
+        content, name = _fingerprint(leaf), self._name_by_path.get(path)
+        if name in self._value_by_name and _fingerprint(self._value_by_name[name]) == content:
             return name
-        return self._names.get(content)
+        return self._name_by_fingerprint.get(content)
 
-    def make_new_name(self, old: str | None, path: Path) -> str:
-        """Return the name of an item after its content moved to `path`.
+    def make_new_name(self, old_name: str | None, path: Path) -> str:
+        """Return the name of the item for content that is now at `path`.
+
+        The item `old_name` had it before; None for a new value. A path that had an item keeps its
+        name if the content is not a tensor from another item.
 
         Raises:
             NotRepresentable: if its name is not derived from the path.
         """
-        at = self._name_at.get(path)
-        if at is not None and (old in (None, at) or at in self._values):
-            return at
-        if old is not None and old != _join_path(self._paths[old]):
+        name_at_path = self._name_by_path.get(path)
+        if name_at_path is not None and (
+            old_name in (None, name_at_path) or name_at_path in self._value_by_name
+        ):
+            return name_at_path
+        if old_name is not None and old_name != _join_path(self._paths[old_name]):
             raise unwritable_error(
-                self._checkpoint, f"the name {printable(old)!r} does not match its path"
+                self._checkpoint, f"the name {printable(old_name)!r} does not match its path"
             )
         return _join_path(path)
 
@@ -283,7 +314,7 @@ class _ExistingItems:
     def _check_extra_keys(self) -> set[Any]:
         """Return the keys of content in another file of the folder, which must be unchanged."""
         old_root, new_root = self._checkpoint.original, self._checkpoint.root
-        keys = set(old_root) - {path[0] for path in self._name_at}
+        keys = set(old_root) - {path[0] for path in self._name_by_path}
         kept = {
             key
             for key in keys & new_root.keys()
@@ -363,27 +394,27 @@ def _replace_state(node: Opaque, **state: Any) -> Opaque:
 def _make_index_key(name: str, offset: Size | None) -> Opaque:
     """Return the `MetadataIndex` of an item; `offset` is None for a value."""
     state = {"fqn": name, "index": None} | ({} if offset is None else {"offset": offset})
-    return _make_object(f"{_DCP}.metadata", "MetadataIndex", state)
+    return _make_object(f"{_DCP_MODULE}.metadata", "MetadataIndex", state)
 
 
 def _describe_value() -> Opaque:
     """Return the description of a value in the index."""
-    return _make_object(f"{_DCP}.metadata", "BytesStorageMetadata", None)
+    return _make_object(f"{_DCP_MODULE}.metadata", "BytesStorageMetadata", None)
 
 
 def _describe_tensor(tensor: TensorRef) -> Opaque:
     """Return the description of a tensor in the index, with one chunk."""
     layout = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Opaque(Global(_SHARDED, "MEM_FORMAT_ENCODING"), (0,))
+    memory_format = Opaque(Global(_SHARDED_MODULE, "MEM_FORMAT_ENCODING"), (0,))
     properties = (Global("torch", tensor.dtype), layout, False, memory_format, False)
     shape = Size(tensor.sizes)
     chunk = {"offsets": Size((0,) * len(shape)), "sizes": shape}
     return _make_object(
-        f"{_DCP}.metadata",
+        f"{_DCP_MODULE}.metadata",
         "TensorStorageMetadata",
         {
-            "properties": _make_object(_SHARDED, "TensorProperties", properties),
+            "properties": _make_object(_SHARDED_MODULE, "TensorProperties", properties),
             "size": shape,
-            "chunks": [_make_object(f"{_DCP}.metadata", "ChunkStorageMetadata", chunk)],
+            "chunks": [_make_object(f"{_DCP_MODULE}.metadata", "ChunkStorageMetadata", chunk)],
         },
     )

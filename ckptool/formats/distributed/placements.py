@@ -20,7 +20,7 @@ from ckptool.words import printable
 
 ONE_SAVE = "copy all files of one save again: these are damaged or from different saves"
 
-_MOST_RUNS = 4096
+_MAX_RUNS = 4096
 """The most runs of rows that a rank has of a tensor; FSDP with tensor parallelism has a few."""
 
 Run = tuple[int, int]
@@ -54,6 +54,7 @@ class LocalShard(NamedTuple):
     """A part of a full tensor in the file of one rank."""
 
     local: TensorRef
+    """The part itself."""
     rows: Rows
 
     def cut_tiles(self, file: str) -> Iterator[Tile]:
@@ -67,7 +68,7 @@ class LocalShard(NamedTuple):
         if self.local.shape != sizes and (self.local.numel or 0 not in sizes):
             message = f"its part has shape {list(self.local.shape)}, expected {list(sizes)}"
             raise CorruptFile(message, file=file)
-        # By axis, each run of rows with its start in the part.
+        # By axis, each run of rows in the full tensor, with its start in the part.
         axes = [
             list(zip(axis, accumulate((stop - start for start, stop in axis), initial=0)))  # noqa: B905
             for axis in self.rows
@@ -81,7 +82,10 @@ class LocalShard(NamedTuple):
 
 
 def find_local_shards(tensors: Sequence[TensorRef]) -> list[list[LocalShard]]:
-    """Return the parts of one tensor in each rank, in order.
+    """Return for each rank its parts of one full tensor, a DTensor or ShardedTensor.
+
+    `tensors` are the objects at one key in the files of all ranks, in order. A DTensor has one part
+    in each rank; all ranks must have the same placements.
 
     Raises:
         CorruptFile: if the ranks contradict each other.
@@ -93,14 +97,15 @@ def find_local_shards(tensors: Sequence[TensorRef]) -> list[list[LocalShard]]:
     mesh_placements = specs[0][1]
     if any(placements != mesh_placements for _, placements, _ in specs):
         raise CorruptFile("the ranks have different placements")
-    sizes = [
+    mesh_sizes = [
         max(axis) + 1 for axis in zip(*(coordinate for _, _, coordinate in specs), strict=True)
     ]
     shape = tensors[0].sizes
     return [
         [
             LocalShard(
-                local, find_owned_rows(shape, zip(mesh_placements, sizes, coordinate, strict=True))
+                local,
+                find_owned_rows(shape, zip(mesh_placements, mesh_sizes, coordinate, strict=True)),
             )
         ]
         for local, _, coordinate in specs
@@ -110,7 +115,10 @@ def find_local_shards(tensors: Sequence[TensorRef]) -> list[list[LocalShard]]:
 def _parse_dtensor(
     tensor: TensorRef, rank: int
 ) -> tuple[TensorRef, list[tuple[str, Any]], tuple[int, ...]]:
-    """Return a DTensor's local part, its placements, and the position of its rank in the mesh."""
+    """Return the local part of a rank's DTensor, its placements, and the rank's mesh coordinate.
+
+    A placement is the class name and the attributes. `rank` is the number of the file.
+    """
     match tensor.parts:
         case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
             mesh, placements = (
@@ -135,7 +143,7 @@ def _parse_dtensor(
 
 
 def _parse_shards(tensor: TensorRef) -> Iterator[LocalShard]:
-    """Yield the parts of a ShardedTensor in a rank."""
+    """Yield the parts of a rank's ShardedTensor; each is a box with offsets and sizes."""
     match (tensor.parts or {}).get("state"):
         case (list() as shards, *_):
             states = map(attributes_of, shards)
@@ -155,32 +163,32 @@ def _parse_shards(tensor: TensorRef) -> Iterator[LocalShard]:
 
 
 def find_owned_rows(
-    shape: Sequence[int], steps: Iterable[tuple[tuple[str, dict[Any, Any]], int, int]]
+    shape: Sequence[int], mesh_axes: Iterable[tuple[tuple[str, dict[Any, Any]], int, int]]
 ) -> Rows:
     """Return the rows along each axis that a rank has of a tensor.
 
-    `steps` are the axes of the mesh from left to right: the placement (class and attributes), the
-    number of ranks on the axis, and the position of the rank. With `Shard(0)` a rank has one run of
-    rows; with `_StridedShard` it has its share of each of `split_factor` parts.
+    `mesh_axes` are from left to right: the placement (class and attributes), the number of ranks on
+    the axis, and the position of the rank. With `Shard(0)` a rank has one run of rows; with
+    `_StridedShard` it has its share of each of `split_factor` parts.
 
     Raises:
         UnsupportedFormat: if a placement is unknown, or a sum is pending (`Partial`).
     """
     owned: list[list[Run]] = [[(0, size)] for size in shape]
-    for (name, attributes), ranks, rank in steps:
+    for (name, attributes), ranks, rank in mesh_axes:
         kind = name.rpartition(".")[2]
         if kind == "Replicate":
             continue
         axis_and_factor = parse_sizes((attributes.get("dim"), attributes.get("split_factor", 1)))
         axis, factor = axis_and_factor or (len(shape), 1)
         is_known = kind in ("Shard", "_StridedShard") and axis < len(shape)
-        if not is_known or not 1 <= factor <= _MOST_RUNS:
+        if not is_known or not 1 <= factor <= _MAX_RUNS:
             why = ": a sum is pending" if kind.endswith("Partial") else ""
             raise UnsupportedFormat(f"its placement {printable(kind)} is not supported{why}")
         parts = (_take_share(owned[axis], factor, part) for part in range(factor))
         owned[axis] = [run for part in parts for run in _take_share(part, ranks, rank)]
-        if prod(map(len, owned)) > _MOST_RUNS:
-            raise UnsupportedFormat(f"a rank has more than {_MOST_RUNS:,} pieces of it")
+        if prod(map(len, owned)) > _MAX_RUNS:
+            raise UnsupportedFormat(f"a rank has more than {_MAX_RUNS:,} pieces of it")
     return tuple(map(tuple, owned))
 
 
@@ -209,7 +217,9 @@ def parse_sizes(value: Any) -> tuple[int, ...]:
 
 
 def row_major_data(tensor: TensorRef, label: str, file: str) -> ByteRange:
-    """Return the elements of a tensor in row-major order.
+    """Return the elements of a tensor in row-major order, as bytes of the file where possible.
+
+    Big-endian and lazily conjugated or negated elements are converted in memory.
 
     Raises:
         UnsupportedFormat: if it has no plain elements; the message shows `label` and `file`.
@@ -217,9 +227,7 @@ def row_major_data(tensor: TensorRef, label: str, file: str) -> ByteRange:
     if not tensor.has_content or tensor.storage is None or tensor.storage.data is None:
         raise UnsupportedFormat(f"{label} is a {tensor.kind} tensor", file=file)
     if tensor.flags or tensor.storage.byteorder == "big":
-        source = MemorySource(
-            tensor.read(), file
-        )  # for example lazily conjugated: read into memory
+        source = MemorySource(tensor.read(), file)
         source.made_of, source.rearranges = (tensor.storage.data,), True
         return ByteRange(source, 0, source.size)
     return tensor.row_major

@@ -26,7 +26,7 @@ from ckptool.formats.distributed.placements import (
 from ckptool.formats.opening import TORCH_FILES, open_together
 from ckptool.words import counted, few, listed, printable, shell
 
-_NAMES = re.compile(
+_RANK_FILE_NAME = re.compile(
     r"(model_world_size_(?P<world>\d+)_rank_"  # verl, SkyRL, oumi
     r"|pytorch_model_fsdp(_\d+)?_rank(?=\d+\.bin)"  # accelerate
     r"|model_\w+\.rank_(?=\d+\.pth)"  # dinov2
@@ -34,10 +34,12 @@ _NAMES = re.compile(
     r"(?P<rank>\d{1,9})\.(pt|bin|pth)",
     re.ASCII,
 )
-_OTHERS = re.compile(r"(optim|extra_state)\w+_rank_?\d+\.(pt|bin)", re.ASCII)
-FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
-_VALUES = (bool, int, float, complex, str, type(None))
-_FULL = "save it again with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint"
+_OTHER_STATE_NAME = re.compile(r"(optim|extra_state)\w+_rank_?\d+\.(pt|bin)", re.ASCII)
+FLAT_PARAMETER = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
+_PLAIN_TYPES = (bool, int, float, complex, str, type(None))
+_SAVE_FULL = (
+    "save it again with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint"
+)
 
 
 class FsdpRanks(Format):
@@ -53,11 +55,14 @@ class FsdpRanks(Format):
         return any(map(parse_rank_name, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of rank 0, each tensor joined from the files of all ranks."""
+        """Return the tree of rank 0, each tensor joined from the files of all ranks.
+
+        Rank files of other states (optimizer, extra state) are only listed.
+        """
         with open_together(find_rank_files(probe), probe.limits, TORCH_FILES) as ranks:
             root, differing = _join_ranks(ranks, probe.path)
         joined = {os.path.basename(rank.path) for rank in ranks}
-        others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)
+        others = sorted(set(filter(_OTHER_STATE_NAME.fullmatch, probe.entries)) - joined)
         unread = [f"rank files of other states ({listed(others)})"] if others else []
         if differing:
             unread.append(f"different copies in the files of other ranks: {few(differing)}")
@@ -81,7 +86,7 @@ def parse_rank_name(path: str) -> tuple[str, int] | None:
     None if the name is not that of a rank file.
     """
     name = os.path.basename(path)
-    match = _NAMES.fullmatch(name)
+    match = _RANK_FILE_NAME.fullmatch(name)
     return match and (f"{match[1]}{{rank}}{name[match.end('rank') :]}", int(match["rank"]))
 
 
@@ -91,14 +96,17 @@ def is_model_rank_file(path: str) -> bool:
 
 
 def find_rank_files(probe: Probe) -> tuple[str, ...]:
-    """Return the paths of a folder's rank files, in the order of the ranks: the model's, if any.
+    """Return the paths of one set of rank files, in the order of the ranks.
+
+    These are the files of the model, if there are any, else those of the optimizer. The number of
+    ranks is in the names (`world_size_8`), or else is one more than the highest rank.
 
     Raises:
         FileMissing: if one is missing.
         CorruptFile: if one belongs to no rank.
         UnsupportedFormat: if there are several sets.
     """
-    sets: dict[str, dict[int, str]] = {}
+    sets: dict[str, dict[int, str]] = {}  # path by rank, by the pattern of the names
     names = set(filter(is_model_rank_file, probe.entries)) or probe.entries
     for name in names:
         if (parsed := parse_rank_name(name)) is not None:
@@ -117,19 +125,24 @@ def find_rank_files(probe: Probe) -> tuple[str, ...]:
 
 
 def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
-    """Return the tree of rank 0 with full tensors, and the tensors with different copies."""
+    """Return the tree of rank 0 with full tensors, and the names of tensors with different copies.
+
+    Each path must have leaves of one kind in all ranks. A distributed tensor is joined from its
+    parts; a plain tensor is taken from rank 0. Copies of the same rows are compared by checksum.
+    """
     differing: list[str] = []
     leaves = [dict(walk(rank.root)) for rank in ranks]
     joined_tensors: dict[int, TensorRef] = {}
     storages: dict[Any, Storage] = {}
     for path in dict.fromkeys(path for rank_leaves in leaves for path in rank_leaves):
         try:
-            if FLAT.search(str(path[-1] if path else "")):
+            if FLAT_PARAMETER.search(str(path[-1] if path else "")):
                 raise UnsupportedFormat(
                     "is a flat FSDP parameter, without the names and shapes of the original "
                     "parameters",
-                    hint=_FULL,
+                    hint=_SAVE_FULL,
                 )
+            # A leaf that is missing in a rank is compared as a dict, so that its type differs.
             for rank, rank_leaves in zip(ranks, leaves, strict=True):
                 _check_alike(
                     ranks, rank, leaves[0].get(path, rank_leaves), rank_leaves.get(path, leaves[0])
@@ -148,11 +161,11 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
         except CheckpointError as error:
             error.message = f"{printable(name_of(path))!r}: {error.message}"
             error.file = error.file or folder
-            error.advise(error.hint or (ONE_SAVE if isinstance(error, CorruptFile) else _FULL))
+            error.advise(error.hint or (ONE_SAVE if isinstance(error, CorruptFile) else _SAVE_FULL))
             raise
     if not joined_tensors and len(ranks) > 1:
         what = "has rank files that do not state which part of a tensor they contain (DTensor)"
-        raise UnsupportedFormat(what, file=folder, hint=_FULL)
+        raise UnsupportedFormat(what, file=folder, hint=_SAVE_FULL)
     return _replace_tensors(ranks[0].root, joined_tensors), differing
 
 
@@ -168,7 +181,10 @@ def _has_different_copies(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
 
 
 def _check_alike(ranks: Sequence[Checkpoint], rank: Checkpoint, first: Any, other: Any) -> None:
-    """Refuse leaves at one path that differ between the ranks of one save."""
+    """Raise CorruptFile if the leaves at one path in rank 0 and in `rank` do not match.
+
+    Tensors must have one class, dtype and shape; plain values must be equal.
+    """
     files = f"{os.path.basename(ranks[0].path)} and {os.path.basename(rank.path)}"
     if type(first) is not type(other):
         raise CorruptFile(f"is missing in one of {files}, or has another type there")
@@ -179,7 +195,7 @@ def _check_alike(ranks: Sequence[Checkpoint], rank: Checkpoint, first: Any, othe
                 raise CorruptFile(
                     f"has a different {attribute} in {files}: {first_value} and {other_value}"
                 )
-    elif isinstance(first, _VALUES) and repr(first) != repr(other):
+    elif isinstance(first, _PLAIN_TYPES) and repr(first) != repr(other):
         values = f"{printable(repr(first))} and {printable(repr(other))}"
         raise CorruptFile(f"is different in {files}: {values}")
 
@@ -190,7 +206,10 @@ def _join_tensor(
     rank_parts: Sequence[Sequence[LocalShard]],
     storages: dict[Any, Storage],
 ) -> TensorRef:
-    """Return a tensor joined from the parts of all ranks; ties share a storage."""
+    """Return a tensor like `first`, joined from the parts in each rank.
+
+    Tensors of the same parts are tied: they share one of `storages`, which is added if it is new.
+    """
     shape = first.sizes
     tiles: dict[tuple[Any, Any], Tile] = {}
     identity: list[Any] = [first.dtype, shape]
@@ -204,15 +223,15 @@ def _join_tensor(
                 identity.append((id(local.storage), local.offset, local.stride, part.rows))
             for tile in part.cut_tiles(rank.path):  # the rows of a replica are the same
                 tiles.setdefault((tile.offsets, tile.sizes), tile)
-    key = tuple(identity)
-    if key not in storages:
+    parts_key = tuple(identity)
+    if parts_key not in storages:
         data = join_tiles(ranks[0].path, shape, first.itemsize, list(tiles.values()))
-        storages[key] = Storage(f"joined/{len(storages)}", data, data.length)
+        storages[parts_key] = Storage(f"joined/{len(storages)}", data, data.length)
     return replace(
         first,
         stride=row_major_strides(shape),
         offset=0,
-        storage=storages[key],
+        storage=storages[parts_key],
         kind="strided",
         parts=None,
         wrapping=tuple(layer for layer in first.wrapping if layer.kind != "type"),
@@ -220,7 +239,11 @@ def _join_tensor(
 
 
 def _replace_tensors(root: Any, joined_tensors: Mapping[int, TensorRef]) -> Any:
-    """Return the tree with joined tensors, given by the id of the tensors to replace."""
+    """Return the tree with joined tensors in dicts, given by the id of the tensors to replace.
+
+    Raises:
+        UnsupportedFormat: a distributed tensor is not in a dict.
+    """
 
     def replace_values(node: dict[Any, Any]) -> dict[Any, Any]:
         """Return a dict with joined tensors as values."""

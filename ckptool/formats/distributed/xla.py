@@ -39,12 +39,14 @@ from ckptool.limits import Limits
 from ckptool.quotes import quote
 from ckptool.words import counted, listed, printable
 
-_REFERENCE = "torch_xla.utils.serialization.TensorReference"
-_RANK = re.compile(r".*?rank[-_]?(?P<rank>\d{1,9})-of-\d{1,9}.*\.(?:pth|pt|bin)", re.ASCII)
-_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")
-_PART = "_fsdp_shard"
+_REFERENCE_CLASS = "torch_xla.utils.serialization.TensorReference"
+_RANK_FILE_NAME = re.compile(
+    r".*?rank[-_]?(?P<rank>\d{1,9})-of-\d{1,9}.*\.(?:pth|pt|bin)", re.ASCII
+)
+_WRAPPER_PREFIXES = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")
+_SHARD_PREFIX = "_fsdp_shard"
 """The start of the component for a shard in a parameter's name."""
-_KEYS = {"model", "shard_metadata"}
+_RANK_FILE_KEYS = {"model", "shard_metadata"}
 
 
 class XlaXser(Format):
@@ -54,7 +56,7 @@ class XlaXser(Format):
     refusal = Refusal(
         "distributed",
         "its tensors are in files of their own next to it, as torch_xla saves them",
-        quote("global", _REFERENCE),
+        quote("global", _REFERENCE_CLASS),
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -64,7 +66,7 @@ class XlaXser(Format):
         return any(map(_is_reference, walk_everything(TORCH_ZIP.read(probe).root)))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of the file with tensors instead of references."""
+        """Return the tree of the file; each reference is replaced by the tensor in its own file."""
         checkpoint = TORCH_ZIP.read(probe)
         tensors: dict[str, TensorRef] = {}
 
@@ -82,7 +84,7 @@ class XlaXser(Format):
         details = replace(
             checkpoint.details,
             size=checkpoint.details.size + size,
-            globals=tuple(name for name in checkpoint.details.globals if name != _REFERENCE),
+            globals=tuple(name for name in checkpoint.details.globals if name != _REFERENCE_CLASS),
             storage_bytes=sum(tensor.nbytes for tensor in tensors.values()),
             notes=(
                 *checkpoint.details.notes,
@@ -93,7 +95,7 @@ class XlaXser(Format):
 
 
 def _is_reference(node: Any) -> bool:
-    return isinstance(node, Opaque) and node.class_name == _REFERENCE
+    return isinstance(node, Opaque) and node.class_name == _REFERENCE_CLASS
 
 
 def _read_tensor(path: str, limits: Limits) -> TensorRef:
@@ -123,7 +125,7 @@ class XlaFsdp(Format):
         try:
             with open_together(paths[:1], probe.limits, TORCH_FILES) as (first,):
                 first.close()
-                return isinstance(first.root, dict) and first.root.keys() >= _KEYS
+                return isinstance(first.root, dict) and first.root.keys() >= _RANK_FILE_KEYS
         except CheckpointError:
             return False
 
@@ -150,34 +152,38 @@ def find_tensor_files(probe: Probe) -> list[str]:
 
 def find_rank_files(probe: Probe) -> list[str]:
     """Return the rank files of a folder, in the order of the ranks."""
-    matches = [match for name in probe.entries if (match := _RANK.fullmatch(name))]
+    matches = [match for name in probe.entries if (match := _RANK_FILE_NAME.fullmatch(name))]
     matches.sort(key=lambda match: int(match["rank"]))
     return [os.path.join(probe.path, match.string) for match in matches]
 
 
 def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], list[str]]:
-    """Return the tree of rank 0 with full parameters, and notes."""
+    """Return the tree of rank 0 with full parameters, and notes.
+
+    `shard_info` has the parameters whose parts are joined; other tensors are buffers. A parameter
+    in `flatten_info` is split into those that were flattened. The optimizer state is left out if it
+    has tensors.
+    """
     shard_metadata = [rank.root["shard_metadata"] for rank in ranks]
     world = shard_metadata[0]["world_size"]
-    stated = [metadata["rank"] for metadata in shard_metadata]
+    stated_ranks = [metadata["rank"] for metadata in shard_metadata]
     pattern = f"rank-{{rank}}-of-{world}"
-    check_ranks(stated, world, pattern, folder, "copy it as well")
-    if stated != list(range(world)) or any(
+    check_ranks(stated_ranks, world, pattern, folder, "copy it as well")
+    if stated_ranks != list(range(world)) or any(
         metadata["world_size"] != world for metadata in shard_metadata
     ):
-        message = (
-            f"has the files of ranks {listed(map(str, stated))}, but the world size is {world}"
-        )
+        numbers = listed(map(str, stated_ranks))
+        message = f"has the files of ranks {numbers}, but the world size is {world}"
         raise CorruptFile(message, hint=ONE_SAVE)
-    infos = {
+    infos = {  # module path and description, by the key of a part in the rank files
         f"{prefix}.{suffix}" if prefix else suffix: (prefix, info)
         for prefix, parameters in shard_metadata[0]["shard_info"].items()
         for suffix, info in parameters.items()
     }
-    model, unflattened = OrderedMap(), OrderedMap()  # in the order of torch_xla's own
+    model, unflattened = OrderedMap(), OrderedMap()  # parameters that were flattened come last
     for name, first in ranks[0].root["model"].items():
         if name not in infos:
-            if any(part.startswith(_PART) for part in name.split(".")):
+            if any(part.startswith(_SHARD_PREFIX) for part in name.split(".")):
                 raise CorruptFile(
                     f"shard_info does not list {printable(name)!r}", file=ranks[0].path
                 )
@@ -185,10 +191,12 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any
             continue
         prefix, info = infos[name]
         parts = [(rank.root["model"].get(name), rank.path) for rank in ranks]
-        full = f"{prefix}.{info['_orig_name']}" if prefix else info["_orig_name"]
-        flat = shard_metadata[0]["flatten_info"].get(full)
-        for key, tensor in _split_parameter(full, parse_sizes(info["_orig_size"]), flat, parts):
-            (model if flat is None else unflattened)[_strip_wrappers(key)] = tensor
+        full_name = f"{prefix}.{info['_orig_name']}" if prefix else info["_orig_name"]
+        flat_info = shard_metadata[0]["flatten_info"].get(full_name)
+        for key, tensor in _split_parameter(
+            full_name, parse_sizes(info["_orig_size"]), flat_info, parts
+        ):
+            (model if flat_info is None else unflattened)[_strip_wrappers(key)] = tensor
     root = {key: node for key, node in ranks[0].root.items() if key != "shard_metadata"}
     notes = []
     if any(True for _ in find_tensors([root.get("optimizer")])):
@@ -202,13 +210,17 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any
 
 
 def _strip_wrappers(name: str) -> str:
-    return _WRAPPERS.sub("", name)
+    return _WRAPPER_PREFIXES.sub("", name)
 
 
 def _split_parameter(
-    name: str, shape: tuple[int, ...], flat: Any, parts: Sequence[tuple[Any, str]]
+    name: str, shape: tuple[int, ...], flat_info: Any, parts: Sequence[tuple[Any, str]]
 ) -> Iterator[tuple[str, TensorRef]]:
-    """Yield the key and tensor of each parameter in the concatenated parts of all ranks."""
+    """Yield the key and tensor of each parameter in the concatenated parts of all ranks.
+
+    `parts` are the tensor and path of each rank. `flat_info` has the suffixes and shapes of the
+    parameters in a flattened one; None for a single parameter with this `name` and `shape`.
+    """
     first = parts[0][0]
     for part, path in parts:
         if not isinstance(part, TensorRef) or part.dtype != first.dtype:
@@ -221,9 +233,9 @@ def _split_parameter(
     joined_data = join_ranges([row_major_data(part, printable(name), path) for part, path in parts])
     parent = name.rpartition(".")[0]
     keys_and_shapes = [(name, shape)]
-    if flat is not None:
-        paths = (f"{parent}.{suffix}" if parent else suffix for suffix in flat[0])
-        keys_and_shapes = list(zip(paths, map(parse_sizes, flat[1]), strict=True))
+    if flat_info is not None:
+        paths = (f"{parent}.{suffix}" if parent else suffix for suffix in flat_info[0])
+        keys_and_shapes = list(zip(paths, map(parse_sizes, flat_info[1]), strict=True))
     available, start = joined_data.length // first.itemsize, 0
     if prod(shape) != sum(prod(size) for _, size in keys_and_shapes) or prod(shape) > available:
         message = (

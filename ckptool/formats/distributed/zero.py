@@ -46,21 +46,21 @@ from ckptool.limits import Limits
 from ckptool.symbolic.encoder import encode
 from ckptool.words import counted, few, listed, printable, shell
 
-_MODEL = re.compile(
+_MODEL_FILE = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt", re.ASCII
 )
-_OPTIM = re.compile(
+_OPTIMIZER_FILE = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_?optim_states\.pt",
     re.ASCII,
 )
-_APART = re.compile(
+_UNJOINED_FILE = re.compile(
     r"layer_.*_model_states\.pt|layer_.*-model_states\.pt|expp_rank_.*_optim_states\.pt"
 )
 """Files of pipelines, with separate layers, and of experts."""
-_LATEST = ("latest", "latest_universal")
-_UNIVERSAL = "zero"
-_PARTS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
-_BOOKS = frozenset({
+_TAG_FILES = ("latest", "latest_universal")
+_UNIVERSAL_FOLDER = "zero"
+_SHAPE_KEYS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+_LAYOUT_KEYS = frozenset({
     "partition_count", "base_optimizer_state", "optimizer_state_dict", "param_groups",
     "single_partition_of_fp32_groups", "fp32_flat_groups", "group_paddings",
     "ds_zero_partition_groups", "param_alignment_paddings", "param_slice_mappings",
@@ -71,8 +71,8 @@ MASTER = "fp32"
 """The key of the fp32 master in the state of a parameter, as in universal folders."""
 SLICED = 3
 """The stage with sliced weights, which exist only as masters."""
-_LONGEST_TAG = 256
-_SCRIPT = "try zero_to_fp32.py of the DeepSpeed version that wrote it"
+_MAX_TAG_BYTES = 256
+_USE_SCRIPT = "try zero_to_fp32.py of the DeepSpeed version that wrote it"
 
 
 class _Step(NamedTuple):
@@ -112,7 +112,7 @@ class _Vector(NamedTuple):
 
 Piece = tuple[int, int, int]
 """Elements of a parameter in the vector of a rank: the rank, the first, and the count."""
-Find = Callable[[], Sequence[Piece]]
+FindPieces = Callable[[], Sequence[Piece]]
 """Finds the pieces of a parameter, in the order of its elements."""
 
 
@@ -141,12 +141,17 @@ class DeepSpeed(Format):
         return probe.compute_once(_find_step_folder) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of rank 0 with full tensors."""
+        """Return the tree of rank 0 with full tensors.
+
+        The model files of the other ranks are opened only for frozen parameters of stage 3.
+        """
         step = _parse_step(probe)
-        own = (step.models[0], *step.optims)
-        with open_together(own, probe.limits, TORCH_FILES) as (first, *optims):
+        with open_together((step.models[0], *step.optims), probe.limits, TORCH_FILES) as (
+            first,
+            *optims,
+        ):
             frozen = isinstance(first.root, dict) and first.root.get("frozen_param_shapes")
-            other_models = step.models[1:] if frozen else ()  # these have nothing else
+            other_models = step.models[1:] if frozen else ()  # nothing else of theirs is needed
             with open_together(other_models, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
                 with add_error_context(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed"):
@@ -164,16 +169,19 @@ DEEPSPEED = DeepSpeed()
 
 
 def _find_step_folder(probe: Probe) -> str | None:
-    """Return the folder of the step: the folder itself, or that in `latest`."""
-    if any(map(_MODEL.fullmatch, probe.entries)):
+    """Return the folder with the files of a step; None if there is none.
+
+    It is the folder itself, or the subfolder whose name is in the file `latest`.
+    """
+    if any(map(_MODEL_FILE.fullmatch, probe.entries)):
         return probe.path
-    for name in filter(probe.entries.__contains__, _LATEST):
+    for name in filter(probe.entries.__contains__, _TAG_FILES):
         try:
             with open(os.path.join(probe.path, name), "rb") as file:
-                tag = os.fsdecode(file.read(_LONGEST_TAG).strip())
+                tag = os.fsdecode(file.read(_MAX_TAG_BYTES).strip())
             if os.path.basename(tag) == tag not in (os.curdir, os.pardir):
                 folder = os.path.join(probe.path, tag)
-                if any(map(_MODEL.fullmatch, probe.place.list_names(folder))):
+                if any(map(_MODEL_FILE.fullmatch, probe.place.list_names(folder))):
                     return folder
         except (OSError, ValueError):
             continue
@@ -188,7 +196,9 @@ def is_step(probe: Probe) -> bool:
 def is_step_file(path: str) -> bool:
     """Return True if a file in the folder of a step is part of the checkpoint."""
     name = os.path.basename(path)
-    return name == _UNIVERSAL or bool(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name))
+    return name == _UNIVERSAL_FOLDER or bool(
+        _MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name)
+    )
 
 
 def find_step_files(probe: Probe) -> tuple[str, ...]:
@@ -198,7 +208,7 @@ def find_step_files(probe: Probe) -> tuple[str, ...]:
         FileMissing, UnsupportedFormat: as in `DeepSpeed.read`.
     """
     step = _parse_step(probe)
-    top = os.path.join(step.folder, _UNIVERSAL)
+    top = os.path.join(step.folder, _UNIVERSAL_FOLDER)
     names = sorted(probe.place.list_names(top)) if step.is_universal else []
     return (
         *step.files,
@@ -216,22 +226,32 @@ def _list_parameter_files(folder: str) -> list[str]:
 
 
 def _parse_step(probe: Probe) -> _Step:
-    """Return the files of a step, checked to be complete."""
+    """Return the files of a step; raise an error if one is missing or cannot be joined.
+
+    With stage 3 each rank has a model file, else there is only one. Each rank has an optimizer
+    file, but a universal folder has none.
+    """
     folder = probe.compute_once(_find_step_folder) or probe.path
     names = sorted(probe.place.list_names(folder))
-    matches = {name: m for name in names if (m := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name))}
-    unsupported = [name for name in names if _APART.fullmatch(name)]
+    matches = {
+        name: m
+        for name in names
+        if (m := _MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name))
+    }
+    unsupported = [name for name in names if _UNJOINED_FILE.fullmatch(name)]
     unsupported += [name for name, match in matches.items() if int(match["mp"])]
     if unsupported:
         message = "has files with pipeline, expert or tensor parallelism, whose parts are not"
         hint = f"open one of them: ckptool list {shell(os.path.join(folder, unsupported[0]))}"
         raise UnsupportedFormat(f"{message} joined: {few(unsupported)}", file=folder, hint=hint)
     models = {
-        int(match["rank"] or 0): name for name, match in matches.items() if match.re is _MODEL
+        int(match["rank"] or 0): name for name, match in matches.items() if match.re is _MODEL_FILE
     }
-    optims = {int(match["rank"]): name for name, match in matches.items() if match.re is _OPTIM}
-    is_sliced = any(match.re is _MODEL and match["rank"] for match in matches.values())
-    is_universal = _UNIVERSAL in names and not optims
+    optims = {
+        int(match["rank"]): name for name, match in matches.items() if match.re is _OPTIMIZER_FILE
+    }
+    is_sliced = any(match.re is _MODEL_FILE and match["rank"] for match in matches.values())
+    is_universal = _UNIVERSAL_FOLDER in names and not optims
     step = _Step(
         folder,
         tuple(os.path.join(folder, models[rank]) for rank in sorted(models)),
@@ -262,7 +282,12 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
 def _join_files(
     step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
 ) -> Checkpoint:
-    """Return the tree of rank 0 with full tensors, with notes and the casts of its weights."""
+    """Return the tree of rank 0 with full tensors, with notes and the casts of its weights.
+
+    `optimizer` becomes the state by parameter name, with fp32 masters under `fp32`. In stage 3 the
+    weights are made from the masters, else they are in the file of rank 0. `models` and `optims`
+    are in the order of the ranks.
+    """
     first = _require_dict(models[0].root, models[0].path)
     module = first.get("module")
     if not isinstance(module, dict):
@@ -270,7 +295,7 @@ def _join_files(
     rank_states = [_require_dict(file.root, file.path, "optimizer_state_dict") for file in optims]
     files = [file.path for file in optims]
     if step.is_universal:
-        path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
+        path = os.path.join(step.folder, _UNIVERSAL_FOLDER, "optimizer_state.pt")
         rank_states, files = [_require_dict(read_torch_file(path, limits), path)], [path]
     if not rank_states:
         no_optimizer = ("the folder has no optimizer file",)
@@ -293,7 +318,11 @@ def _join_files(
         "param_groups": _name_param_groups(
             rank_states[0], [list(group.shapes) for group in groups]
         ),
-        **{key: _unwrap_enum(node) for key, node in rank_states[0].items() if key not in _BOOKS},
+        **{
+            key: _unwrap_enum(node)
+            for key, node in rank_states[0].items()
+            if key not in _LAYOUT_KEYS
+        },
     }
     notes = [f"joined {counted(len(step.files), 'DeepSpeed file')}"]
     kept = {key for group in groups for key in group.vectors}
@@ -303,7 +332,7 @@ def _join_files(
     skipped = {str(key) for key, node in items if _has_dimensions(node) and key not in kept}
     if skipped and optims:
         notes.append(f"left out the 8-bit optimizer state: {listed(sorted(skipped))}")
-    entries = {key: node for key, node in first.items() if key not in _PARTS}
+    entries = {key: node for key, node in first.items() if key not in _SHAPE_KEYS}
     entries["optimizer"] = optimizer
     if not step.has_slices:
         return _make_checkpoint(copy_with_items(first, entries), notes)
@@ -324,7 +353,10 @@ def _make_checkpoint(root: Any, notes: Sequence[str]) -> Checkpoint:
 def _check_alike(
     step: _Step, rank_states: Sequence[Mapping[Any, Any]], files: Sequence[str]
 ) -> None:
-    """Raise an error unless the files are those of all ranks of one save."""
+    """Raise an error unless the optimizer files are those of all ranks of one save.
+
+    Options and steps must agree; a checksum that a file does not state is ignored.
+    """
     stated = rank_states[0].get("partition_count")
     world = max(stated, default=None) if isinstance(stated, list) else stated
     if type(world) is int:
@@ -342,9 +374,10 @@ def _check_alike(
 
 
 def _list_fingerprints(rank_state: Mapping[Any, Any]) -> list[bytes | int | None]:
-    """Return the facts that are equal in every rank's file of one save, without vectors.
+    """Return the values that are equal in the files of all ranks of one save, to compare them.
 
-    For a tensor it is the checksum; None if the file does not state it.
+    A value is its pickle; a tensor without dimensions, such as a step, is its checksum, or None if
+    the file does not state it. Vectors are left out, because each rank has another part.
     """
     states, groups = _split_base_state(rank_state)
     parts = (
@@ -381,7 +414,11 @@ def _collect_groups(
     *,
     vectors: bool,
 ) -> list[_Group]:
-    """Return the parameters of each vector; with `vectors`, also their elements in all ranks."""
+    """Return the parameter groups, with the shapes of each; with `vectors`, also their elements.
+
+    The elements of a group are in one vector per rank for each kind: the fp32 masters, and each
+    tensor of the optimizer state. `rank_states` and `files` are by rank, `shapes` by group.
+    """
     rank_masters = [
         _find_masters(rank_state, file) if vectors else [None] * len(shapes)
         for rank_state, file in zip(rank_states, files, strict=True)
@@ -389,7 +426,7 @@ def _collect_groups(
     if any(len(masters) != len(shapes) for masters in rank_masters):
         numbers = listed(str(len(masters)) for masters in rank_masters)
         message = f"has {len(shapes)} parameter groups, but its ranks have {numbers} vectors"
-        raise UnsupportedFormat(message, file=files[0], hint=_SCRIPT)
+        raise UnsupportedFormat(message, file=files[0], hint=_USE_SCRIPT)
     states = [_split_base_state(rank_state)[0] for rank_state in rank_states]
     groups = []
     for number, group_shapes in enumerate(shapes):
@@ -398,14 +435,14 @@ def _collect_groups(
         keys = [key for key, node in first.items() if _has_dimensions(node)] if vectors else []
         if any(first[key].dtype == "uint8" for key in keys):
             keys = []  # 8-bit states are in blocks, with scales next to them
-        nodes = {MASTER: [masters[number] for masters in rank_masters]} if vectors else {}
-        nodes |= {key: [state.get(key) for state in group_states] for key in keys}
-        by_kind = {
-            kind: [_make_vector(node, file) for node, file in zip(of_ranks, files, strict=True)]
-            for kind, of_ranks in nodes.items()
+        nodes_by_kind = {MASTER: [masters[number] for masters in rank_masters]} if vectors else {}
+        nodes_by_kind |= {key: [state.get(key) for state in group_states] for key in keys}
+        vectors_by_kind = {
+            kind: [_make_vector(node, file) for node, file in zip(rank_nodes, files, strict=True)]
+            for kind, rank_nodes in nodes_by_kind.items()
         }
         others = {key: node for key, node in first.items() if not _has_dimensions(node)}
-        groups.append(_Group(group_shapes, by_kind, others))
+        groups.append(_Group(group_shapes, vectors_by_kind, others))
     return groups
 
 
@@ -417,7 +454,7 @@ def _find_masters(rank_state: Mapping[Any, Any], file: str) -> list[Any]:
     """Return the flat vectors of fp32 masters in a rank's file."""
     masters = rank_state.get("fp32_flat_groups", rank_state.get("single_partition_of_fp32_groups"))
     if not isinstance(masters, (list, TensorRef)):
-        raise UnsupportedFormat("has no fp32 master weights of ZeRO", file=file, hint=_SCRIPT)
+        raise UnsupportedFormat("has no fp32 master weights of ZeRO", file=file, hint=_USE_SCRIPT)
     return masters if isinstance(masters, list) else [masters]
 
 
@@ -435,18 +472,22 @@ def _collect_states(
     *,
     has_slices: bool,
 ) -> dict[str, dict[Any, Any]]:
-    """Return the fp32 master and the optimizer state of each trained parameter by name."""
+    """Return the fp32 master and the optimizer state of each trained parameter by name.
+
+    Stage 3 (`has_slices`) has an equal slice of each parameter in each rank. Stages 1 and 2 state
+    the slices in newer files; in older ones the parameters follow each other.
+    """
     states: dict[str, dict[Any, Any]] = {}
     for number, group in enumerate(groups):
         if has_slices:
-            pieces = _find_even_slices(group, len(files))
+            find_pieces = _find_even_slices(group, len(files))
         else:
             mappings = [
                 _get_item(state.get("param_slice_mappings"), number) for state in rank_states
             ]
             paddings = _get_item(rank_states[0].get("param_alignment_paddings"), number)
             has_mappings = all(isinstance(mapping, dict) for mapping in mappings)
-            pieces = (
+            find_pieces = (
                 _find_stated_slices(group, mappings)
                 if has_mappings
                 else _find_consecutive_slices(group, paddings)
@@ -454,21 +495,21 @@ def _collect_states(
         for name, shape in group.shapes.items():
             states[name] = {
                 kind: _make_tensor(
-                    name if kind == MASTER else f"{name}/{kind}", shape, vectors, pieces[name]
+                    name if kind == MASTER else f"{name}/{kind}", shape, vectors, find_pieces[name]
                 )
                 for kind, vectors in group.vectors.items()
             }
     return states
 
 
-def _find_even_slices(group: _Group, world: int) -> dict[str, Find]:
+def _find_even_slices(group: _Group, world: int) -> dict[str, FindPieces]:
     """Find the slices of stage 3: every rank has equally many elements of each, padded."""
     # deepspeed/utils/zero_to_fp32.py, zero3_partitioned_param_info: ceil(numel / world) elements.
-    start, pieces = 0, dict[str, Find]()
+    start, find_pieces = 0, dict[str, FindPieces]()
     for name, shape in group.shapes.items():
-        pieces[name] = partial(_slice_evenly, start, prod(shape), world)
+        find_pieces[name] = partial(_slice_evenly, start, prod(shape), world)
         start += -(-prod(shape) // world)
-    return pieces
+    return find_pieces
 
 
 def _slice_evenly(start: int, numel: int, world: int) -> list[Piece]:
@@ -478,7 +519,9 @@ def _slice_evenly(start: int, numel: int, world: int) -> list[Piece]:
     return [(rank, start, min(n, count)) for rank, n in enumerate(remaining) if n > 0]
 
 
-def _find_stated_slices(group: _Group, mappings: Sequence[Mapping[Any, Any]]) -> dict[str, Find]:
+def _find_stated_slices(
+    group: _Group, mappings: Sequence[Mapping[Any, Any]]
+) -> dict[str, FindPieces]:
     """Find the slices stated in each rank's file."""
     pieces: dict[str, list[Piece]] = {name: [] for name in group.shapes}
     for rank, mapping in enumerate(mappings):
@@ -488,23 +531,20 @@ def _find_stated_slices(group: _Group, mappings: Sequence[Mapping[Any, Any]]) ->
     return {name: parameter_pieces.copy for name, parameter_pieces in pieces.items()}
 
 
-def _find_consecutive_slices(group: _Group, paddings: Any) -> dict[str, Find]:
+def _find_consecutive_slices(group: _Group, paddings: Any) -> dict[str, FindPieces]:
     """Find the slices in the concatenated vectors of all ranks, with parameters in order."""
     vectors = group.vectors[MASTER]
     ends = list(accumulate(vector.numel for vector in vectors))
-    start, pieces = 0, dict[str, Find]()
+    start, find_pieces = 0, dict[str, FindPieces]()
     for number, (name, shape) in enumerate(group.shapes.items()):
         stop = start + prod(shape)
-        parameter_pieces = [
-            (
-                rank,
-                max(start - end + vector.numel, 0),
-                min(stop, end) - max(start, end - vector.numel),
-            )
-            for rank, (vector, end) in enumerate(zip(vectors, ends, strict=True))
-            if max(start, end - vector.numel) < min(stop, end)
-        ]
-        pieces[name] = parameter_pieces.copy
+        parameter_pieces: list[Piece] = []
+        for rank, (vector, end) in enumerate(zip(vectors, ends, strict=True)):
+            begin = end - vector.numel
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                parameter_pieces.append((rank, first - begin, last - first))
+        find_pieces[name] = parameter_pieces.copy
         padding = _get_item(paddings, number)
         start = stop + (padding if type(padding) is int and padding > 0 else 0)
     # deepspeed/utils/zero_to_fp32.py, zero2_align: the whole vector is padded to 2 * world.
@@ -512,14 +552,17 @@ def _find_consecutive_slices(group: _Group, paddings: Any) -> dict[str, Find]:
     if -(-start // align) != -(-ends[-1] // align):
         message = f"the parameters need {start:,} elements, but the ranks have {ends[-1]:,}"
         raise CorruptFile(message, file=vectors[0].file, hint=ONE_SAVE)
-    return pieces
+    return find_pieces
 
 
 def _make_tensor(
-    name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find: Find
+    name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find_pieces: FindPieces
 ) -> TensorRef:
-    """Return the tensor made of pieces of the ranks' vectors."""
-    first, pieces = vectors[0], find()
+    """Return the tensor made of pieces of the ranks' vectors, with their dtype.
+
+    Several pieces are joined when the tensor is read; one piece is a range of its file.
+    """
+    first, pieces = vectors[0], find_pieces()
     for rank, start, count in pieces:
         vector = vectors[rank]
         if vector.dtype != first.dtype:
@@ -539,17 +582,19 @@ def _make_tensor(
     if total != prod(shape):
         message = f"{printable(name)!r} of shape {list(shape)} has {total:,} elements in all ranks"
         raise CorruptFile(message, file=first.file, hint=ONE_SAVE)
-    if len(pieces) > 1:  # found on reading: thousands of ranks have millions of pieces
+    if len(pieces) > 1:  # found again on reading: thousands of ranks have millions of pieces
         size = prod(shape) * BY_NAME[first.dtype].itemsize
-        data = make_late_range(first.file, size, partial(_join_pieces, vectors, find))
+        data = make_late_range(first.file, size, partial(_join_pieces, vectors, find_pieces))
     else:
         data = vectors[pieces[0][0]].cut(*pieces[0][1:]) if pieces else first.cut(0, 0)
     return make_plain_tensor(name, first.dtype, shape, data, first.device)
 
 
-def _join_pieces(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, None]:
+def _join_pieces(vectors: Sequence[_Vector], find_pieces: FindPieces) -> tuple[ByteRange, None]:
     """Return the bytes of all pieces in order, without a CRC-32."""
-    return join_ranges([vectors[rank].cut(start, count) for rank, start, count in find()]), None
+    return join_ranges(
+        [vectors[rank].cut(start, count) for rank, start, count in find_pieces()]
+    ), None
 
 
 def _copy_group_node(name: str, node: Any) -> Any:
@@ -560,7 +605,7 @@ def _copy_group_node(name: str, node: Any) -> Any:
 
 
 def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) -> Checkpoint:
-    """Return the weights of stage 3 as in training: fp32 masters, cast on reading.
+    """Return the weights of stage 3 as in training: fp32 masters, cast when they are read.
 
     The placeholder of a weight in the file of rank 0 has its dtype. A master with this dtype, or
     with an unknown one, is the weight, and is removed from the optimizer state.
@@ -603,7 +648,13 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
 def _join_weights(
     first: Mapping[Any, Any], models: Sequence[Checkpoint], trained: Mapping[str, TensorRef]
 ) -> dict[Any, Any]:
-    """Return the state dict of stage 3: `trained` weights, frozen ones, ties, and its buffers."""
+    """Return the state dict of stage 3: trained weights, frozen ones, tied ones, and buffers.
+
+    Frozen weights are joined from fragments in the model files of all ranks.
+
+    Raises:
+        CorruptFile: an empty placeholder is left, for which there is no weight.
+    """
     module, weights = first["module"], dict(trained)
     frozen = first.get("frozen_param_shapes")
     if isinstance(frozen, dict):
@@ -632,8 +683,11 @@ def _join_weights(
 def _read_universal(
     folder: str, groups: Sequence[_Group], limits: Limits
 ) -> dict[str, dict[Any, Any]]:
-    """Return the states of each parameter from its folder in a universal checkpoint."""
-    top = os.path.join(folder, _UNIVERSAL)
+    """Return the state of each parameter: one tensor per file (`fp32.pt`) in its own folder.
+
+    All parameters of a group must have the same files.
+    """
+    top = os.path.join(folder, _UNIVERSAL_FOLDER)
     names, states = place_of(top).list_names(top), {}
     hint = "create the folder again with ds_to_universal.py"
     for group in groups:
@@ -670,7 +724,10 @@ def _read_state(name: str, path: str, shape: tuple[int, ...], limits: Limits) ->
 def _name_param_groups(
     rank_state: Mapping[Any, Any], names: Sequence[list[str]]
 ) -> list[dict[Any, Any]]:
-    """Return the optimizer groups with parameter names in place of vector numbers."""
+    """Return the optimizer groups with parameter names in place of vector numbers.
+
+    If the numbers are not those of the vectors in `names`, the groups have only the names.
+    """
     groups = _split_base_state(rank_state)[1]
     numbers = [number for group in groups for number in group.get("params", ())]
     if numbers != list(range(len(names))):

@@ -19,9 +19,11 @@ class Cursor:
     def __init__(self, source: Source, limits: Limits, *, is_header: bool) -> None:
         """Start at the first byte. The header and each value are bounded by `limits`."""
         self.source, self.limits, self.position = source, limits, 0
-        self._left = limits.max_records
-        self._end = limits.max_header_bytes if is_header else source.size
-        self._window, self._start = b"", 0
+        self._cost_left = limits.max_records
+        """The cost that further values may have; see `charge`."""
+        self._max_position = limits.max_header_bytes if is_header else source.size
+        self._window, self._window_start = b"", 0
+        """The bytes that were read last, and their offset."""
 
     def charge(self, cost: int) -> None:
         """Count a value with a cost relative to an entry of a zip directory.
@@ -29,8 +31,8 @@ class Cursor:
         Raises:
             LimitExceeded: if there are too many values.
         """
-        self._left -= cost
-        if self._left < 0:
+        self._cost_left -= cost
+        if self._cost_left < 0:
             raise LimitExceeded("has too many values")
 
     def skip(self, length: int) -> int:
@@ -45,7 +47,7 @@ class Cursor:
         if self.position > self.source.size:
             message = f"the file ends within a value at {begin:,}"
             raise CorruptFile(message)
-        check_limit("the header has", self.position, "bytes", self._end)
+        check_limit("the header has", self.position, "bytes", self._max_position)
         return begin
 
     def read_bytes(self, length: int) -> bytes:
@@ -55,12 +57,12 @@ class Cursor:
             CorruptFile: if the file ends too early.
             LimitExceeded: if there are too many.
         """
-        begin = self.skip(length) - self._start
+        begin = self.skip(length) - self._window_start
         check_limit("a value has", length, "bytes", self.limits.max_header_bytes)
         if not 0 <= begin <= begin + length <= len(self._window):
-            self._start, begin = begin + self._start, 0
-            size = max(length, min(_WINDOW, self.source.size - self._start))
-            self._window = self.source.read(self._start, size)
+            self._window_start, begin = begin + self._window_start, 0
+            size = max(length, min(_WINDOW, self.source.size - self._window_start))
+            self._window = self.source.read(self._window_start, size)
         return self._window[begin : begin + length]
 
     def read_numbers(self, layout: str) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import OrderedMap, TensorRef, find_tensors, make_plain_tensor
-from ckptool.core.sections import OF_THE_MODEL
+from ckptool.core.sections import MODEL_MARK
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
@@ -26,19 +26,19 @@ from ckptool.words import few, printable
 _MAP_OF_NAMES = re.compile(
     rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./-]", re.DOTALL
 )
-_CHUNKED = "__msgpack_chunked_array__"
-_TRAINING = "opt_state"
+_CHUNKED_MARK = "__msgpack_chunked_array__"
+_OPTIMIZER_KEY = "opt_state"
 """The key of a TrainState next to the variables of the model."""
-_VARIABLES, _MODEL = ("params", "batch_stats"), "state_dict"
-_ARRAYS, _COMPLEX = (1, 3), 2
-_WEIGHT = 5
+_MODEL_KEYS, _MODEL_SECTION = ("params", "batch_stats"), "state_dict"
+_ARRAY_EXTENSIONS, _COMPLEX_EXTENSION = (1, 3), 2
+_VALUE_COST = 5
 """The cost of a value relative to an entry of a zip directory."""
-_NUMBERS = {
+_NUMBER_LAYOUTS = {
     0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h",
     0xD2: ">i", 0xD3: ">q",
 }  # fmt: skip
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_LENGTHS = {
+_CONSTANT_VALUES = {0xC0: None, 0xC2: False, 0xC3: True}
+_SIZED_KINDS = {
     0xD9: ("text", ">B"), 0xDA: ("text", ">H"), 0xDB: ("text", ">I"), 0xC4: ("bytes", ">B"),
     0xC5: ("bytes", ">H"), 0xC6: ("bytes", ">I"), 0xDC: ("list", ">H"), 0xDD: ("list", ">I"),
     0xDE: ("map", ">H"), 0xDF: ("map", ">I"), 0xC7: ("extension", ">B"), 0xC8: ("extension", ">H"),
@@ -63,7 +63,10 @@ class Flax(Format):
         return _MAP_OF_NAMES.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict with dotted keys; for a TrainState also its other entries."""
+        """Return one state dict with dotted keys; for a TrainState also its other entries.
+
+        The variables of a TrainState become the section `state_dict`, marked as the model.
+        """
         source = probe.require_source()
         reader = _Reader(source, probe.limits)
         tree = reader.read_value(0)
@@ -79,15 +82,15 @@ class Flax(Format):
             text = f"{probe.path} is {message}"
             hint = "read it with msgpack.unpackb, or give the checkpoint itself"
             raise UnsupportedFormat(text, file=probe.path, hint=hint)
-        if _TRAINING in tree:
-            if _MODEL not in tree:
-                tree[_MODEL] = {key: tree.pop(key) for key in _VARIABLES if key in tree}
+        if _OPTIMIZER_KEY in tree:
+            if _MODEL_SECTION not in tree:
+                tree[_MODEL_SECTION] = {key: tree.pop(key) for key in _MODEL_KEYS if key in tree}
             root = {
                 key: _flatten_names(node, probe.limits) if isinstance(node, dict) else node
                 for key, node in tree.items()
             }
-            if isinstance(root[_MODEL], OrderedMap):
-                root[_MODEL].attributes[OF_THE_MODEL] = {}
+            if isinstance(root[_MODEL_SECTION], OrderedMap):
+                root[_MODEL_SECTION].attributes[MODEL_MARK] = {}
         details = Details(
             size=source.size,
             writer="Flax",
@@ -132,24 +135,28 @@ class _Reader(Cursor):
         """Notes on arrays with dtypes that torch does not have."""
 
     def read_value(self, depth: int) -> Any:
-        """Return the next value: dicts for maps and lists, a TensorRef for an array."""
-        self.charge(_WEIGHT)
+        """Return the next value: dicts for maps and lists, a TensorRef for an array.
+
+        The first byte is the value itself (a small number), its kind and length, or only its kind
+        (https://github.com/msgpack/msgpack/blob/master/spec.md).
+        """
+        self.charge(_VALUE_COST)
         check_limit("values are nested", depth, "deep", self.limits.max_depth)
         code = self.read_bytes(1)[0]
-        if code in _CONSTANTS:
-            return _CONSTANTS[code]
+        if code in _CONSTANT_VALUES:
+            return _CONSTANT_VALUES[code]
         if code <= 0x7F or code >= 0xE0:
             return code - 256 * (code >= 0xE0)
-        if code in _NUMBERS:
-            return self.read_numbers(_NUMBERS[code])[0]
+        if code in _NUMBER_LAYOUTS:
+            return self.read_numbers(_NUMBER_LAYOUTS[code])[0]
         if code <= 0xBF:
             kind = "map" if code <= 0x8F else "list" if code <= 0x9F else "text"
             return self._read_sized(kind, code & (0x1F if kind == "text" else 0x0F), depth)
         if 0xD4 <= code <= 0xD8:
             return self._read_extension(1 << (code - 0xD4), depth)
-        if code not in _LENGTHS:
+        if code not in _SIZED_KINDS:
             raise self._damaged_error(f"byte {code:#x} does not begin a value")
-        kind, layout = _LENGTHS[code]
+        kind, layout = _SIZED_KINDS[code]
         return self._read_sized(kind, self.read_numbers(layout)[0], depth)
 
     def _read_sized(self, kind: str, length: int, depth: int) -> Any:
@@ -167,16 +174,16 @@ class _Reader(Cursor):
             if isinstance(key, (dict, TensorRef)) or str(key) in entries:
                 raise self._damaged_error("a key is not text, or occurs twice")
             entries[str(key)] = self.read_value(depth + 1)
-        return self._join_chunks(entries) if entries.get(_CHUNKED) is True else entries
+        return self._join_chunks(entries) if entries.get(_CHUNKED_MARK) is True else entries
 
     def _read_extension(self, length: int, depth: int) -> Any:
-        """Return the array, complex number or name of an extension."""
+        """Return the array or complex number of an extension, or the number of an unknown one."""
         code = self.read_bytes(1)[0]
         end = self.position + length
-        if code not in (*_ARRAYS, _COMPLEX):
+        if code not in (*_ARRAY_EXTENSIONS, _COMPLEX_EXTENSION):
             self.skip(length)
             return f"extension {code}"
-        if code == _COMPLEX:
+        if code == _COMPLEX_EXTENSION:
             parts = self.read_value(depth + 1)
             pair = tuple(parts.values()) if isinstance(parts, dict) else ()
             if len(pair) != 2 or not all(isinstance(part, (int, float)) for part in pair):
@@ -189,11 +196,14 @@ class _Reader(Cursor):
         return value
 
     def _read_array(self, depth: int) -> Any:
-        """Return the array of an extension: its shape, dtype and bytes."""
+        """Return the array of an extension: its shape, dtype and bytes.
+
+        With a dtype that torch does not have, return a note, which is also added to `unknown`.
+        """
         if self.read_bytes(1) != b"\x93":
             raise self._damaged_error("an array does not consist of a shape, a type and bytes")
         shape, dtype = self._check_shape(self.read_value(depth + 1)), self.read_value(depth + 1)
-        kind, layout = _LENGTHS.get(self.read_bytes(1)[0], ("", ""))
+        kind, layout = _SIZED_KINDS.get(self.read_bytes(1)[0], ("", ""))
         if kind != "bytes":
             raise self._damaged_error("an array has no bytes")
         (length,) = self.read_numbers(layout)

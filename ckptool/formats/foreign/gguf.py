@@ -33,10 +33,10 @@ from ckptool.words import counted, listed, printable
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = "general.alignment"
-_WEIGHT = 10
+_ALIGNMENT_KEY = "general.alignment"
+_ENTRY_COST = 10
 """The cost of a tensor relative to a metadata entry."""
-_SCALARS = {
+_SCALAR_LAYOUTS = {
     0: "<B",
     1: "<b",
     2: "<H",
@@ -49,8 +49,8 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
-_STRING, _ARRAY = 8, 9
-_PLAIN = {
+_STRING_TYPE, _ARRAY_TYPE = 8, 9
+_DTYPE_BY_TYPE = {
     0: "float32",
     1: "float16",
     24: "int8",
@@ -60,7 +60,7 @@ _PLAIN = {
     28: "float64",
     30: "bfloat16",
 }
-_QUANTIZED = {
+_BLOCKS_BY_TYPE = {
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
@@ -103,7 +103,7 @@ class Gguf(Format):
         source = probe.require_source()
         header = _Header(source, probe.limits, is_header=True)
         facts, entries = header.read()
-        alignment = facts.get(_ALIGNMENT, 32)
+        alignment = facts.get(_ALIGNMENT_KEY, 32)
         if type(alignment) is not int or alignment < 1:
             raise CorruptFile(f"the alignment is {printable(repr(alignment))}")
         start = -(-header.position // alignment) * alignment
@@ -137,8 +137,8 @@ class _Header(Cursor):
         """Return the metadata by key, without lists, and the tensors."""
         version = self.read_numbers("<4sI")[1]
         if version not in _VERSIONS:
-            turned = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            message = "is big-endian" if turned else f"is of version {version}"
+            is_big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            message = "is big-endian" if is_big_endian else f"is of version {version}"
             raise UnsupportedFormat(f"{message}, which is not supported")
         tensors, pairs = self.read_numbers("<QQ")
         facts = {}
@@ -151,7 +151,7 @@ class _Header(Cursor):
 
     def _read_entry(self) -> _Entry:
         """Return the next tensor of the header."""
-        self.charge(_WEIGHT)
+        self.charge(_ENTRY_COST)
         name = self._read_text()
         (count,) = self.read_numbers("<I")
         check_limit(f"{printable(name)!r} has", count, "dimensions", self.limits.max_dimensions)
@@ -159,17 +159,17 @@ class _Header(Cursor):
         return _Entry(name, tuple(reversed(sizes)), *self.read_numbers("<IQ"))
 
     def _read_value(self, type: int, depth: int = 0) -> Any:
-        """Return a value; None for a list, which is skipped."""
+        """Return a value of this type; None for a list, which is skipped, with lists inside it."""
         self.charge(1)
-        if type in _SCALARS:
-            return self.read_numbers(_SCALARS[type])[0]
-        if type == _STRING:
+        if type in _SCALAR_LAYOUTS:
+            return self.read_numbers(_SCALAR_LAYOUTS[type])[0]
+        if type == _STRING_TYPE:
             return self._read_text()
-        if type != _ARRAY or depth > 1:
+        if type != _ARRAY_TYPE or depth > 1:
             raise CorruptFile(f"an entry has the unknown type {type}")
         inner, count = self.read_numbers("<IQ")
-        if inner in _SCALARS:
-            self.skip(count * struct.calcsize(_SCALARS[inner]))
+        if inner in _SCALAR_LAYOUTS:
+            self.skip(count * struct.calcsize(_SCALAR_LAYOUTS[inner]))
         else:
             for _ in range(count):
                 self._read_value(inner, depth + 1)
@@ -182,11 +182,16 @@ class _Header(Cursor):
 
 
 def _make_tensor(source: Source, start: int, entry: _Entry) -> TensorRef:
-    """Return the tensor of an entry, dequantized on reading; tensor data begins at `start`."""
-    elements, plain = prod(entry.shape), _PLAIN.get(entry.type)
-    if plain is None and entry.type not in _QUANTIZED:
+    """Return the tensor of an entry; a quantized one becomes float32 when it is read.
+
+    `start` is the offset of the tensor data. A quantized row has blocks of several elements.
+    """
+    elements, plain_dtype = prod(entry.shape), _DTYPE_BY_TYPE.get(entry.type)
+    if plain_dtype is None and entry.type not in _BLOCKS_BY_TYPE:
         return _make_unreadable_tensor(source, entry, elements)
-    name, block, size = _QUANTIZED.get(entry.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
+    name, block, size = _BLOCKS_BY_TYPE.get(entry.type) or (
+        plain_dtype, 1, BY_NAME[str(plain_dtype)].itemsize,
+    )  # fmt: skip
     if entry.shape[-1:] and entry.shape[-1] % block:
         message = (
             f"tensor {printable(entry.name)!r} has rows of {entry.shape[-1]} elements, in blocks "
@@ -195,12 +200,12 @@ def _make_tensor(source: Source, start: int, entry: _Entry) -> TensorRef:
         raise CorruptFile(message)
     with add_error_context(source.name, f"tensor {printable(entry.name)!r}"):
         data = ByteRange(source, start + entry.offset, elements // block * size)
-    if plain is None:
+    if plain_dtype is None:
         fill = partial(_dequantize_into, data, str(name), block, size)
         dequantized = ComputedSource(source.name, elements * 4, fill)
         dequantized.made_of = (data,)
         data = ByteRange(dequantized, 0, dequantized.size)
-    return make_plain_tensor(entry.name, plain or "float32", entry.shape, data)
+    return make_plain_tensor(entry.name, plain_dtype or "float32", entry.shape, data)
 
 
 def _make_unreadable_tensor(source: Source, entry: _Entry, elements: int) -> TensorRef:
@@ -221,7 +226,10 @@ def _make_unreadable_tensor(source: Source, entry: _Entry, elements: int) -> Ten
 def _dequantize_into(
     data: ByteRange, name: str, block: int, size: int, offset: int, buffer: memoryview
 ) -> None:
-    """Fill `buffer` with float32 values from byte `offset`, reading the blocks that it needs."""
+    """Fill `buffer` with float32 values from byte `offset`, reading the blocks that it needs.
+
+    `data` has blocks of `size` bytes for `block` elements each, of the quantization `name`.
+    """
     with require_package("gguf", f"its tensors are quantized ({name})", data.source.name):
         import numpy
         from gguf import GGMLQuantizationType
@@ -240,8 +248,10 @@ def _dequantize_into(
 
 def _describe_types(entries: list[_Entry]) -> Iterator[str]:
     """Yield sentences on tensors of unknown types, and on quantized ones."""
-    types = Counter(_QUANTIZED[entry.type][0] for entry in entries if entry.type in _QUANTIZED)
-    unknown = [entry for entry in entries if entry.type not in {*_QUANTIZED, *_PLAIN}]
+    types = Counter(
+        _BLOCKS_BY_TYPE[entry.type][0] for entry in entries if entry.type in _BLOCKS_BY_TYPE
+    )
+    unknown = [entry for entry in entries if entry.type not in {*_BLOCKS_BY_TYPE, *_DTYPE_BY_TYPE}]
     if unknown:
         kinds = listed(str(number) for number in dict.fromkeys(entry.type for entry in unknown))
         names = listed(printable(entry.name) for entry in unknown)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import OrderedMap, TensorRef, find_tensors, make_plain_tensor
-from ckptool.core.sections import OF_THE_MODEL
+from ckptool.core.sections import MODEL_MARK
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
@@ -30,10 +30,10 @@ from ckptool.quotes import quote
 from ckptool.words import listed, printable
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
-_WEIGHTS = "model.weights.h5"
-_CONFIG = "config.json"
-_MODEL = "state_dict"
-_WEIGHT = 50
+_WEIGHTS_RECORD = "model.weights.h5"
+_CONFIG_RECORD = "config.json"
+_MODEL_SECTION = "state_dict"
+_DATASET_COST = 50
 """The cost of a dataset relative to an entry of a zip directory."""
 
 
@@ -68,12 +68,12 @@ class Keras(Hdf5):
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for a zip with the configuration and weights of a model."""
-        return {_WEIGHTS, _CONFIG} <= probe.compute_once(open_archive).records.keys()
+        return {_WEIGHTS_RECORD, _CONFIG_RECORD} <= probe.compute_once(open_archive).records.keys()
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the datasets by path, like `Hdf5.read`."""
         archive = probe.compute_once(open_archive)
-        data = archive.records[_WEIGHTS].data
+        data = archive.records[_WEIGHTS_RECORD].data
         return _read_checkpoint(probe, self.name, data, archive.sources, archive.size)
 
 
@@ -84,6 +84,7 @@ class _Stream(io.RawIOBase):
     """A range of bytes as a file object for h5py."""
 
     def __init__(self, data: ByteRange) -> None:
+        """Start at the first byte of `data`."""
         self._data, self._position = data, 0
 
     def readable(self) -> bool:
@@ -125,7 +126,11 @@ def _open_hdf5(data: ByteRange) -> Iterator[Any]:
 def _read_checkpoint(
     probe: Probe, format: str, data: ByteRange, sources: tuple[Source, ...], size: int
 ) -> Checkpoint:
-    """Return the checkpoint of an HDF5 file, with an optimizer's datasets as a section."""
+    """Return the checkpoint of an HDF5 file, one flat dict of datasets by path.
+
+    With an optimizer in it, the groups at the top become sections. If the model has several, as
+    with layers as attributes, they are one section `state_dict`, marked as the model.
+    """
     others: list[str] = []
     with _open_hdf5(data) as file:
         flat = OrderedMap(_walk_datasets(file, data, others, probe.limits))
@@ -138,10 +143,10 @@ def _read_checkpoint(
         for name, tensor in flat.items():
             top, _, inner_path = name.partition("/")
             if len(model_tops) > 1 and top in model_tops:  # a model with layers as attributes
-                top, inner_path = _MODEL, name
+                top, inner_path = _MODEL_SECTION, name
             root.setdefault(top, OrderedMap())[inner_path] = tensor
-        if _MODEL in root:
-            root[_MODEL].attributes[OF_THE_MODEL] = {}
+        if _MODEL_SECTION in root:
+            root[_MODEL_SECTION].attributes[MODEL_MARK] = {}
     if attributes:
         others.append(f"attributes of the file: {listed(map(printable, attributes))}")
     details = Details(
@@ -156,10 +161,13 @@ def _read_checkpoint(
 def _walk_datasets(
     file: Any, data: ByteRange, others: list[str], limits: Limits
 ) -> Iterator[tuple[str, TensorRef]]:
-    """Yield each dataset with its path; external links are not followed."""
+    """Yield each dataset with its path, as a tensor; only hard links are followed.
+
+    A phrase on any other link, or on a dataset that is not a tensor, is added to `others`.
+    """
     import h5py
 
-    max_nodes, bytes_left = limits.max_records // _WEIGHT, limits.max_header_bytes
+    max_nodes, bytes_left = limits.max_records // _DATASET_COST, limits.max_header_bytes
     todo, groups, count = deque([("", file)]), {hash(file.id)}, 0
     while todo:
         prefix, group = todo.popleft()
@@ -187,7 +195,11 @@ def _walk_datasets(
 
 
 def _make_tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef | None:
-    """Return a dataset as a tensor; None if torch lacks the dtype."""
+    """Return a dataset as a tensor; None if torch lacks the dtype.
+
+    A contiguous one is a range of the file; a compressed or chunked one is read with h5py on
+    demand. Keras stores bfloat16 as two raw bytes, with an attribute.
+    """
     stated = node.attrs.get("dtype")
     is_half = node.dtype.kind == "V" and node.dtype.itemsize == 2 and stated == "bfloat16"
     dtype = "bfloat16" if is_half else str(node.dtype.newbyteorder("="))

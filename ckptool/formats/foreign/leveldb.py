@@ -12,14 +12,14 @@ from ckptool.limits import Limits
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table."""
-_FOOTER = 48
-_TRAILER = 5
+_FOOTER_BYTES = 48
+_TRAILER_BYTES = 5
 """Bytes after a block: its compression, and its CRC-32C."""
 _PLAIN, _SNAPPY = 0, 1
-_WEIGHT, _ROW = 4, 16
+_MEMORY_FACTOR, _ENTRY_COST = 4, 16
 """The cost of a table byte relative to a JSON byte, and bytes counted per entry."""
-_MOST_FIELDS = 1 << 16
-_WIDTHS = {1: 8, 5: 4}
+_MAX_FIELDS = 1 << 16
+_WIDTH_BY_WIRE_TYPE = {1: 8, 5: 4}
 """The size of fixed-size numbers by wire type."""
 
 
@@ -68,7 +68,7 @@ class Message(dict[int, list[int | bytes]]):
             elif tag & 7 == 2:
                 size, at = read_varint(raw, at)
                 value, at = raw[at : at + size], at + size
-            elif width := _WIDTHS.get(tag & 7):
+            elif width := _WIDTH_BY_WIRE_TYPE.get(tag & 7):
                 value, at = int.from_bytes(raw[at : at + width], "little"), at + width
             else:
                 raise CorruptFile(f"a message in the index has a field of wire type {tag & 7}")
@@ -77,7 +77,7 @@ class Message(dict[int, list[int | bytes]]):
             values = self.setdefault(tag >> 3, [])
             values.append(value)
             fields = max(len(self), len(values))
-            check_limit("a message in the index has", fields, "fields", _MOST_FIELDS)
+            check_limit("a message in the index has", fields, "fields", _MAX_FIELDS)
 
     def get_number(self, field: int, default: int = 0) -> int:
         """Return the last value of a field as a signed number of 64 bits.
@@ -110,12 +110,12 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
             or a number has no end.
         LimitExceeded: if its blocks or keys need more memory than `limits` allow.
     """
-    max_bytes = limits.max_header_bytes // _WEIGHT
+    max_bytes = limits.max_header_bytes // _MEMORY_FACTOR
     check_limit("the index has", source.size, "bytes", max_bytes)
     raw = source.read(0, source.size)
-    if len(raw) < _FOOTER or not raw.endswith(MAGIC):
+    if len(raw) < _FOOTER_BYTES or not raw.endswith(MAGIC):
         raise CorruptFile("the end of the index is missing")
-    footer = raw[-_FOOTER:]
+    footer = raw[-_FOOTER_BYTES:]
     at = read_varint(footer, read_varint(footer, 0)[1])[1]  # after a table of no use
     entries: dict[bytes, bytes] = {}
     last, end = b"", 0
@@ -124,7 +124,7 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
         for key, value in _parse_entries(block):
             if entries and key <= last:
                 raise CorruptFile("the keys of the index are out of order")
-            max_bytes -= len(key) + len(value) + _ROW
+            max_bytes -= len(key) + len(value) + _ENTRY_COST
             if max_bytes < 0:
                 raise LimitExceeded("the names in the index need more memory than allowed")
             entries[key] = value
@@ -133,18 +133,21 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
 
 
 def _read_block(raw: bytes, handle: bytes, start: int, max_bytes: int) -> tuple[bytes, int]:
-    """Return the block of a handle, and its end; it must be after `start`."""
+    """Return the block of a handle, decompressed, and its end; it must be after `start`.
+
+    A handle is the offset and the size of the block. Its compression and CRC-32C follow it.
+    """
     offset, at = read_varint(handle, 0)
     size = read_varint(handle, at)[0]
-    end = offset + size + _TRAILER
-    if offset < start or end > len(raw) - _FOOTER:
+    end = offset + size + _TRAILER_BYTES
+    if offset < start or end > len(raw) - _FOOTER_BYTES:
         raise CorruptFile(
             f"a block of {size:,} bytes at {offset:,} is outside the index of {len(raw):,} bytes"
         )
     stated = int.from_bytes(raw[end - 4 : end], "little")
     if mask_crc(crc32c(raw[offset : end - 4])) != stated:
         raise CorruptFile(f"the block at {offset:,} of the index is damaged (checksum mismatch)")
-    block, kind = raw[offset : offset + size], raw[end - _TRAILER]
+    block, kind = raw[offset : offset + size], raw[end - _TRAILER_BYTES]
     if kind not in (_PLAIN, _SNAPPY):
         raise CorruptFile(f"the block at {offset:,} of the index has unknown compression {kind}")
     return (block if kind == _PLAIN else _decompress_snappy(block, max_bytes)), end
@@ -157,18 +160,22 @@ def _parse_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         raise CorruptFile("a block of the index has no restart list")
     key, at = b"", 0
     while at < end:
-        shared, at = read_varint(block, at)
-        own, at = read_varint(block, at)
+        shared_length, at = read_varint(block, at)
+        own_length, at = read_varint(block, at)
         length, at = read_varint(block, at)
-        if shared > len(key) or at + own + length > end:
+        if shared_length > len(key) or at + own_length + length > end:
             raise CorruptFile("an entry of the index reaches past its block")
-        key = key[:shared] + block[at : at + own]
-        at += own + length
+        key = key[:shared_length] + block[at : at + own_length]
+        at += own_length + length
         yield key, block[at - length : at]
 
 
 def _decompress_snappy(raw: bytes, max_bytes: int) -> bytes:
-    """Return the decompressed content of a snappy block."""
+    """Return the decompressed content of a snappy block.
+
+    It is a size, then literal bytes and copies of earlier output. The two low bits of a tag are the
+    kind: 0 for literal bytes, 1 to 3 for a copy whose distance has 1, 2 or 4 bytes.
+    """
     size, at = read_varint(raw, 0)
     check_limit("a block of the index inflates to", size, "bytes", max_bytes)
     out = bytearray()

@@ -11,7 +11,7 @@ from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import OrderedMap, TensorRef, make_plain_tensor, row_major_strides
 from ckptool.errors import CorruptFile
 from ckptool.files import InflatedSource
-from ckptool.formats.archive import ARRAY, open_archive
+from ckptool.formats.archive import ARRAY_EXTENSION, open_archive
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, check_limit
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.limits import DEFAULT_LIMITS
@@ -20,18 +20,18 @@ from ckptool.symbolic.calls import ELEMENT_TYPES
 from ckptool.words import printable
 
 _MAGIC = b"\x93NUMPY"
-_LENGTHS = {1: struct.Struct("<H"), 2: struct.Struct("<I"), 3: struct.Struct("<I")}
+_LENGTH_BY_VERSION = {1: struct.Struct("<H"), 2: struct.Struct("<I"), 3: struct.Struct("<I")}
 """The layout of the text length after the version, by major version."""
-_FIRST = 256
+_HEAD_BYTES = 256
 """Bytes read at first: numpy pads headers to multiples of 64, most have 128."""
-_LONGEST = 1 << 16
+_MAX_HEADER_BYTES = 1 << 16
 """The longest text; numpy itself reads 10,000 characters of an untrusted file."""
 _FIELD = re.compile(
     r"""\s*(?P<quote>['"])(?P<key>descr|fortran_order|shape)(?P=quote)\s*:\s*"""
     r"""(?P<value>'[^']*'|"[^"]*"|True|False|\([^()]*\)|\[.*\])\s*(?:,|(?=\}))""",
     re.DOTALL,
 )
-_SIZES = re.compile(r"\(\s*(?:\d{1,19}L?\s*,\s*)*(?:\d{1,19}L?\s*)?\)")
+_SHAPE = re.compile(r"\(\s*(?:\d{1,19}L?\s*,\s*)*(?:\d{1,19}L?\s*)?\)")
 
 
 class ArrayHeader(NamedTuple):
@@ -52,13 +52,17 @@ def read_array_header(record: Record) -> ArrayHeader:
         CorruptFile: if it is not a header, or does not have dtype, order and shape once each.
         LimitExceeded: if it is longer than any header from numpy.
     """
-    head = _read_head(record, _FIRST)
-    length_layout = _LENGTHS.get(head[6]) if len(head) > 6 and head.startswith(_MAGIC) else None
+    head = _read_head(record, _HEAD_BYTES)
+    length_layout = (
+        _LENGTH_BY_VERSION.get(head[6]) if len(head) > 6 and head.startswith(_MAGIC) else None
+    )
     start = 8 + length_layout.size if length_layout is not None else 0
     if length_layout is None or len(head) < start:
         raise CorruptFile(f"array '{printable(record.name)}' does not begin like a numpy array")
     (length,) = length_layout.unpack_from(head, 8)
-    check_limit(f"array '{printable(record.name)}' has a header of", length, "bytes", _LONGEST)
+    check_limit(
+        f"array '{printable(record.name)}' has a header of", length, "bytes", _MAX_HEADER_BYTES
+    )
     if len(head) < start + length:
         head = _read_head(record, start + length)
     text = head[start : start + length].decode("utf-8" if head[6] == 3 else "latin-1", "replace")
@@ -66,7 +70,7 @@ def read_array_header(record: Record) -> ArrayHeader:
         raise CorruptFile(f"array '{printable(record.name)}' ends within its header")
     fields = _parse_fields(text)
     shape = fields.get("shape", "")
-    if fields.keys() != {"descr", "fortran_order", "shape"} or not _SIZES.fullmatch(shape):
+    if fields.keys() != {"descr", "fortran_order", "shape"} or not _SHAPE.fullmatch(shape):
         raise CorruptFile(
             f"array '{printable(record.name)}' has the header '{printable(text.strip()[:100])}'"
         )
@@ -118,14 +122,22 @@ class NumpyArchive(Format):
     def recognize(self, probe: Probe) -> bool:
         """Return True for a zip in which every record has the name of an array."""
         names = probe.compute_once(open_archive).records
-        return not probe.is_folder and bool(names) and all(name.endswith(ARRAY) for name in names)
+        return (
+            not probe.is_folder
+            and bool(names)
+            and all(name.endswith(ARRAY_EXTENSION) for name in names)
+        )
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the arrays by name, from the directory and the header of each."""
+        """Return the arrays by name, from the directory and the header of each.
+
+        An array of objects is unpickled as data. An array with another dtype than torch's is only
+        listed in `left_behind`.
+        """
         archive = probe.compute_once(open_archive)
         root, pickles, others = OrderedMap(), list[Unpickled](), list[str]()
         for record in archive.records.values():
-            name = record.name.removesuffix(ARRAY)
+            name = record.name.removesuffix(ARRAY_EXTENSION)
             header = read_array_header(record)
             if header.descr in ("|O", "O"):
                 pickles.append(unpickle_outer(record.data, probe.limits, start=header.length))

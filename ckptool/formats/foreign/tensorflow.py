@@ -26,7 +26,7 @@ from ckptool.core.model import (
     find_tensors,
     make_plain_tensor,
 )
-from ckptool.core.sections import OF_THE_MODEL
+from ckptool.core.sections import MODEL_MARK
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
@@ -56,22 +56,22 @@ from ckptool.formats.foreign.leveldb import (
 from ckptool.limits import Limits
 from ckptool.words import listed, printable, shell
 
-_PART = re.compile(r"(?P<prefix>.+)\.(?:index|data-\d{5}-of-\d{5})", re.DOTALL)
-_LATEST = re.compile(rb'^model_checkpoint_path: "([^"\n]+)"', re.MULTILINE)
-_NOTE = "checkpoint"
-_MOST_NOTE = 1 << 20
+_FILE_NAME = re.compile(r"(?P<prefix>.+)\.(?:index|data-\d{5}-of-\d{5})", re.DOTALL)
+_LATEST_PATH = re.compile(rb'^model_checkpoint_path: "([^"\n]+)"', re.MULTILINE)
+_LATEST_FILE = "checkpoint"
+_MAX_LATEST_BYTES = 1 << 20
 _VARIABLES = "variables"
 _ATTRIBUTE = re.compile(r"/\.ATTRIBUTES/VARIABLE_VALUE$|/\.ATTRIBUTES(?=/)")
 _SLOT = "/.OPTIMIZER_SLOT/"
-_OF_OPTIMIZER = re.compile(
+_OPTIMIZER_NAME = re.compile(
     r"(\w*optimizer|opt)/(?!_trainable_variables/)|(.*/)?beta[12]_power(_\d+)?$"
 )
 """Matches variables of an optimizer; Keras 3 also stores the weights of its model below it."""
-_AVERAGE = "ExponentialMovingAverage"
-_OWN_RECORDS = ("_CHECKPOINTABLE_OBJECT_GRAPH", "save_counter/.ATTRIBUTES/VARIABLE_VALUE")
-_STRING = 7
-_STRINGS = Global("tensorflow", "string")
-_DTYPES = {
+_AVERAGE_NAME = "ExponentialMovingAverage"
+_FRAMEWORK_RECORDS = ("_CHECKPOINTABLE_OBJECT_GRAPH", "save_counter/.ATTRIBUTES/VARIABLE_VALUE")
+_STRING_TYPE = 7
+_STRING_CLASS = Global("tensorflow", "string")
+_DTYPE_BY_CODE = {
     1: "float32",
     2: "float64",
     3: "int32",
@@ -91,7 +91,7 @@ _DTYPES = {
     25: "float8_e4m3fn",
 }
 """The dtypes by number in `DataType` (core/framework/types.proto)."""
-_HINT = "copy the whole checkpoint again: the index and all data files of one save"
+_COPY_AGAIN = "copy the whole checkpoint again: the index and all data files of one save"
 
 
 class _Entry(NamedTuple):
@@ -143,7 +143,7 @@ class TensorFlow(Format):
         names = {_decode_name(key): key for key in index.entries if not key.startswith(b"\0")}
         for name, key in names.items():
             entry = index.entries[key]
-            if name in _OWN_RECORDS:
+            if name in _FRAMEWORK_RECORDS:
                 continue
             leaf = data.make_leaf(key, entry)
             if leaf is None:
@@ -154,7 +154,7 @@ class TensorFlow(Format):
             clean = _clean_name(name)
             section[name if clean in section else clean] = leaf
         if optimizer:
-            model.attributes[OF_THE_MODEL] = {}
+            model.attributes[MODEL_MARK] = {}
         return Checkpoint(
             {"state_dict": model, "optimizer": optimizer} if optimizer else model,
             self.name,
@@ -217,9 +217,12 @@ def _is_table(place: Place, path: str) -> bool:
 
 
 def _find_indexes(probe: Probe) -> list[str]:
-    """Return the path of the index, or of each index in a folder."""
+    """Return the path of the index, or of each index in a folder; of the latest one, if stated.
+
+    A data file, and the folder of a SavedModel, stand for their index.
+    """
     if not probe.is_folder:
-        match = _PART.fullmatch(probe.path)
+        match = _FILE_NAME.fullmatch(probe.path)
         paths = [f"{match['prefix']}.index"] if match else []
     elif _VARIABLES in probe.entries and "saved_model.pb" in probe.entries:
         paths = [os.path.join(probe.path, _VARIABLES, f"{_VARIABLES}.index")]
@@ -233,11 +236,11 @@ def _find_indexes(probe: Probe) -> list[str]:
 
 def _find_latest_index(probe: Probe) -> str | None:
     """Return the path of the latest index of a folder, by its `checkpoint` file."""
-    path = os.path.join(probe.path, _NOTE)
-    if _NOTE not in probe.entries or not probe.place.is_file(path):
+    path = os.path.join(probe.path, _LATEST_FILE)
+    if _LATEST_FILE not in probe.entries or not probe.place.is_file(path):
         return None
     with closing(probe.place.open(path)) as source:
-        match = _LATEST.search(source.read(0, min(source.size, _MOST_NOTE)))
+        match = _LATEST_PATH.search(source.read(0, min(source.size, _MAX_LATEST_BYTES)))
     if match is None:
         return None
     # The folder may have been moved: only the name is used.
@@ -253,7 +256,8 @@ def _read_index(probe: Probe) -> _Index:
         hint = f"give one: ckptool list {shell(paths[-1])}"
         raise UnsupportedFormat(subject, file=probe.path, hint=hint)
     if not probe.place.is_file(paths[0]):
-        subject = f"lacks {os.path.basename(paths[0])}, the latest checkpoint in its file `{_NOTE}`"
+        name = os.path.basename(paths[0])
+        subject = f"lacks {name}, the latest checkpoint in its file `{_LATEST_FILE}`"
         raise FileMissing(
             subject, file=probe.path, hint="copy it as well, or give another checkpoint"
         )
@@ -263,7 +267,7 @@ def _read_index(probe: Probe) -> _Index:
         probe.on_close(source.close)
     with (
         require_package("google-crc32c", "is a TensorFlow index with checksums", source.name),
-        add_error_context(source.name, hint=_HINT),
+        add_error_context(source.name, hint=_COPY_AGAIN),
     ):
         table = read_table(source, probe.limits)
         header = Message(table.pop(b"", b""))
@@ -273,7 +277,10 @@ def _read_index(probe: Probe) -> _Index:
 
 
 def _parse_entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
-    """Return the entry of a key from its message, checked."""
+    """Return the entry of a key from its message, checked.
+
+    The fields have the numbers of `BundleEntryProto` (core/protobuf/tensor_bundle.proto).
+    """
     fields, subject = Message(raw), f"variable {_describe_key(key)}"
     shape = tuple(
         size.get_number(1) for part in fields.get_messages(2) for size in part.get_messages(2)
@@ -313,6 +320,7 @@ class _Data:
         """
         self._index = index
         self._files: dict[int, Source] = {}
+        """The data files, by their number."""
         prefix = index.path.removesuffix(".index")
         used = {entry.shard for entry in index.entries.values() if not entry.slices}
         allow_open_files(len(used))
@@ -320,10 +328,10 @@ class _Data:
             path = f"{prefix}.data-{shard:05d}-of-{index.shards:05d}"
             if shard >= index.shards:
                 message = f"the index needs data file {shard:,} of {index.shards:,}"
-                raise CorruptFile(message, file=index.path, hint=_HINT)
+                raise CorruptFile(message, file=index.path, hint=_COPY_AGAIN)
             if not probe.place.is_file(path):
                 message = f"the data file {printable(os.path.basename(path))} is missing"
-                raise FileMissing(message, file=index.path, hint=_HINT)
+                raise FileMissing(message, file=index.path, hint=_COPY_AGAIN)
             self._files[shard] = probe.place.open(path)
             probe.on_close(self._files[shard].close)
         self.sources = tuple(self._files.values())
@@ -334,14 +342,16 @@ class _Data:
         Raises:
             CorruptFile: if its bytes are not in the file, or its parts do not cover it.
         """
-        if entry.dtype == _STRING and not entry.slices:
+        if entry.dtype == _STRING_TYPE and not entry.slices:
             origin = "stored", os.path.basename(self._files[entry.shard].name)
-            return Opaque(_STRINGS, plain=origin, find=cache(partial(self._read_texts, key, entry)))
-        dtype = _DTYPES.get(entry.dtype)
+            return Opaque(
+                _STRING_CLASS, plain=origin, find=cache(partial(self._read_texts, key, entry))
+            )
+        dtype = _DTYPE_BY_CODE.get(entry.dtype)
         if dtype is None:
             return None
         order = self._index.byteorder
-        with add_error_context(self._index.path, hint=_HINT):
+        with add_error_context(self._index.path, hint=_COPY_AGAIN):
             data = (
                 self._join_parts(key, entry, dtype) if entry.slices else self._locate_bytes(entry)
             )
@@ -372,7 +382,7 @@ class _Data:
         lengths, checked_bytes = self._read_strings(key, entry)
         if mask_crc(crc32c(checked_bytes)) != entry.crc32c:
             message = f"variable {_describe_key(key)} is damaged (checksum mismatch)"
-            raise CorruptFile(message, file=self._files[entry.shard].name, hint=_HINT)
+            raise CorruptFile(message, file=self._files[entry.shard].name, hint=_COPY_AGAIN)
         nodes: list[Any] = []
         at = len(checked_bytes) - sum(lengths)
         for length in lengths:
@@ -395,7 +405,7 @@ class _Data:
                 lengths.append(length)
         if len(lengths) != prod(entry.shape) or at + 4 + sum(lengths) != len(raw):
             message = f"variable {_describe_key(key)} has strings that do not match their lengths"
-            raise CorruptFile(message, file=data.source.name, hint=_HINT)
+            raise CorruptFile(message, file=data.source.name, hint=_COPY_AGAIN)
         widths = (length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths)
         return lengths, b"".join(widths) + raw[at:]
 
@@ -406,7 +416,7 @@ class _Data:
                 continue
             try:
                 data = self._locate_bytes(entry)
-                if entry.dtype == _STRING:
+                if entry.dtype == _STRING_TYPE:
                     raw = self._read_strings(key, entry)[1]
                     data = ByteRange(MemorySource(raw, data.source.name), 0, len(raw))
             except CheckpointError as error:
@@ -442,14 +452,14 @@ def _encode_ordered(number: int) -> bytes:
 
 def _is_slot(name: str, names: Collection[str]) -> bool:
     """Return True for an optimizer's variable; TensorFlow 1 puts slots below variables."""
-    if _SLOT in name or _OF_OPTIMIZER.match(name):
+    if _SLOT in name or _OPTIMIZER_NAME.match(name):
         return True
     owner, _, last = name.rpartition("/")
-    return owner in names and last != _AVERAGE
+    return owner in names and last != _AVERAGE_NAME
 
 
 def _describe_own_records(names: Collection[str]) -> Iterator[str]:
     """Yield a note on records that TensorFlow writes for itself."""
-    own = [name.partition("/")[0] for name in _OWN_RECORDS if name in names]
+    own = [name.partition("/")[0] for name in _FRAMEWORK_RECORDS if name in names]
     if own:
         yield f"records of TensorFlow itself: {listed(own)}"
