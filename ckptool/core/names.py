@@ -74,7 +74,7 @@ class _Level(NamedTuple):
     kinds: tuple[str, ...]
 
     def apply(self, name: str) -> str:
-        """Return the key without the component."""
+        """Return the key without the component; group 1 of the pattern is the text before it."""
         return self.pattern.sub(r"\1", name, count=1)
 
 

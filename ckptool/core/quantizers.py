@@ -342,6 +342,7 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
         return is_byte and (codes.dtype.startswith("float8_") or _SCALE_WORD in name.lower())
     if not prod(sizes) or prod(sizes) * _MIN_CODES_PER_SCALE > prod(shape):
         return False
+    # A scale may have more dimensions than the codes, and ones for dimensions without scales.
     while len(sizes) > len(shape) and sizes[-1] == 1:
         sizes = sizes[:-1]
     trimmed = sizes

@@ -120,7 +120,10 @@ def _list_components(tensor: TensorRef) -> list[Any]:
 
 
 def _get_own_parts(tensor: TensorRef) -> Mapping[str, Any]:
-    """Return the parts of a tensor, without a numpy array that replaces its storage."""
+    """Return the parts of a tensor; none if these are its numpy array, or the tensor it came from.
+
+    The array and the carrier (of a device without storages) have the same bytes as the storage.
+    """
     parts = tensor.parts or {}
     return {} if "carrier" in parts or "array" in parts else parts
 

@@ -17,7 +17,7 @@ _FEW = 8
 """The most items of a set to show."""
 _PLAIN = (str, int, float, complex, type(None))
 _PLAIN_KEYS = frozenset({str, int})
-_TUPLES = frozenset({"path", "shape", "stride"})
+_TUPLE_FIELDS = frozenset({"path", "shape", "stride"})
 """Fields that stay tuples in a document: they can be keys of a dict."""
 _SETS = frozenset({"builtins.set", "builtins.frozenset"})
 
@@ -52,7 +52,10 @@ def to_document(result: Any, *left_out: str) -> dict[str, Any]:
     """Return the fields of a dataclass for a JSON document, including nested results."""
     names = [field.name for field in fields(result) if field.name not in left_out]
     values = ((name, getattr(result, name)) for name in names)
-    return {name: value if name in _TUPLES else _to_document_value(value) for name, value in values}
+    return {
+        name: value if name in _TUPLE_FIELDS else _to_document_value(value)
+        for name, value in values
+    }
 
 
 def _to_document_value(value: Any) -> Any:

@@ -35,7 +35,7 @@ Fetch = Callable[[int, int, str], RangeResponse]
 
 
 def make_fsspec_fetcher(path: str) -> Fetch:
-    """Return the function that fetches the bytes of a file."""
+    """Return the function that fetches bytes of a file, whose size and tag are read now."""
     system, inner = find_file_system(path)
     with convert_errors(path):
         system.invalidate_cache()

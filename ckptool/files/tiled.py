@@ -39,7 +39,7 @@ def make_late_range(
             raise CorruptFile(f"has {data.length:,} bytes, expected {size:,}", file=name)
         data.read_into(buffer, offset)
         if offset not in (0, read):
-            return
+            return  # not the next bytes: the CRC-32 cannot be continued
         crc = crc32(buffer, crc if offset else 0) if stated is not None else 0
         read = offset + len(buffer)
         if read < size:

@@ -287,6 +287,7 @@ def is_second_copy(data: ByteRange, shift: int) -> bool:
         return False
     if data.read(max(0, shift - END.size), 4) != b"PK\x05\x06":
         return True
+    # A complete archive ends there: the two must have the same directory at their ends.
     tail = min(shift, _WINDOW)
     return data.length == 2 * shift and data.read(shift - tail, tail) == data.read(
         data.length - tail, tail
@@ -402,7 +403,7 @@ def make_record(
     Raises:
         LimitExceeded: it would inflate to more than `limits` allows.
     """
-    crc = entry.crc32 if entry.crc32 or not entry.size else None
+    crc = entry.crc32 if entry.crc32 or not entry.size else None  # torch can be set to write 0
     if payload is None:
         stated_crc = crc if entry.method == STORED else None
         packed = make_late_range(

@@ -367,7 +367,7 @@ def _identify_tar(probe: Probe) -> Identification | None:
 def _identify_signature(probe: Probe) -> Identification | None:
     """Identify a file by its first or last bytes, or return None.
 
-    The hint for a compressed tar or pickle is about the content, not about decompressing alone.
+    The hint for a compressed tar or pickle says how to read its content.
     """
     head, size = probe.head, probe.require_source().size
     ending = probe.require_source().read(max(0, size - 8), min(8, size))
@@ -428,8 +428,8 @@ def _identify_text(probe: Probe) -> Identification | None:
 def _is_protocol_buffer(raw: bytes, size: int) -> bool:
     """Return True if the bytes of a file of this `size` are fields of a protocol buffer.
 
-    A field has a small number, and its kind or its own length says how long it is. `raw` may be
-    only the start of the file.
+    A field begins with its number and its kind: 0 is a varint, 1 has 8 bytes, 5 has 4 bytes, and 2
+    has its own length. `raw` may be only the start of the file.
     """
     at = count = 0
     while at < len(raw):

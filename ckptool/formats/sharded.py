@@ -307,7 +307,11 @@ def _map_keys(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[st
 def _check_key_shards(
     index: ShardIndex, shards: Mapping[str, Checkpoint], file_by_key: Mapping[Any, str]
 ) -> None:
-    """Refuse a tensor that is not in the shard that the index lists; tied keys may be in any."""
+    """Refuse a tensor that is not in the shard that the index lists.
+
+    A tied key that is not stored only needs an entry in its shard, and the index need not list
+    values that are no tensors.
+    """
     for name in dict.fromkeys((*index.weight_map, *file_by_key)):
         stated, actual = index.weight_map.get(name), file_by_key.get(name)
         is_tied = actual is None and stated is not None and name in shards[stated].root

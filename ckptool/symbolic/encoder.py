@@ -382,7 +382,7 @@ class _Encoder:
         self.write_text(storage.device)
         size = 1 if node.untyped else BY_NAME[node.dtype].itemsize
         self.write_integer(storage.nbytes // size)
-        self.out += b"NtQ" if self.legacy else b"tQ"
+        self.out += b"NtQ" if self.legacy else b"tQ"  # [NONE,] TUPLE, BINPERSID
 
     def write_tensor(self, node: TensorRef) -> None:
         """Write a tensor as the call that rebuilds it; a numpy array as its original object."""

@@ -298,7 +298,7 @@ def _make_jagged(machine: Machine, args: Any) -> TensorRef:
     (state,) = args
     values, offsets = state["values"], state["offsets"]
     ragged = state.get("_ragged_idx", 1)
-    count = (offsets.shape[0] or 1) - 1
+    count = (offsets.shape[0] or 1) - 1  # of tensors: `offsets` also has the last end
     inner = [None if axis == ragged else size for axis, size in enumerate(values.shape, start=1)]
     return TensorRef(
         values.dtype, (count, *inner), (), 0, None, values.device,

@@ -93,7 +93,7 @@ def deflated(data, size=None):
 @pytest.mark.parametrize("piece", [1, 1000, 32 << 20])
 def test_every_run_in_order(tmp_path, monkeypatch, piece, worth):
     monkeypatch.setattr(checksums, "_JOB_BYTES", piece)
-    monkeypatch.setattr(checksums, "_BLOCK", 256)
+    monkeypatch.setattr(checksums, "_READ_BYTES", 256)
     monkeypatch.setattr(checksums, "_MIN_THREADED_BYTES", worth)
     data = random.Random(0).randbytes(3000)
     (tmp_path / "data").write_bytes(data)

@@ -376,7 +376,10 @@ def _find_compressed(contents: ZipContents) -> Iterator[Finding]:
 
 
 def _find_misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding]:
-    """Yield a finding if torch computes wrong offsets because of `.format_version`."""
+    """Yield a finding if torch computes wrong offsets because of `.format_version`.
+
+    From version 1 on, torch computes them from the order of storages and their alignment.
+    """
     is_far = any(source.is_far for source in archive.sources)  # no local header has been read
     if contents.facts.get(".format_version", "") < "1" or is_far:
         return

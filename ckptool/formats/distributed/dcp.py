@@ -511,9 +511,8 @@ def _open_item(item: _Item, limits: Limits) -> Archive:
     """
     with add_error_context(item.path, "an item of the index", hint=_COPY_AGAIN):
         data = open_member(item.path).slice(item.offset, item.length)
-    if (
-        data.source.is_far and data.length <= _MAX_FETCHED_ITEM
-    ):  # one request, which also reads ahead
+    if data.source.is_far and data.length <= _MAX_FETCHED_ITEM:
+        # One request for the item is faster than many for its parts.
         data = ByteRange(MemorySource(data.read(), item.path), 0, data.length)
     if item.packed:
         data = _decompress(data, item, limits)

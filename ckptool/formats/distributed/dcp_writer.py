@@ -287,8 +287,8 @@ class _ExistingItems:
     def make_new_name(self, old_name: str | None, path: Path) -> str:
         """Return the name of the item for content that is now at `path`.
 
-        The item `old_name` had it before; None for a new value. A path that had an item keeps its
-        name if the content is not a tensor from another item.
+        The item `old_name` had it before; None for a new value. A path keeps the name of its old
+        item, unless that was a tensor and the content is another item.
 
         Raises:
             NotRepresentable: if its name is not derived from the path.

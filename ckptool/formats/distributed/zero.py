@@ -709,7 +709,10 @@ def _read_universal(
 
 
 def _read_state(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any:
-    """Return one state of a parameter: a tensor of its shape, or a number."""
+    """Return one state of a parameter: a tensor of its shape, or a number.
+
+    The file has it alone or under `param`; in stage 3 it is a flat vector, padded at its end.
+    """
     node = read_torch_file(path, limits)
     if isinstance(node, dict):
         node = node.get("param")
@@ -717,7 +720,7 @@ def _read_state(name: str, path: str, shape: tuple[int, ...], limits: Limits) ->
         return node
     if len(node.shape) == 1 and node.shape != shape and node.numel >= prod(shape):
         vector = _make_vector(node, path)  # stage 3: flat
-        return _make_tensor(name, shape, [vector], partial(_slice_evenly, 0, prod(shape), 1))
+        return _make_tensor(name, shape, [vector], partial(_slice_evenly, 0, prod(shape), world=1))
     return replace(node, requires_grad=False, wrapping=())
 
 

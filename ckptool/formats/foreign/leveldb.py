@@ -116,7 +116,7 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     if len(raw) < _FOOTER_BYTES or not raw.endswith(MAGIC):
         raise CorruptFile("the end of the index is missing")
     footer = raw[-_FOOTER_BYTES:]
-    at = read_varint(footer, read_varint(footer, 0)[1])[1]  # after a table of no use
+    at = read_varint(footer, read_varint(footer, 0)[1])[1]  # after the handle of an unused block
     entries: dict[bytes, bytes] = {}
     last, end = b"", 0
     for _, handle in _parse_entries(_read_block(raw, footer[at:], 0, max_bytes)[0]):

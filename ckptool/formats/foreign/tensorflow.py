@@ -279,7 +279,8 @@ def _read_index(probe: Probe) -> _Index:
 def _parse_entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
     """Return the entry of a key from its message, checked.
 
-    The fields have the numbers of `BundleEntryProto` (core/protobuf/tensor_bundle.proto).
+    The fields have the numbers of `BundleEntryProto` (core/protobuf/tensor_bundle.proto). A part
+    without a count along an axis (-1) has the full axis.
     """
     fields, subject = Message(raw), f"variable {_describe_key(key)}"
     shape = tuple(
