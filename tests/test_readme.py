@@ -28,7 +28,7 @@ SHOWN = {
     "match": r"module\. removed",
     "diff": r"[1-9] of \d+ common entries differ",
     "verify": r"ok \(",
-    "scan": r"data \(1 pickle\)|runs \(imports io\)",
+    "scan": r"data \(1 pickle\)|runs code \(imports io\)",
     "stats": r"mean",
     "report": r"wrote model.html",
     "strip-module": r'removed "module\." from 9 keys',
