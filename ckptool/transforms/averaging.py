@@ -399,7 +399,10 @@ class _Plan:
 
 
 def _rename_like(first: Names, other: Names) -> Names:
-    """Return the tensors of another file by the keys of the first, ignoring wrapper prefixes."""
+    """Return the tensors of another file by the keys of the first, ignoring wrapper prefixes.
+
+    If the keys differ in more than these prefixes, they are unchanged.
+    """
     if first.keys() == other.keys():
         return other
     own_bare, other_bare = map_to_bare_names(first), map_to_bare_names(other)

@@ -191,7 +191,7 @@ def _merge_spans(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span
 
 
 def _move_tensors(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
-    """Return the tree with its tensors over the new storages."""
+    """Return the tree with its tensors over the trimmed storages, at their new offsets."""
 
     def move_leaf(leaf: Any) -> Any:
         """Return a tensor over its new storage; any other leaf unchanged."""

@@ -144,7 +144,7 @@ def _drop_merged_modules(
 
 
 def _find_target_by_rule(path: Any, rename_module: Renamer) -> Targets:
-    """Return the new path of a module without keys, by the rule for modules."""
+    """Return the new path of a module without keys, by the rule for modules, with its rank."""
     new = rename_module(path) if isinstance(path, str) else path
     return {new: _LOOSE_STAYS if new == path else _LOOSE_MOVES}
 

@@ -579,13 +579,13 @@ def _report_conversions(root: Any, convert: Forms, forms: dict[int, Any]) -> Ite
     `forms` has the plain form by the identity of the object.
     """
 
-    def has_more(node: Any) -> bool:
+    def keeps_content(node: Any) -> bool:
         """Return True if the result keeps the content of a node; numbers and modules lose it."""
         is_container = isinstance(forms.get(id(node)), (dict, list, tuple, Opaque))
         return not is_rejected(node) or (is_container and not is_module(node))
 
     settings: dict[str, None] = {}
-    for link, node in walk_mentions(root, enter=has_more):
+    for link, node in walk_mentions(root, enter=keeps_content):
         form = convert(node) if isinstance(node, TensorRef) else forms.get(id(node), node)
         if form is node:
             continue

@@ -201,7 +201,7 @@ def _refuse_list_item(checkpoint: Checkpoint, path: Path, verb: str) -> None:
         )
 
 
-def _parse_moves(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
+def _parse_moves(rules: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
     """Return the new path by old path, from a mapping or from texts `OLD=NEW`.
 
     Raises:
@@ -210,16 +210,16 @@ def _parse_moves(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[
     if isinstance(rules, Mapping):
         pairs = list(rules.items())
     else:
-        texts = check_list_option(option, rules)
+        texts = check_list_option("move", rules)
         pairs = [(old, new) for text in texts for old, _, new in [split_rule(text)]]
     for old, new in pairs:
         if not (old and new):
             raise UsageError(
-                f"--{option} needs OLD=NEW, with a path on both sides",
-                hint=f"for example --{option} model_state_dict=state_dict",
+                "--move needs OLD=NEW, with a path on both sides",
+                hint="for example --move model_state_dict=state_dict",
             )
     if len({old for old, _ in pairs}) < len(pairs):
-        raise UsageError(f"--{option} has one path twice")
+        raise UsageError("--move has one path twice")
     return dict(pairs)
 
 
@@ -249,7 +249,7 @@ class Move(Step):
         Raises:
             UsageError: if one is empty or repeated, or two have the same new path.
         """
-        rules = _parse_moves("move", self.paths)
+        rules = _parse_moves(self.paths)
         if len(set(rules.values())) < len(rules):
             raise UsageError("two entries cannot move to one path")
         object.__setattr__(self, "paths", rules)
