@@ -23,15 +23,15 @@ from ckptool.words import shell
 if TYPE_CHECKING:
     import torch
 
-_PIECE = 16 << 20
+_BYTES_PER_READ = 16 << 20
 """Bytes that a thread reads at a time."""
-_SHARED = 8 << 20
-"""Bytes in all from which a second thread helps."""
-_BLOCK = 1 << 15
+_MIN_PARALLEL_BYTES = 8 << 20
+"""Total bytes from which a second thread helps."""
+_BLOCK_ELEMENTS = 1 << 15
 """Elements that are cast or rearranged at a time: they stay in the processor's cache, and torch
 does not divide them among threads, which wait for each other."""
-_SENT = 1 << 22
-"""The same where they go to another device."""
+_DEVICE_BLOCK_ELEMENTS = 1 << 22
+"""Elements that are sent to another device at a time."""
 
 Job = Callable[[], object]
 
@@ -99,8 +99,8 @@ def have_separate_memory(tensors: Iterable[torch.Tensor]) -> bool:
         if tensor.numel()
     )
     return not any(
-        home == device and begin < start + size
-        for (device, start, size), (home, begin, _) in pairwise(spans)
+        next_device == device and next_start < start + size
+        for (device, start, size), (next_device, next_start, _) in pairwise(spans)
     )
 
 
@@ -113,26 +113,31 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
         CorruptFile: if the bytes have changed since the file was written.
         UnreadableFile: if the system cannot read them.
     """
-    runs: list[ByteRange] = []
-    checksums: list[tuple[str, int | None]] = []
+    ranges: list[ByteRange] = []
+    checksums: list[tuple[str, int | None]] = []  # of each range: tensor name, CRC-32 in the file
     for name, storage in _list_storages(refs):
         if storage.data is not None and storage.nbytes:
-            runs.append(storage.data)
+            ranges.append(storage.data)
             checksums.append((name, storage.crc32))
-    for run, (name, expected), computed in zip(runs, checksums, compute_crc32s(runs), strict=True):
-        if not isinstance(computed, int):
+    computed_crc32s = compute_crc32s(ranges)
+    for data, (name, expected), computed in zip(ranges, checksums, computed_crc32s, strict=True):
+        if not isinstance(computed, int):  # the error of a failed read
             raise computed
         if expected is not None and computed != expected:
             raise CorruptFile(
                 f"{describe_name(name)} is damaged: CRC-32 is {computed:08x}, "
                 f"expected {expected:08x}",
-                file=run.source.name,
-                hint=f"check the file with ckptool verify {shell(run.source.name)}",
+                file=data.source.name,
+                hint=f"check the file with ckptool verify {shell(data.source.name)}",
             )
 
 
 def check_pickles(sources: Iterable[Source]) -> None:
-    """Compare the pickles, which place every tensor, with the CRC-32 in their files."""
+    """Compare the pickles, which locate every tensor, with the CRC-32 in their files.
+
+    Raises:
+        CorruptFile: if a pickle has changed since the file was written.
+    """
     for source in sources:
         for name, data, stated in source.stated:
             if name.endswith("data.pkl") and next(compute_crc32s([data])) != stated:
@@ -150,7 +155,7 @@ def count_stored_bytes(refs: Iterable[tuple[str, TensorRef]]) -> int:
 
 
 def _list_storages(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storage]]:
-    """Yield the storages of the tensors and of their parts, once each."""
+    """Yield each storage of the tensors, and of tensors inside them, once, with the first name."""
     seen: set[int] = set()
     for name, ref in refs:
         for tensor in (ref, *ref.tensors_inside()):
@@ -160,25 +165,34 @@ def _list_storages(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str,
 
 
 def fill(fills: Iterable[Fill]) -> None:
-    """Copy the source of every fill into its tensor; no tensor may share memory with another."""
+    """Copy the source of every fill into its tensor; no tensor may share memory with another.
+
+    Bytes that are equal in file and memory are read directly into the tensor, by two threads if
+    they are many. Others are cast, moved or rearranged block by block. A file's tensor
+    without bytes leaves its target unchanged.
+    """
     parallel: list[Job] = []
     sequential: list[Job] = []
-    size = 0
+    parallel_bytes = 0
     for item in fills:
-        ref = item.source
-        if isinstance(ref, TensorRef) and ref.storage is not None and ref.storage.data is not None:
-            if item.is_direct and ref.storage.data.source.is_shared:
-                parallel.extend(_make_read_jobs(item, ref))
-                size += ref.nbytes
+        source = item.source
+        if (
+            isinstance(source, TensorRef)
+            and source.storage is not None
+            and source.storage.data is not None
+        ):
+            if item.is_direct and source.storage.data.source.is_shared:
+                parallel.extend(_make_read_jobs(item, source))
+                parallel_bytes += source.nbytes
             else:
                 sequential.extend(
-                    _make_read_jobs(item, ref)
+                    _make_read_jobs(item, source)
                     if item.is_direct
-                    else [partial(_copy_in_blocks, item, ref)]
+                    else [partial(_copy_in_blocks, item, source)]
                 )
-        elif not isinstance(ref, TensorRef):
-            sequential.append(partial(_copy, item.tensor, ref))
-    if size >= _SHARED:
+        elif not isinstance(source, TensorRef):
+            sequential.append(partial(_copy, item.tensor, source))
+    if parallel_bytes >= _MIN_PARALLEL_BYTES:
         deque(run_in_order(lambda job: job(), parallel), 0)
     else:
         sequential = parallel + sequential
@@ -190,8 +204,8 @@ def _make_read_jobs(item: Fill, ref: TensorRef) -> Iterator[Job]:
     """Yield the jobs that read the bytes of the file into the tensor, piece by piece."""
     data = ref.data
     view = view_memory(item.tensor.data_ptr(), data.length)
-    for start in range(0, data.length, _PIECE):
-        yield partial(data.read_into, view[start : start + _PIECE], start)
+    for start in range(0, data.length, _BYTES_PER_READ):
+        yield partial(data.read_into, view[start : start + _BYTES_PER_READ], start)
 
 
 def _copy_in_blocks(item: Fill, ref: TensorRef) -> None:
@@ -199,7 +213,7 @@ def _copy_in_blocks(item: Fill, ref: TensorRef) -> None:
     import torch
 
     target = item.tensor.data
-    count = _BLOCK if target.device.type == "cpu" else _SENT
+    count = _BLOCK_ELEMENTS if target.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
     staging = torch.empty(
         min(count, target.numel()), dtype=get_torch_dtype(ref.dtype), device="cpu"
     )
@@ -214,7 +228,7 @@ def _copy_in_blocks(item: Fill, ref: TensorRef) -> None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the elements of a tensor in memory."""
+    """Copy the elements of a tensor in memory, resolving its conjugate and negative bits."""
     import torch
 
     with torch.no_grad():
@@ -222,26 +236,31 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.data.copy_(elements.reshape(target.shape))
 
 
-class Assigned:
-    """Creates the replacements of tensors: one object for each object of the model."""
+class ReplacementMaker:
+    """Creates new tensors to replace those of a model: one for all keys that are tied."""
 
     def __init__(self, *, cast: bool) -> None:
         """With `cast`, use the dtypes of the model."""
         self._cast = cast
-        self._made: dict[Hashable, torch.Tensor] = {}
-        self._taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
-        """By storage the bytes that a tensor was made of, from and to, in order."""
+        self._made_by_tie: dict[Hashable, torch.Tensor] = {}
+        """The replacements by tie, or by `id` of the replaced tensor if it is not tied."""
+        self._used_ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        """By storage and device, the sorted byte ranges (start, stop) used by replacements."""
 
     def make(self, tensor: torch.Tensor, tie: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """Return the replacement of `tensor`, with the elements of `value`; made once for a tie."""
+        """Return the replacement of `tensor`, with the elements of `value`; made once for a tie.
+
+        It is a Parameter if `tensor` is one, and requires gradients if `tensor` does. It uses the
+        memory of `value` unless a cast or an overlap with another replacement needs a copy.
+        """
         import torch
 
         key = (id(tensor), tie) if tie is None else tie
-        if key in self._made:
-            return self._made[key]
+        if key in self._made_by_tie:
+            return self._made_by_tie[key]
         new = value
         if not torch.nn.parameter.is_lazy(tensor):
-            if not tensor.dim() and value.shape == (1,):
+            if not tensor.dim() and value.shape == (1,):  # as torch loads old scalars
                 new = new.detach()[0]
             if self._cast and new.dtype != tensor.dtype:
                 new = new.detach().to(tensor.dtype)
@@ -253,20 +272,23 @@ class Assigned:
                 new = torch.nn.Parameter(new.detach(), requires_grad=requires_grad)
         elif isinstance(new, torch.nn.Parameter):
             new = new.detach()
-        self._made[key] = new
+        self._made_by_tie[key] = new
         return new
 
     def _overlaps(self, tensor: torch.Tensor) -> bool:
-        """Return True if another replacement uses the memory, or its own elements overlap."""
-        place = locate_tensor(tensor)
-        if place is None or tensor.is_meta or not tensor.numel():
+        """Return True if another replacement uses the memory, or its own elements overlap.
+
+        If False, the memory is recorded as used.
+        """
+        location = locate_tensor(tensor)
+        if location is None or tensor.is_meta or not tensor.numel():
             return False
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
         stop = start + span_of_strides(tensor.shape, tensor.stride()) * size
         if stop - start < tensor.nbytes:
             return True
-        ranges = self._taken.setdefault((place.storage, str(tensor.device)), [])
+        ranges = self._used_ranges.setdefault((location.storage, str(tensor.device)), [])
         index = bisect_right(ranges, (start, stop))
         if (index and ranges[index - 1][1] > start) or (
             index < len(ranges) and ranges[index][0] < stop

@@ -42,20 +42,20 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
-_UNCHANGED = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
-_FACTORIES: dict[str, type[Any]] = {
+_PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+_FACTORY_BY_NAME: dict[str, type[Any]] = {
     f"builtins.{kind.__name__}": kind for kind in (dict, float, int, list, set, str)
 }
 
 
-_TORCH_ARGUMENTS = {
+_HINT_BY_TORCH_ARGUMENT = {
     "device": "use map_location, as in torch.load",
     "weights_only": "leave it out: ckptool never runs code from a file",
 }
 """Arguments of other loaders, with the replacement for each."""
 
 
-@refuse_renamed_arguments(**_TORCH_ARGUMENTS)
+@refuse_renamed_arguments(**_HINT_BY_TORCH_ARGUMENT)
 @pause_gc()
 def load(
     path: str | os.PathLike[str] | Checkpoint,
@@ -145,9 +145,11 @@ class TreeMaker:
         self._tensors = Materializer(
             root, convert=self.make_node, map_location=map_location, mmap=mmap, dtype=dtype
         )
-        self._done: dict[int, tuple[Any, Any]] = {}
-        self._path: list[Any] = []
-        self._makers: dict[type[Any], Callable[[Any], Any]] = {
+        self._made_by_id: dict[int, tuple[Any, Any]] = {}
+        """By `id` of a node: the node, so that its `id` stays in use, and its object."""
+        self._current_path: list[Any] = []
+        """The keys on the way to the node that is being made, for messages."""
+        self._maker_by_type: dict[type[Any], Callable[[Any], Any]] = {
             OrderedMap: self._make_mapping,
             dict: self._make_mapping,
             list: self._make_sequence,
@@ -163,7 +165,7 @@ class TreeMaker:
 
     def make(self, node: Any, path: tuple[Any, ...] = ()) -> Any:
         """Return the object of `node`; `path` is its path for messages."""
-        self._path = list(path)
+        self._current_path = list(path)
         try:
             return self.make_node(node)
         except RecursionError as error:
@@ -174,25 +176,25 @@ class TreeMaker:
 
     def make_node(self, node: Any) -> Any:
         """Return the object of a node; containers and objects call it for their items."""
-        if type(node) in _UNCHANGED:
+        if type(node) in _PLAIN_TYPES:
             return node
         if id(node) in self._originals:
             return self._originals[id(node)]
-        known = self._done.get(id(node))
+        known = self._made_by_id.get(id(node))
         if known is not None:
             return known[1]
-        new = self._makers[type(node)](node)
+        new = self._maker_by_type[type(node)](node)
         # A cycle may already have created a tuple or an object for this node: use that.
-        return self._done.setdefault(id(node), (node, new))[1]
+        return self._made_by_id.setdefault(id(node), (node, new))[1]
 
     def forget(self) -> None:
         """Release all created objects."""
-        self._done.clear()
+        self._made_by_id.clear()
         self._tensors.forget()
 
     def _remember(self, node: Any, new: Any) -> None:
         """Register the object of a node before its items are made, for cycles."""
-        self._done[id(node)] = (node, new)
+        self._made_by_id[id(node)] = (node, new)
 
     # Each tree level costs two Python stack frames, so do not add helpers in between.
 
@@ -202,16 +204,16 @@ class TreeMaker:
         self._remember(node, new)
         for key, value in node.items():
             new_key = self.make_node(key)
-            self._path.append(key)
+            self._current_path.append(key)
             new_value = self.make_node(value)
-            self._path.pop()
+            self._current_path.pop()
             try:
                 new[new_key] = new_value
             except TypeError:  # the file has a set as a key
                 new[key] = new_value
         if isinstance(node, OrderedMap):
             attributes = self.make_node(node.attributes)
-            where = printable(name_of(tuple(self._path))) or "the root"
+            where = printable(name_of(tuple(self._current_path))) or "the root"
             set_attributes(new, attributes, where)
         return new
 
@@ -221,9 +223,9 @@ class TreeMaker:
         if isinstance(node, list):
             self._remember(node, new)
         for index, item in enumerate(node):
-            self._path.append(index)
+            self._current_path.append(index)
             new.append(self.make_node(item))
-            self._path.pop()
+            self._current_path.pop()
         return new if isinstance(node, list) else tuple(new)
 
     def _make_size(self, node: Size) -> Any:
@@ -237,10 +239,10 @@ class TreeMaker:
         """Return a tensor, or the node if it is one rank's part."""
         if is_one_part(node):
             return node  # such as a DTensor, which needs all ranks
-        return self._tensors.make_tensor(node, name_of(tuple(self._path)))
+        return self._tensors.make_tensor(node, name_of(tuple(self._current_path)))
 
     def _make_storage(self, node: StorageRef) -> Any:
-        return self._tensors.make_storage(node, name_of(tuple(self._path)))
+        return self._tensors.make_storage(node, name_of(tuple(self._current_path)))
 
     def _make_object(self, node: Opaque) -> Any:
         """Return a builtin object, or an inert view of any other object."""
@@ -260,7 +262,8 @@ class TreeMaker:
 def rebuild_builtin(node: Opaque, make: Callable[[Any], Any]) -> Any:
     """Return the object if its class is a known builtin class, otherwise the node.
 
-    `make` creates the values inside.
+    `make` creates the values inside. The arguments are those in the pickle: `set([1, 2])`. Also
+    returned are a value that the reader has already computed (`plain`), and a `torch.layout`.
     """
     if node.plain is not None:
         return node.plain[1]
@@ -268,11 +271,13 @@ def rebuild_builtin(node: Opaque, make: Callable[[Any], Any]) -> Any:
         return node
     name = node.func.qualified
     match node.args:
-        case () if name in _COLLECTIONS and not node.steps:
-            return _COLLECTIONS[name](())
-        case (list() | tuple() | dict() as content,) if name in _COLLECTIONS and not node.steps:
+        case () if name in _COLLECTION_BY_NAME and not node.steps:
+            return _COLLECTION_BY_NAME[name](())
+        case (list() | tuple() | dict() as content,) if (
+            name in _COLLECTION_BY_NAME and not node.steps
+        ):
             try:
-                return _COLLECTIONS[name](make(content))
+                return _COLLECTION_BY_NAME[name](make(content))
             except TypeError:  # an unhashable item
                 return node
         case (bytes() as raw,) if name == "builtins.bytearray":
@@ -285,7 +290,7 @@ def rebuild_builtin(node: Opaque, make: Callable[[Any], Any]) -> Any:
     return _rebuild_defaultdict(node, make) if name == "collections.defaultdict" else node
 
 
-_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+_COLLECTION_BY_NAME: dict[str, Callable[[Any], Any]] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "collections.Counter": Counter,
@@ -297,8 +302,8 @@ def _rebuild_defaultdict(node: Opaque, make: Callable[[Any], Any]) -> Any:
     match node.args:
         case () | (None,):
             result: defaultdict[Any, Any] = defaultdict()
-        case (Global() as factory,) if factory.qualified in _FACTORIES:
-            result = defaultdict(_FACTORIES[factory.qualified])
+        case (Global() as factory,) if factory.qualified in _FACTORY_BY_NAME:
+            result = defaultdict(_FACTORY_BY_NAME[factory.qualified])
         case _:
             return node
     if any(step != "set" for step, _ in node.steps):
@@ -332,7 +337,7 @@ def _make_device(node: DeviceValue) -> torch.device | DeviceValue:
         return node
 
 
-@refuse_renamed_arguments(**_TORCH_ARGUMENTS)
+@refuse_renamed_arguments(**_HINT_BY_TORCH_ARGUMENT)
 @pause_gc()
 def load_state_dict(
     path: str | os.PathLike[str] | Checkpoint,
@@ -387,9 +392,9 @@ def load_state_dict(
 
 
 def _strip_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """Remove wrapper prefixes, and the counter of an `AveragedModel`."""
+    """Remove wrapper prefixes, and with a warning the counter of a removed `AveragedModel`."""
     stripped = checkpoint.strip_module()
-    counters = [
+    counters = [  # a layer may have a buffer of this name, which stays
         new
         for old, new in zip(checkpoint.root, stripped.root, strict=True)
         if new == N_AVERAGED and _is_average_counter(old, checkpoint)
@@ -405,12 +410,12 @@ def _is_average_counter(name: str, checkpoint: Checkpoint) -> bool:
     )
 
 
-def _leave_out(checkpoint: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
+def _leave_out(checkpoint: Checkpoint, keys: list[Any], reason: str) -> Checkpoint:
     """Leave out entries, with a warning."""
-    if not names:
+    if not keys:
         return checkpoint
-    shown = listed(f"'{name}'" for name in names)
+    shown = listed(f"'{key}'" for key in keys)
     warn(f"{checkpoint.path}: left out of the state dict: {shown}, which {reason}")
-    dropped = frozenset(names)
-    kept = ((name, value) for name, value in checkpoint.root.items() if name not in dropped)
+    dropped_keys = frozenset(keys)
+    kept = ((key, value) for key, value in checkpoint.root.items() if key not in dropped_keys)
     return checkpoint.with_root(copy_with_items(checkpoint.root, kept))

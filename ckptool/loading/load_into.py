@@ -24,8 +24,8 @@ from ckptool.errors import (
     warn,
 )
 from ckptool.loading.fill import (
-    Assigned,
     Fill,
+    ReplacementMaker,
     can_fill,
     check_bytes,
     check_pickles,
@@ -67,14 +67,14 @@ if TYPE_CHECKING:
 
     from ckptool.loading.optimizer import OptimizerPlan
 
-_COPIED = 128 << 20
+_MAX_COPIED_BYTES = 128 << 20
 """Bytes of tensors copied before a file is read over them, so that a read error can be undone.
 For larger models the copy would need too much memory."""
-_CHECKED = 1 << 30
+_MAX_CHECKED_BYTES = 1 << 30
 """Bytes up to which a file is checked before loading, unless the caller decides."""
-_IN_PART = "the model is partly filled"
-_NO_MODEL = 'loading only an optimizer needs optimizer_order="position"'
-_OPTIMIZER_ONLY = (
+_PARTLY_FILLED = "the model is partly filled"
+_NEEDS_POSITION = 'loading only an optimizer needs optimizer_order="position"'
+_HINT_OPTIMIZER_ONLY = (
     "load_into(model, {'model': model.state_dict(), 'optimizer': ckptool.load(FILE)}, "
     "optimizer=..., optimizer_order='position')"
 )
@@ -157,10 +157,10 @@ def load_into(
             f"model is {a_class(model)}, expected a torch.nn.Module",
             hint="call load_into(model, path)",
         )
-    together = find_ranks(model)
-    with ExitStack() as held:
-        held.enter_context(pause_gc())
-        with together.raise_on_all_ranks(), _allow_gradients():
+    ranks = find_ranks(model)
+    with ExitStack() as stack:
+        stack.enter_context(pause_gc())
+        with ranks.raise_on_all_ranks(), _allow_gradients():
             check_lists(
                 rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose
             )
@@ -174,22 +174,22 @@ def load_into(
                 min_coverage=min_coverage,
             )
             target = describe_target(model)
-            on_meta = any(tensor.is_meta for tensor in target.entries.values())
+            has_meta_tensors = any(tensor.is_meta for tensor in target.entries.values())
             by_name = not target.custom and loads_by_name(model, iterate_layers(optimizer))
-            stating = open_state_dict(
+            opening = open_state_dict(
                 source,
                 key=key,
                 wanted=target.slots,
-                map_location=map_location if on_meta or assign else "cpu",
-                mmap=on_meta or not by_name,
+                map_location=map_location if has_meta_tensors or assign else "cpu",
+                mmap=has_meta_tensors or not by_name,
                 with_values=optimizer is not None,
             )
             try:
-                state = held.enter_context(stating)
+                state = stack.enter_context(opening)
             except NotFound as error:
                 if optimizer is not None and key is None:
-                    error.message += f"; {_NO_MODEL}"
-                    error.advise(_OPTIMIZER_ONLY)
+                    error.message += f"; {_NEEDS_POSITION}"
+                    error.advise(_HINT_OPTIMIZER_ONLY)
                 raise
             plan = plan_load(
                 state,
@@ -199,22 +199,22 @@ def load_into(
                 choices=TransposeRules.parse(transpose, no_transpose),
                 assign=bool(assign),
             )
-            without_values = find_placeholders(state.tree, state.section)
-            if without_values and without_values.kind != "lazy":  # lazy parameters count as missing
+            placeholders = find_placeholders(state.tree, state.section)
+            if placeholders and placeholders.kind != "lazy":  # lazy parameters count as missing
                 raise MatchError(
-                    without_values.text,
+                    placeholders.text,
                     file=state.file or None,
-                    hint=without_values.hint,
+                    hint=placeholders.hint,
                     report=plan.report,
                 )
             _check_codes(state, target, plan)
-            filled = None
+            optimizer_plan: OptimizerPlan | None = None
             if optimizer is not None:
                 from ckptool.loading.optimizer import (
                     plan_optimizer,
                 )  # Imported here: rarely needed.
 
-                filled = plan_optimizer(
+                optimizer_plan = plan_optimizer(
                     optimizer,
                     model,
                     state,
@@ -225,16 +225,23 @@ def load_into(
                     partial=optimizer_partial,
                     allowance=allowance,
                 )
-                plan = plan.with_changes(optimizer=filled.report)
+                plan = plan.with_changes(optimizer=optimizer_plan.report)
             loading = _Loading(
-                model, target, state, plan, filled, allowance, assign=assign, by_name=by_name
+                model,
+                target,
+                state,
+                plan,
+                optimizer_plan,
+                allowance,
+                assign=assign,
+                by_name=by_name,
             )
             refusal = loading.plan.refusal_error(allowance)
             if refusal is not None:
-                if without_values:
-                    refusal.message += f"\n{without_values.text}"
+                if placeholders:
+                    refusal.message += f"\n{placeholders.text}"
                 raise refusal
-        loading.run(verify=verify, together=together)
+        loading.run(verify=verify, ranks=ranks)
         report = replace(loading.plan.report, accepted=True)
         return _warn_about_meta(model, target, report)
 
@@ -272,7 +279,11 @@ def _check_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None:
 
 
 class _Loading:
-    """One load, planned before anything changes."""
+    """One load of a model, and of its optimizer, planned before anything changes.
+
+    A tensor is loaded in one of three ways: torch's `load_state_dict` copies or assigns it, it is
+    filled directly from the file, or it is replaced by a new tensor.
+    """
 
     def __init__(
         self,
@@ -286,31 +297,37 @@ class _Loading:
         assign: bool | None,
         by_name: bool,
     ) -> None:
-        """Decide how each tensor is filled.
+        """Decide how each tensor is loaded.
 
         Tensors on the meta device, and all with `assign`, are replaced. If torch would only copy
         `by_name`, plain tensors are filled directly from the file. Otherwise torch loads them from
         tensors created from the file.
+
+        Raises:
+            UsageError: if tensors would be replaced, but `assign` is False or `optimizer` has them.
         """
-        self._model, self._target, self._state, self.plan = model, target, state, plan
-        """At the end, its report includes the result of the model's own loading code."""
+        self._model, self._target, self._state = model, target, state
+        self.plan = plan
+        """The plan. After `run`, its report includes the result of the model's own loading code."""
         self._allowance, self._assign = allowance, assign
         self._optimizer = optimizer
-        self._given_names = {**plan.pairs, **plan.undecided}
-        names = (*self._given_names, *(name for name, _ in plan.report.kept))
+        self._file_key_by_key = {**plan.pairs, **plan.undecided}
+        """The file's key for each key of the model that is loaded, or left to torch."""
+        names = (*self._file_key_by_key, *(name for name, _ in plan.report.kept))
         entries = target.entries
-        self._assigned = {
+        self._replaced_keys = {
             name for name in names if name in entries and (assign or entries[name].is_meta)
         }
-        if self._assigned and not by_name:  # torch assigns all or none.
-            self._assigned = {name for name in names if name in entries}
-        if assign is False and self._assigned:
+        """The keys of tensors that a new tensor replaces."""
+        if self._replaced_keys and not by_name:  # torch assigns all or none.
+            self._replaced_keys = {name for name in names if name in entries}
+        if assign is False and self._replaced_keys:
             raise UsageError(
                 f"cannot copy to tensors on the meta device: "
-                f"{listed(map(printable, sorted(self._assigned)))}",
+                f"{listed(map(printable, sorted(self._replaced_keys)))}",
                 hint="use assign=None or assign=True",
             )
-        replaced = {id(entries[name]) for name in self._assigned}
+        replaced = {id(entries[name]) for name in self._replaced_keys}
         groups = optimizer.optimizer.param_groups if optimizer is not None else ()
         if any(id(parameter) in replaced for group in groups for parameter in group["params"]):
             raise UsageError(
@@ -319,70 +336,78 @@ class _Loading:
                 "optimizer=...)",
             )
         self._fills = self._plan_fills() if by_name else None
+        """The tensors to fill directly from the file; None if torch loads all."""
         size = sum(item.tensor.nbytes for item in self._fills or ())
-        self._copies_all = self._fills is None or size <= _COPIED
+        self._is_undoable = self._fills is None or size <= _MAX_COPIED_BYTES
+        """True if the snapshot has a copy of all elements that change."""
 
     def _plan_fills(self) -> list[Fill] | None:
-        """Return the tensors to fill directly from the source, or None if torch has to load."""
+        """Return the tensors to fill directly from the source, without those that are replaced.
+
+        Returns None if torch has to load all: if a tensor or its source is not a plain array, if
+        the source is memory of the model itself, or if tensors share memory.
+        """
         fills: dict[int, Fill] = {}
         for key, file_key in self.plan.pairs.items():
             tensor = self._target.entries.get(key)
             if tensor is None:
                 return None
-            if key in self._assigned:
+            if key in self._replaced_keys:
                 continue
             ref = self._state.ref(file_key)
             # torch's cast ignores the negative bit of a tensor; `fill` resolves it first.
             source = self._state.value(file_key) if ref is None or ref.flags else ref
-            if not can_fill(tensor, source) or self._is_own(source):
+            if not can_fill(tensor, source) or self._uses_model_storage(source):
                 return None
             fills.setdefault(id(tensor), Fill(tensor, source))
         is_apart = have_separate_memory(item.tensor for item in fills.values())
         return list(fills.values()) if is_apart else None
 
     @cached_property
-    def _storages(self) -> set[int]:
-        """The identities of the storages of the model."""
+    def _model_storages(self) -> set[int]:
+        """The identities of the storages of the model's tensors."""
         locations = map(locate_tensor, self._target.entries.values())
         return {location.storage for location in locations if location}
 
-    def _is_own(self, source: Any) -> bool:
+    def _uses_model_storage(self, source: Any) -> bool:
         """Return True if a tensor in memory uses one of the model's own storages."""
         import torch
 
         if not self._state.tree.in_memory or not isinstance(source, torch.Tensor):
             return False
         location = locate_tensor(source)
-        return location is not None and location.storage in self._storages
+        return location is not None and location.storage in self._model_storages
 
-    def run(self, *, verify: bool | None, together: Ranks) -> None:
+    def run(self, *, verify: bool | None, ranks: Ranks) -> None:
         """Load, or restore everything on an error.
 
         The direct fill is the last step, and signals wait for its end. If it fails, it is undone if
         at most 128 MiB are filled; otherwise the error reports a partly filled model. Each step
-        begins after all processes of `together` have finished the previous one.
+        begins after all processes of `ranks` have finished the previous one.
         """
-        with together.raise_on_all_ranks():
+        with ranks.raise_on_all_ranks():
             self._check_bytes(verify)
-        with together.raise_on_all_ranks(), _allow_gradients():
+        with ranks.raise_on_all_ranks(), _allow_gradients():
             given = self._make_state_for_torch()
-            filled = {id(item.tensor) for item in self._fills or ()} if self._copies_all else set()
+            filled_ids = (
+                {id(item.tensor) for item in self._fills or ()} if self._is_undoable else set()
+            )
             optimizer = self._optimizer and self._optimizer.optimizer
             snapshot = Snapshot(
                 self._model,
                 optimizer,
-                copied=lambda tensor: self._fills is None or id(tensor) in filled,
+                copied=lambda tensor: self._fills is None or id(tensor) in filled_ids,
                 with_state=any(map(runs_foreign_code, iterate_layers(optimizer))),
             )
         is_done = False
         try:
-            with together.raise_on_all_ranks():
+            with ranks.raise_on_all_ranks():
                 if self._fills is None:
                     self._load_with_torch(given)
                 if self._optimizer is not None:
                     self._optimizer.apply()
             with delay_signals():
-                with together.raise_on_all_ranks("" if self._copies_all else _IN_PART):
+                with ranks.raise_on_all_ranks("" if self._is_undoable else _PARTLY_FILLED):
                     self._fill_and_replace(given)
                 is_done = True
         except BaseException:
@@ -393,14 +418,15 @@ class _Loading:
 
     def _check_bytes(self, verify: bool | None) -> None:
         """Check the bytes that will be read, to find damage before the model changes."""
-        mapped = self._assigned if self._state.mmap and not verify else ()
+        # Mapped tensors are not read now, so checking them is an extra read: only if asked.
+        mapped_keys = self._replaced_keys if self._state.mmap and not verify else ()
         tensors = (
             (file_key, self._state.ref(file_key))
-            for key, file_key in self._given_names.items()
-            if key not in mapped
+            for key, file_key in self._file_key_by_key.items()
+            if key not in mapped_keys
         )
         refs = {file_key: ref for file_key, ref in tensors if ref is not None}
-        if verify or (verify is None and count_stored_bytes(refs.items()) <= _CHECKED):
+        if verify or (verify is None and count_stored_bytes(refs.items()) <= _MAX_CHECKED_BYTES):
             check_bytes(refs.items())
         if verify is not False:
             check_pickles(self._state.tree.sources)
@@ -412,38 +438,43 @@ class _Loading:
             source.check_unchanged()
 
     def _make_state_for_torch(self) -> OrderedDict[str, Any]:
-        """Return the tensors for torch, or only the replacements if torch does not load."""
+        """Return the values for `load_state_dict` by model key.
+
+        If the tensors are filled directly (`_fills`), only the replacements are returned.
+        """
         entries, slots = self._target.entries, self._target.slots
-        replacements = Assigned(cast=self._assign is None)
+        replacements = ReplacementMaker(cast=self._assign is None)
         given: OrderedDict[str, Any] = OrderedDict()
-        for key, file_key in self._given_names.items():
-            if self._fills is not None and key not in self._assigned:
+        for key, file_key in self._file_key_by_key.items():
+            if self._fills is not None and key not in self._replaced_keys:
                 continue
             value, tensor = self._state.value(file_key), entries.get(key)
             if tensor is not None:
                 value = distribute_like(tensor, value)
-            if tensor is not None and key in self._assigned and key in self.plan.pairs:
+            if tensor is not None and key in self._replaced_keys and key in self.plan.pairs:
                 try:
                     value = replacements.make(tensor, slots[key].tie, value)
                 except RuntimeError as error:  # torch does not support this parameter or cast
                     raise self._load_error(f"{printable(key)}: {error}") from error
-            elif self._is_own(value):  # torch would read it after it has changed
+            elif self._uses_model_storage(value):  # torch would read it after it has changed
                 value = value.detach().clone()
             given[key] = value
         return given
 
     def _load_with_torch(self, given: OrderedDict[str, Any]) -> None:
-        """Call torch's `load_state_dict`, including all hooks.
+        """Call the model's `load_state_dict`, including all hooks, and judge its answer.
 
-        With tensors on the meta device, or `assign=True`, torch assigns all given tensors.
+        With tensors on the meta device, or `assign=True`, torch assigns all given tensors. The call
+        is not strict, because ckptool judges the keys that it reports as missing or unexpected; an
+        override that may report none is called with `strict` if nothing has to be allowed.
         """
         metadata = make_metadata(self._state, self._target, self.plan)
         if metadata is not None:
             vars(given)["_metadata"] = {path: dict(entry) for path, entry in metadata.items()}
         requested: dict[str, Any] = {"strict": False}
-        if self._assigned:
+        if self._replaced_keys:
             requested["assign"] = True
-        elif overrides_load(self._model):  # an override may return nothing, so it has to be strict
+        elif overrides_load(self._model):  # it may return nothing instead of the keys
             allowed = self._allowance
             known = {*given, *self.plan.unfilled}
             requested["strict"] = self._target.slots.keys() <= known and not (
@@ -478,22 +509,23 @@ class _Loading:
 
     def _unmap(self, given: Mapping[str, Any]) -> None:
         """Copy tensors that a hook kept, which would otherwise stay mapped to the file."""
-        if not self._state.mmap or self._assigned or self._state.tree.in_memory:
+        if not self._state.mmap or self._replaced_keys or self._state.tree.in_memory:
             return
         import torch
 
         tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
-        mapped = {place.storage for place in map(locate_tensor, tensors) if place}
+        mapped = {location.storage for location in map(locate_tensor, tensors) if location}
         for tensor in list_tensors(self._model):
-            place = locate_tensor(tensor)
-            if place is not None and place.storage in mapped:
+            location = locate_tensor(tensor)
+            if location is not None and location.storage in mapped:
                 tensor.data = tensor.data.clone()
 
     def _judge_answer(self, answer: Any, touched: set[str]) -> None:
-        """Raise an error for keys that torch or the model's code did not load, unless allowed.
+        """Update the report of the plan, and raise an error for keys that were not loaded.
 
-        Keys that `answer` does not report as missing or unexpected were loaded. Of the keys left to
-        the model's own code, those in `touched` were loaded.
+        `answer` is the result of `load_state_dict`: it loaded all keys that are not in its
+        `missing_keys` or `unexpected_keys`. Of the keys left to the model's own code, it loaded
+        those in `touched`, and did not need the others. Allowed keys raise no error.
         """
         report, target, own_code_keys = self.plan.report, self._target, self.plan.unfilled
         known = {*report.missing_keys, *(row.name for row in report.mismatched)}
@@ -501,42 +533,40 @@ class _Loading:
         missing = getattr(answer, "missing_keys", [])
         unexpected = getattr(answer, "unexpected_keys", [])
         not_loaded = [name for name in missing if remove_hidden_parts(name) not in known]
-        loaded_by_model = {
-            model_keys: name
-            for name, model_keys in self.plan.undecided.items()
-            if name not in unexpected
+        key_by_loaded_file_key = {
+            file_key: key for key, file_key in self.plan.undecided.items() if key not in unexpected
         }
-        if not (not_loaded or unexpected or own_code_keys or loaded_by_model):
+        if not (not_loaded or unexpected or own_code_keys or key_by_loaded_file_key):
             return
 
         def describe(name: str, verb: str) -> str:
             """Return the reason for the report: the code that loaded the key."""
             return f"{verb} by {target.find_custom_holder(name)}'s own loading code"
 
-        model_keys = [name for name in own_code_keys if name not in not_loaded]
-        undecided = {*self.plan.undecided.values()}
+        accepted_keys = [name for name in own_code_keys if name not in not_loaded]
+        undecided_file_keys = {*self.plan.undecided.values()}
         self.plan = self.plan.with_changes(
             missing_keys=[*report.missing_keys, *not_loaded],
             unexpected_keys=[
                 *report.unexpected_keys,
-                *(self._given_names.get(name, name) for name in unexpected),
+                *(self._file_key_by_key.get(name, name) for name in unexpected),
             ],
             kept=(
                 *((name, why) for name, why in report.kept if name not in own_code_keys),
                 *(
-                    (n, describe(n, "filled" if n in touched else "not required"))
-                    for n in model_keys
+                    (name, describe(name, "filled" if name in touched else "not required"))
+                    for name in accepted_keys
                 ),
             ),
             left_out=tuple(
                 (
-                    model_keys,
-                    describe(loaded_by_model[model_keys], "loaded")
-                    if model_keys in loaded_by_model
+                    file_key,
+                    describe(key_by_loaded_file_key[file_key], "loaded")
+                    if file_key in key_by_loaded_file_key
                     else why,
                 )
-                for model_keys, why in report.left_out
-                if model_keys in loaded_by_model or model_keys not in undecided
+                for file_key, why in report.left_out
+                if file_key in key_by_loaded_file_key or file_key not in undecided_file_keys
             ),
             **count_loaded(
                 target.slots,
@@ -549,7 +579,7 @@ class _Loading:
             raise refusal
 
     def _load_error(self, reason: str) -> MatchError:
-        """Return the error for a reason of torch."""
+        """Return the error for a failure of `load_state_dict`."""
         report = self.plan.report
         return MatchError(
             f"{report.file or 'the state dict'} cannot be loaded into {report.model}: {reason}",
@@ -558,7 +588,10 @@ class _Loading:
         )
 
     def _fill_and_replace(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Fill and replace the tensors that torch did not load; signals are delayed."""
+        """Fill and replace the tensors that torch did not load; signals are delayed.
+
+        An error leaves the model partly filled. If this cannot be undone, the error reports it.
+        """
         import torch
 
         if self._fills is None:
@@ -571,22 +604,24 @@ class _Loading:
             fill(self._fills)
             self._check_unchanged()
         except Exception as error:  # including device and memory errors
-            if self._copies_all:
+            if self._is_undoable:
                 raise
             is_of_the_file = isinstance(error, (UnreadableFile, OSError))
             raise (UnreadableFile if is_of_the_file else CheckpointError)(
-                f"{_IN_PART}, because loading failed: {type(error).__name__}: {error}",
+                f"{_PARTLY_FILLED}, because loading failed: {type(error).__name__}: {error}",
                 file=self._state.file or None,
                 hint="load an intact file before you use the model",
             ) from error
-        replacements = {id(self._target.entries[name]): tensor for name, tensor in given.items()}
-        for module in self._model.modules() if replacements else ():
+        replacement_by_id = {
+            id(self._target.entries[name]): tensor for name, tensor in given.items()
+        }
+        for module in self._model.modules() if replacement_by_id else ():
             dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for tensors in dicts:
                 tensors.update(
-                    (name, replacements[id(old)])
+                    (name, replacement_by_id[id(old)])
                     for name, old in tensors.items()
-                    if id(old) in replacements
+                    if id(old) in replacement_by_id
                 )
 
 
@@ -611,7 +646,7 @@ def _allow_gradients() -> Iterator[None]:
 
 
 def _check_arguments(map_location: Any, optimizer_order: Any, **switches: Any) -> None:
-    """Check the arguments that would otherwise be misunderstood."""
+    """Refuse a wrong device, optimizer order, or switch (each is True, False or None)."""
     import torch
 
     Placement(map_location)

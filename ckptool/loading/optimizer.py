@@ -25,7 +25,7 @@ from ckptool.core.optimizers import (
     OPTIONS,
     find_model,
     find_options,
-    infer_shape as shape_kept,
+    infer_shape,
     list_groups,
     list_names,
 )
@@ -41,7 +41,7 @@ from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
 from ckptool.loading.plan import LoadPlan, describe_opaque
 from ckptool.loading.positions import find_doubt, list_file_parameters
-from ckptool.loading.ranks import distribute_like, is_spread, remove_hidden_parts
+from ckptool.loading.ranks import distribute_like, is_dtensor, remove_hidden_parts
 from ckptool.loading.snapshot import iterate_layers
 from ckptool.loading.source import StateDict
 from ckptool.loading.target import ModelTarget
@@ -57,33 +57,35 @@ from ckptool.words import a_class, counted, listed, printable
 if TYPE_CHECKING:
     import torch
 
-_FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
+_OPTIMIZER_FILE_NAME = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 """The files of an optimizer's own: transformers writes `.pt`, accelerate `.bin`."""
-_ALONE = "leave out optimizer= to load only the model"
-_NAMELESS = (
+_HINT_MODEL_ONLY = "leave out optimizer= to load only the model"
+_NO_PROOF = (
     "the optimizer in the file has no parameter names, and shapes and order do not prove which "
     "state belongs to which parameter"
 )
-_VOUCH = Remedy(
+_HINT_BY_ORDER = Remedy(
     (("optimizer_order", "position"),),
     " if the optimizer has its parameters in the order of the file",
     instead=(Remedy(note="save it again with ckptool.save, which stores the names"),),
 )
-_VOUCH_PARTIAL = _VOUCH._replace(arguments=(*_VOUCH.arguments, ("optimizer_partial", True)))
-_PARTIAL = Remedy(
+_HINT_BY_ORDER_PARTIAL = _HINT_BY_ORDER._replace(
+    arguments=(*_HINT_BY_ORDER.arguments, ("optimizer_partial", True))
+)
+_HINT_PARTIAL = Remedy(
     (("optimizer_partial", True),),
     " loads the state of the parameters that both have, by name",
-    instead=(Remedy(note=_ALONE),),
+    instead=(Remedy(note=_HINT_MODEL_ONLY),),
 )
-_SPREAD = (
+_HINT_LOAD_SHARDED = (
     "load it by name with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict and "
     "full_state_dict=True"
 )
-_OWN_FILE = (
+_HINT_SEPARATE_FILE = (
     "if it is in a separate file, use load_into(model, {'model': ..., 'optimizer': "
     "ckptool.load(FILE)}, optimizer=...)"
 )
-_FLAT = frozenset(("prev_flat_grad", "old_dirs"))
+_LBFGS_KEYS = frozenset(("prev_flat_grad", "old_dirs"))
 """Keys of LBFGS, which keeps one state of all parameters, in their order, with the first one."""
 
 
@@ -93,7 +95,7 @@ class OptimizerPlan:
 
     optimizer: torch.optim.Optimizer
     report: OptimizerReport
-    _maker: _Maker | None = None
+    _maker: _StateDictMaker | None = None
 
     def apply(self) -> None:
         """Load the state by the optimizer's own `load_state_dict`, with all of its hooks."""
@@ -108,27 +110,30 @@ class OptimizerPlan:
             source.check_unchanged()
 
 
-class _Saved(NamedTuple):
+class _SavedOptimizer(NamedTuple):
     """An `Optimizer.state_dict()` in a file."""
 
     tree: Checkpoint
+    """The file, or a separate file next to the model."""
     section: Section
+    """The state dict of the optimizer in `tree`."""
     notes: tuple[str, ...] = ()
+    """Notes for the report about where it was found."""
 
     @property
-    def options(self) -> Any:
+    def groups(self) -> Any:
         """The groups: learning rates and other options."""
         return self.section.node["param_groups"]
 
     @property
-    def keys(self) -> list[tuple[int, Any]]:
+    def parameter_keys(self) -> list[tuple[int, Any]]:
         """The group and the number or name of each parameter, in the order of the groups."""
         return [
             (group, key) for group, keys in enumerate(list_groups(self.section)) for key in keys
         ]
 
     @property
-    def sizes(self) -> list[int]:
+    def group_sizes(self) -> list[int]:
         """The number of parameters in each group."""
         return [len(keys) for keys in list_groups(self.section)]
 
@@ -170,32 +175,32 @@ def plan_optimizer(
     """
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
         raise UsageError(f"optimizer is {a_class(optimizer)}, expected an optimizer")
-    wanted = _Wanted(optimizer, model, target)
-    report = OptimizerReport("names", 0, len(wanted.parameters))
+    live = _LiveOptimizer(optimizer, model, target)
+    report = OptimizerReport("names", 0, len(live.parameters))
     try:
         saved = _find_optimizer(state, key)
         section = replace(saved.section, node=restore_integer_keys(saved.section.node))
         saved = saved._replace(section=section)
         report = replace(report, notes=(*saved.notes, *_describe_kept_objects(saved)))
         _check_kind(saved, optimizer)
-        wanted.refuse_unloadable()
+        live.refuse_unloadable()
         names = list_names(saved.section)
         try:
-            numbers = _match_by_names(saved, wanted, state, plan, partial=partial)
+            live_numbers = _match_by_names(saved, live, state, plan, partial=partial)
         except MatchError:
             if order is None and list_optimizer_names(saved.section.node):
                 raise
             report = replace(report, by="position")
-            file_parameters = list_file_parameters(state, target, plan, wanted.tensors)
+            file_parameters = list_file_parameters(state, target, plan, live.model_tensors)
             if order is None:
-                _refuse_uncertain_order(saved, wanted, model, state, file_parameters)
-            names, numbers = _match_by_position(
-                saved, wanted, state, file_parameters, partial=partial
+                _refuse_uncertain_order(saved, live, model, state, file_parameters)
+            names, live_numbers = _match_by_position(
+                saved, live, state, file_parameters, partial=partial
             )
-        notes = [*report.notes, *_describe_partial(names, wanted, numbers)]
-        groups = None
+        notes = [*report.notes, *_describe_partial(names, live, live_numbers)]
+        file_groups = None
         try:
-            groups = _match_groups(saved, wanted, numbers)
+            file_groups = _match_groups(saved, live, live_numbers)
         except MatchError:
             if not partial and order is None:
                 raise
@@ -205,33 +210,37 @@ def plan_optimizer(
             )
             notes += _warn_of_schedulers(saved, state)
         report = replace(report, notes=tuple(notes))
-        kept = {
+        key_by_number = {
             number: key
-            for number, (_, key) in zip(numbers, saved.keys, strict=True)
+            for number, (_, key) in zip(live_numbers, saved.parameter_keys, strict=True)
             if number is not None and saved.state_of(key) is not None
         }
         paths = (path for path, _ in walk(saved.section.node["state"]))
-        in_order = numbers == list(range(len(wanted.names)))
-        if not in_order and any(map(_FLAT.intersection, paths)):
+        in_order = live_numbers == list(range(len(live.names)))
+        if not in_order and any(map(_LBFGS_KEYS.intersection, paths)):
             raise MatchError(
                 "the optimizer has one state for all parameters, and their order differs"
             )
-        _check_state(saved, wanted, kept)
-        casts = tuple(_list_casts(optimizer, saved, wanted, kept))
-        report = replace(report, matched=len(kept), cast=casts)
+        _check_state(saved, live, key_by_number)
+        casts = tuple(_list_casts(optimizer, saved, live, key_by_number))
+        report = replace(report, matched=len(key_by_number), cast=casts)
         _refuse_lossy_casts(casts, allowance)
     except MatchError as refused:
-        remedy = refused.remedy or refused.hint or _ALONE
+        remedy = refused.remedy or refused.hint or _HINT_MODEL_ONLY
         return OptimizerPlan(optimizer, replace(report, problems=(refused.message,), remedy=remedy))
-    return OptimizerPlan(optimizer, report, _Maker(state, saved, wanted, kept, groups))
+    return OptimizerPlan(
+        optimizer, report, _StateDictMaker(state, saved, live, key_by_number, file_groups)
+    )
 
 
-def _find_optimizer(state: StateDict, key: Any) -> _Saved:
+def _find_optimizer(state: StateDict, key: Any) -> _SavedOptimizer:
     """Return the optimizer in the model's file, or in its own file in the model's folder."""
     names = [] if state.folder is None else _list_optimizer_files(state.folder)
     has_own = bool(_list_optimizers(state.tree))
     if key not in names and (has_own or not names):
-        return _Saved(state.tree, _select_optimizer(state.tree, state.section, key, state.file))
+        return _SavedOptimizer(
+            state.tree, _select_optimizer(state.tree, state.section, key, state.file)
+        )
     if key is None and len(names) > 1:
         raise MatchError(
             f"the folder has {len(names)} optimizer files: {listed(names)}",
@@ -244,7 +253,9 @@ def _find_optimizer(state: StateDict, key: Any) -> _Saved:
     except MatchError as refused:
         refused.message = f"{name!r}, next to the model: {refused.message}"
         raise
-    return _Saved(tree, section, (f"loaded the optimizer from {name!r}, next to the model",))
+    return _SavedOptimizer(
+        tree, section, (f"loaded the optimizer from {name!r}, next to the model",)
+    )
 
 
 def _list_optimizers(tree: Checkpoint) -> list[Section]:
@@ -256,7 +267,7 @@ def _list_optimizers(tree: Checkpoint) -> list[Section]:
 def _list_optimizer_files(folder: str) -> list[str]:
     """Return the names of the optimizer files in a folder."""
     with suppress(OSError):
-        return sorted(filter(_FILE.fullmatch, os.listdir(folder)))
+        return sorted(filter(_OPTIMIZER_FILE_NAME.fullmatch, os.listdir(folder)))
     return []
 
 
@@ -292,7 +303,7 @@ def _select_optimizer(tree: Checkpoint, model: Section | None, key: Any, file: s
         text = (
             f"{printable(optimizers[0].name)}, belongs to {printable(owners[0].name)}, which is not"
         )
-        hint = Remedy(note=_ALONE, instead=remedies)
+        hint = Remedy(note=_HINT_MODEL_ONLY, instead=remedies)
         raise MatchError(f"the only optimizer, {text} the chosen model", hint=hint)
     text = "the file has no optimizer state"
     folder = os.path.dirname(file) or "."
@@ -300,43 +311,56 @@ def _select_optimizer(tree: Checkpoint, model: Section | None, key: Any, file: s
     if files:
         hint_text = f"use load_into(model, {folder!r}, optimizer=...) to load it from there"
         raise MatchError(f"{text}, but its folder has {listed(files)}", hint=hint_text)
-    raise MatchError(text, hint=_OWN_FILE)
+    raise MatchError(text, hint=_HINT_SEPARATE_FILE)
 
 
-class _Wanted:
-    """The parameters of the live optimizer, with their names in the model."""
+class _LiveOptimizer:
+    """The parameters of the live optimizer, numbered as in its state dict, with model keys."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, target: ModelTarget
     ) -> None:
-        """Name the parameters by the model's keys."""
+        """Name the parameters by the model's keys; those of other models by their number."""
         self.optimizer = optimizer
         groups = optimizer.param_groups
         self.parameters: list[torch.Tensor] = [
             parameter for group in groups for parameter in group["params"]
         ]
-        self.numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        self.sizes = [len(group["params"]) for group in groups]
-        self.group = [at for at, group in enumerate(groups) for _ in group["params"]]
-        self._whole = {name: slot.shape for name, slot in target.slots.items()}
+        """The parameters of all groups, in order. The position is the number of a parameter."""
+        self.number_by_id = {
+            id(parameter): number for number, parameter in enumerate(self.parameters)
+        }
+        self.group_sizes = [len(group["params"]) for group in groups]
+        """The number of parameters in each group."""
+        self.group_indexes = [index for index, group in enumerate(groups) for _ in group["params"]]
+        """For each parameter, the index of its group."""
+        self._full_shapes = {name: slot.shape for name, slot in target.slots.items()}
+        """By model key, the shape of the tensor over all ranks."""
         named = {remove_hidden_parts(name): tensor for name, tensor in model.named_parameters()}
-        self.tensors = {**named, **target.entries}  # FSDP's parameters are not entries.
-        names = {
-            id(tensor): name for name, tensor in reversed(self.tensors.items())
-        }  # the first name
-        self.are_named = all(id(parameter) in names for parameter in self.parameters)
-        self.names = [names.get(id(p), f"parameter {at}") for at, p in enumerate(self.parameters)]
+        # The flat parameters of FSDP 1 are not entries.
+        self.model_tensors = {**named, **target.entries}
+        """By key, the live parameters and buffers of the model."""
+        first_name_by_id = {
+            id(tensor): name for name, tensor in reversed(self.model_tensors.items())
+        }
+        self.are_named = all(id(parameter) in first_name_by_id for parameter in self.parameters)
+        """True if the model has all parameters of the optimizer."""
+        self.names = [
+            first_name_by_id.get(id(parameter), f"parameter {number}")
+            for number, parameter in enumerate(self.parameters)
+        ]
+        """For each parameter, its key in the model, or a description."""
 
     def refuse_unloadable(self) -> None:
-        """Refuse parameters that cannot have state from a file."""
+        """Refuse parameters that FSDP 1 has sharded, and an optimizer of another model."""
         for parameter, name in zip(self.parameters, self.names, strict=True):
-            whole, shape = self._whole.get(name), shape_of(parameter)
-            if getattr(parameter, "_is_flat_param", False) or (whole and shape and whole != shape):
+            full, shape = self._full_shapes.get(name), shape_of(parameter)
+            if getattr(parameter, "_is_flat_param", False) or (full and shape and full != shape):
                 raise MatchError(
                     f"the optimizer's {printable(name)} is sharded by FSDP: each rank has one part",
-                    hint=_SPREAD,
+                    hint=_HINT_LOAD_SHARDED,
                 )
-        if self.parameters and not {*self.names} & self.tensors.keys():
+        if self.parameters and not {*self.names} & self.model_tensors.keys():
             raise MatchError(
                 "the model has none of the optimizer's parameters",
                 hint="build the optimizer from the parameters of this model",
@@ -344,77 +368,84 @@ class _Wanted:
 
 
 def _match_by_names(
-    saved: _Saved, wanted: _Wanted, state: StateDict, plan: LoadPlan, *, partial: bool
+    saved: _SavedOptimizer, live: _LiveOptimizer, state: StateDict, plan: LoadPlan, *, partial: bool
 ) -> list[int | None]:
     """Return the number of the live parameter for each parameter name in the file's optimizer.
 
-    With `partial`, None if the live optimizer does not have it.
+    The names are matched with the keys of the model in the file, which `plan` matches with the live
+    model. Names that differ are an error; with `partial`, their number is None.
     """
     names = list_names(saved.section)
-    remedy = _VOUCH if saved.sizes == wanted.sizes else _ALONE
+    fits_by_order = saved.group_sizes == live.group_sizes
+    remedy = _HINT_BY_ORDER if fits_by_order else _HINT_MODEL_ONLY
     if len({*names}) != len(names) or not names:
-        raise MatchError(
-            _NAMELESS,
-            hint=remedy,
-        )
-    number_by_key: dict[str, int | None] = {}  # None: not in the optimizer
+        raise MatchError(_NO_PROOF, hint=remedy)
+    # By model key in the file, the number of the live parameter; None: not in the optimizer.
+    number_by_key: dict[str, int | None] = {}
     for name, file_key in {**plan.pairs, **plan.undecided}.items():
         if number_by_key.get(file_key) is None:  # One key of the file may fill several tensors.
-            number_by_key[file_key] = wanted.numbers.get(id(wanted.tensors.get(name)))
-    shapes = (shape_kept(saved.state_of(key)) for _, key in saved.keys)
+            number_by_key[file_key] = live.number_by_id.get(id(live.model_tensors.get(name)))
+    shapes = (infer_shape(saved.state_of(key)) for _, key in saved.parameter_keys)
     report = match_keys(
         {name: Slot(shape) for name, shape in zip(names, shapes, strict=True)},
         {file_key: Slot(state.slots[file_key].shape) for file_key in number_by_key},
     )
     key_by_name = {name: file_key for file_key, name in report.pairs.items()}
     key_by_name |= {row.own: row.name for row in report.report.mismatched}
-    found_numbers = [number_by_key.get(key_by_name.get(name, "")) for name in names]
-    numbers = [number for number in found_numbers if number is not None]
-    if len({*numbers}) == len(names) == len(wanted.names):
-        return found_numbers
+    number_of_each = [number_by_key.get(key_by_name.get(name, "")) for name in names]
+    numbers = [number for number in number_of_each if number is not None]
+    if len({*numbers}) == len(names) == len(live.names):
+        return number_of_each
     if partial and numbers and len({*numbers}) == len(numbers):
-        return found_numbers
+        return number_of_each
     only_in_file = [
-        name for name, number in zip(names, found_numbers, strict=True) if number is None
+        name for name, number in zip(names, number_of_each, strict=True) if number is None
     ]
-    only_live = [name for number, name in enumerate(wanted.names) if number not in numbers]
-    differences = [
-        (side_names[0], owner)
+    only_live = [name for number, name in enumerate(live.names) if number not in numbers]
+    difference = " and ".join(
+        f"only the {owner} has {printable(side_names[0])}"
         for side_names, owner in ((only_in_file, "file"), (only_live, "optimizer"))
         if side_names
-    ]
-    first = " and ".join(f"only the {owner} has {printable(name)}" for name, owner in differences)
+    )
     if numbers and not partial:
-        remedy = _PARTIAL if remedy is _ALONE else _PARTIAL._replace(instead=(_VOUCH,))
-    raise MatchError(_describe_misfit(saved, wanted, first), hint=remedy)
+        remedy = _HINT_PARTIAL
+        if fits_by_order:
+            remedy = _HINT_PARTIAL._replace(instead=(_HINT_BY_ORDER,))
+    raise MatchError(_describe_misfit(saved, live, difference), hint=remedy)
 
 
 def _refuse_uncertain_order(
-    saved: _Saved,
-    wanted: _Wanted,
+    saved: _SavedOptimizer,
+    live: _LiveOptimizer,
     model: torch.nn.Module,
     state: StateDict,
     file_parameters: Mapping[str, torch.Tensor | None],
 ) -> None:
-    """Refuse positions that do not prove which state belongs to which parameter."""
-    keys = [key for _, key in saved.keys]
-    if saved.sizes == wanted.sizes:
-        doubt = find_doubt(saved.section, keys, wanted.optimizer, model, state, file_parameters)
+    """Refuse positions that do not prove which state belongs to which parameter.
+
+    The hint proposes to match by position anyway, unless that is impossible.
+    """
+    keys = [key for _, key in saved.parameter_keys]
+    if saved.group_sizes == live.group_sizes:
+        doubt = find_doubt(saved.section, keys, live.optimizer, model, state, file_parameters)
     else:
-        doubt = _describe_misfit(saved, wanted)
+        doubt = _describe_misfit(saved, live)
     if doubt:
-        is_vouched = len(keys) == len(wanted.names)
         is_ordered = is_in_model_order(state.tree, list(state.slots), state.metadata)
-        can_name = is_ordered and len(file_parameters) == len(keys)
+        hint: Remedy | str = _HINT_MODEL_ONLY
+        if len(keys) == len(live.names):
+            hint = _HINT_BY_ORDER
+        elif is_ordered and len(file_parameters) == len(keys):  # the model gives the names
+            hint = _HINT_BY_ORDER_PARTIAL
         raise MatchError(
-            f'{_NAMELESS}: {doubt}; optimizer_order="position" loads it in the order of the file',
-            hint=_VOUCH if is_vouched else _VOUCH_PARTIAL if can_name else _ALONE,
+            f'{_NO_PROOF}: {doubt}; optimizer_order="position" loads it in the order of the file',
+            hint=hint,
         )
 
 
 def _match_by_position(
-    saved: _Saved,
-    wanted: _Wanted,
+    saved: _SavedOptimizer,
+    live: _LiveOptimizer,
     state: StateDict,
     file_parameters: Mapping[str, torch.Tensor | None],
     *,
@@ -422,31 +453,36 @@ def _match_by_position(
 ) -> tuple[list[str], list[int | None]]:
     """Return a name and the live parameter's number for each position in the file's optimizer.
 
-    Names are only returned with `partial`, if the optimizers have other parameters: the model in
-    the file gives each position its name, and None is the number of one without a live parameter.
+    If both optimizers have the same parameters, position and number are equal, and no names are
+    returned. With `partial`, they may have some in common: then the model in the file names the
+    positions, and a number is None if the live optimizer does not have the parameter. This needs
+    the original order of the file's model, and states with the shapes of its parameters.
     """
-    keys, live_numbers = [key for _, key in saved.keys], wanted.numbers
-    numbers = [live_numbers.get(id(tensor)) for tensor in file_parameters.values()]
+    keys = [key for _, key in saved.parameter_keys]
+    numbers = [live.number_by_id.get(id(tensor)) for tensor in file_parameters.values()]
     shapes = (state.slots[name].shape for name in file_parameters)
     if (
         partial
-        and {*numbers} != {*live_numbers.values()}
+        and {*numbers} != {*live.number_by_id.values()}
         and {*numbers} != {None}
         and len(file_parameters) == len(keys)
         and is_in_model_order(state.tree, list(state.slots), state.metadata)
         and all(
-            shape_kept(saved.state_of(key)) in (None, shape)
+            infer_shape(saved.state_of(key)) in (None, shape)
             for key, shape in zip(keys, shapes, strict=True)
         )
     ):
         return [*file_parameters], numbers
-    if len(keys) != len(live_numbers):
-        raise MatchError(_describe_misfit(saved, wanted))
+    if len(keys) != len(live.number_by_id):
+        raise MatchError(_describe_misfit(saved, live))
     return [], [*range(len(keys))]
 
 
-def _warn_of_schedulers(saved: _Saved, state: StateDict) -> Iterator[str]:
-    """Yield a note for each scheduler with a value for each group of the file's optimizer."""
+def _warn_of_schedulers(saved: _SavedOptimizer, state: StateDict) -> Iterator[str]:
+    """Yield a note for each scheduler in the file with a learning rate for each group.
+
+    Its rates do not fit the live optimizer, which keeps its own groups.
+    """
     for section in list_distinct_sections((*state.tree.sections, *saved.tree.sections)):
         nodes = walk_everything(section.node) if section.kind == "scheduler" else ()
         if any(isinstance(node, dict) and "base_lrs" in node for node in nodes):
@@ -457,62 +493,77 @@ def _warn_of_schedulers(saved: _Saved, state: StateDict) -> Iterator[str]:
 
 
 def _describe_partial(
-    names: Sequence[str], wanted: _Wanted, numbers: Sequence[int | None]
+    names: Sequence[str], live: _LiveOptimizer, live_numbers: Sequence[int | None]
 ) -> Iterator[str]:
     """Yield notes about parameters without state, and about state that is left out."""
-    with_state = {*numbers}
-    without_state = [name for number, name in enumerate(wanted.names) if number not in with_state]
-    left_out = [name for name, at in zip(names, numbers, strict=False) if at is None]
+    with_state = {*live_numbers}
+    without_state = [name for number, name in enumerate(live.names) if number not in with_state]
+    left_out = [name for name, number in zip(names, live_numbers, strict=False) if number is None]
     if without_state:
         yield f"{counted(len(without_state), 'parameter')} without state: {listed(without_state)}"
     if left_out:
         yield f"left out the state of {counted(len(left_out), 'parameter')}: {listed(left_out)}"
 
 
-def _describe_misfit(saved: _Saved, wanted: _Wanted, difference: str = "") -> str:
-    """Return the sentence that the groups or parameters of the two optimizers differ."""
-    file_sizes, live_sizes = saved.sizes, wanted.sizes
-    if file_sizes == live_sizes:
+def _describe_misfit(saved: _SavedOptimizer, live: _LiveOptimizer, difference: str = "") -> str:
+    """Return the message that the groups or parameters of the two optimizers differ.
+
+    `difference` is an example, such as "only the file has bias".
+    """
+    file_group_sizes, live_group_sizes = saved.group_sizes, live.group_sizes
+    if file_group_sizes == live_group_sizes:
         return f"the optimizer in the file has other parameters: {difference}"
     text = (
-        f"the optimizer in the file has {counted(sum(file_sizes), 'parameter')} in groups of "
-        f"{listed(map(str, file_sizes))}, the live one has {sum(live_sizes):,} in "
-        f"{listed(map(str, live_sizes))}"
+        f"the optimizer in the file has {counted(sum(file_group_sizes), 'parameter')} in groups of "
+        f"{listed(map(str, file_group_sizes))}, the live one has {sum(live_group_sizes):,} in "
+        f"{listed(map(str, live_group_sizes))}"
     )
     return f"{text}; first difference: {difference}" if difference else text
 
 
-def _match_groups(saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None]) -> list[int]:
-    """Return the number of the file's group for each live group."""
-    file_groups: dict[int, int] = {}
-    for number, (group, _) in zip(numbers, saved.keys, strict=True):
+def _match_groups(
+    saved: _SavedOptimizer, live: _LiveOptimizer, live_numbers: Sequence[int | None]
+) -> list[int]:
+    """Return the index of the file's group for each live group.
+
+    Groups match by the parameters in both. The other groups of the file follow in order, for live
+    groups without such parameters.
+
+    Raises:
+        MatchError: if a live group has parameters of several groups of the file, or the reverse.
+    """
+    file_group_of: dict[int, int] = {}  # by live group
+    for number, (group, _) in zip(live_numbers, saved.parameter_keys, strict=True):
         if number is None:
             continue
-        live_group = wanted.group[number]
-        if file_groups.setdefault(live_group, group) != group:
+        live_group = live.group_indexes[number]
+        if file_group_of.setdefault(live_group, group) != group:
             raise MatchError(
-                f"{printable(wanted.names[number])} is in group {group} of the file, but "
+                f"{printable(live.names[number])} is in group {group} of the file, but "
                 "other parameters "
-                f"of group {live_group} of the optimizer are in group {file_groups[live_group]}",
-                hint=_PARTIAL if list_names(saved.section) else None,
+                f"of group {live_group} of the optimizer are in group {file_group_of[live_group]}",
+                hint=_HINT_PARTIAL if list_names(saved.section) else None,
             )
-    unused = [at for at in range(len(saved.options)) if at not in file_groups.values()]
-    if len({*file_groups.values()}) != len(file_groups) or len(saved.options) != len(wanted.sizes):
-        raise MatchError(_describe_misfit(saved, wanted))
+    unused = [index for index in range(len(saved.groups)) if index not in file_group_of.values()]
+    if len({*file_group_of.values()}) != len(file_group_of) or len(saved.groups) != len(
+        live.group_sizes
+    ):
+        raise MatchError(_describe_misfit(saved, live))
     return [
-        file_groups[at] if at in file_groups else unused.pop(0) for at in range(len(wanted.sizes))
+        file_group_of[index] if index in file_group_of else unused.pop(0)
+        for index in range(len(live.group_sizes))
     ]
 
 
-def _check_kind(saved: _Saved, optimizer: torch.optim.Optimizer) -> None:
+def _check_kind(saved: _SavedOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Refuse state of another kind of optimizer: torch accepts it, but then `step()` fails.
 
-    Kinds with the same options (Adam, RAdam, SparseAdam) are not told apart.
+    Kinds are compared by the names of their options, so Adam, RAdam and SparseAdam are one kind.
     """
     *_, inner = (layer for layer in iterate_layers(optimizer) if hasattr(layer, "param_groups"))
     file_options, defaults = find_options(saved.section), {*getattr(inner, "defaults", ())}
     live_options = defaults & {*OPTIONS}
-    if saved.options and defaults and live_options != file_options:
+    if saved.groups and defaults and live_options != file_options:
         words = [
             ("has", sorted(file_options - live_options)),
             ("does not have", sorted(live_options - file_options)),
@@ -521,46 +572,51 @@ def _check_kind(saved: _Saved, optimizer: torch.optim.Optimizer) -> None:
         raise MatchError(f"the optimizer in the file is not {type(inner).__name__}: it {details}")
 
 
-def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> None:
+def _check_state(
+    saved: _SavedOptimizer, live: _LiveOptimizer, key_by_number: Mapping[int, Any]
+) -> None:
     """Refuse state of another shape, and state that cannot be created or distributed over ranks."""
-    for number, key in kept.items():
-        parameter, state = wanted.parameters[number], saved.state_of(key)
-        shape, live_shape = shape_kept(state), shape_of(parameter)
+    for number, key in key_by_number.items():
+        parameter, state = live.parameters[number], saved.state_of(key)
+        shape, live_shape = infer_shape(state), shape_of(parameter)
         if shape is not None and live_shape is not None and shape != live_shape:
             raise MatchError(
-                f"the state of {printable(wanted.names[number])} has shape {list(shape)}, "
+                f"the state of {printable(live.names[number])} has shape {list(shape)}, "
                 f"but the parameter has shape {list(live_shape)}"
             )
         for path, leaf in walk(state):
             problem = describe_opaque(leaf)
             if isinstance(leaf, TensorRef) and is_one_part(leaf):
                 problem = "one rank's part of a tensor"
-            elif is_spread(parameter) and getattr(leaf, "shape", ()) not in ((), live_shape):
+            elif is_dtensor(parameter) and getattr(leaf, "shape", ()) not in ((), live_shape):
                 problem = f"of shape {list(leaf.shape)}, unlike its DTensor"
             if problem:
                 shown = printable(saved.path_of(key, *path))
                 raise MatchError(f"{shown} is {problem}, which cannot be loaded from a file")
 
 
-def _describe_kept_objects(saved: _Saved) -> Iterator[str]:
+def _describe_kept_objects(saved: _SavedOptimizer) -> Iterator[str]:
     """Yield notes about options that stay unchanged because the file has objects for them."""
-    for number, group in enumerate(saved.options):
+    for number, group in enumerate(saved.groups):
         objects = [str(key) for key, node in group.items() if describe_opaque(node)]
         if objects:
             yield f"kept {listed(objects)} of group {number}, because the file has objects there"
 
 
 def _list_casts(
-    optimizer: Any, saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]
+    optimizer: Any, saved: _SavedOptimizer, live: _LiveOptimizer, key_by_number: Mapping[int, Any]
 ) -> Iterator[DtypeChange]:
-    """Yield the casts of torch's `load_state_dict`: to the parameter's dtype, except for `step`."""
+    """Yield the casts of torch's `load_state_dict`: to the parameter's dtype, except for `step`.
+
+    An optimizer with its own `load_state_dict` decides itself, so nothing is yielded.
+    """
     import torch
 
     *_, inner = iterate_layers(optimizer)
     if type(inner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
-    for number, key in kept.items():
-        parameter, name = wanted.parameters[number], wanted.names[number]
+    for number, key in key_by_number.items():
+        parameter, name = live.parameters[number], live.names[number]
         after = dtype_name(parameter)
         for path, leaf in walk(saved.state_of(key)) if parameter.is_floating_point() else ():
             if isinstance(leaf, TensorRef) and leaf.dtype != after and path[-1:] != ("step",):
@@ -589,15 +645,17 @@ def _refuse_lossy_casts(casts: Sequence[DtypeChange], allowance: Allowance) -> N
         )
 
 
-class _Maker(NamedTuple):
+class _StateDictMaker(NamedTuple):
     """Creates the state dict for the optimizer's own `load_state_dict`."""
 
     state: StateDict
-    saved: _Saved
-    wanted: _Wanted
-    kept: Mapping[int, Any]
-    groups: Sequence[int] | None
-    """By group of the optimizer that of the file; None: it keeps its own."""
+    """The state dict of the model, which reads the nodes of the file."""
+    saved: _SavedOptimizer
+    live: _LiveOptimizer
+    key_by_number: Mapping[int, Any]
+    """By number of a live parameter, the key of its state in the file."""
+    file_groups: Sequence[int] | None
+    """For each live group, the index of the file's group; None if it keeps its own options."""
 
     def make_state_dict(self, optimizer: Any) -> dict[str, Any]:
         """Create the state dict on the CPU: torch moves the state to the parameters' devices."""
@@ -605,22 +663,24 @@ class _Maker(NamedTuple):
         other_entries = {
             key: entry for key, entry in node.items() if key not in ("state", "param_groups")
         }
+        # State with a text key belongs to no parameter, except with FSDP: there these are names.
         shared = {key: entry for key, entry in node["state"].items() if isinstance(key, str)}
-        if any(isinstance(key, str) for _, key in self.saved.keys):
-            shared = {}  # With FSDP, the keys are parameter names.
+        if any(isinstance(key, str) for _, key in self.saved.parameter_keys):
+            shared = {}
         state_by_number = {
-            number: self._make_parameter_state(number, key) for number, key in self.kept.items()
+            number: self._make_parameter_state(number, key)
+            for number, key in self.key_by_number.items()
         }
-        state, groups = (
-            {**state_by_number, **self._make_entries(shared)},
-            list(self._make_groups(optimizer)),
-        )
-        return {**self._make_entries(other_entries), "state": state, "param_groups": groups}
+        return {
+            **self._make_entries(other_entries),
+            "state": {**state_by_number, **self._make_entries(shared)},
+            "param_groups": list(self._make_groups(optimizer)),
+        }
 
     def _make_parameter_state(self, number: int, key: Any) -> Any:
         """Create the state of a parameter; for a DTensor, this rank's part."""
-        parameter, state = self.wanted.parameters[number], self._make_copy(self.saved.state_of(key))
-        if is_spread(parameter):
+        parameter, state = self.live.parameters[number], self._make_copy(self.saved.state_of(key))
+        if is_dtensor(parameter):
             for word, value in state.items():
                 if getattr(value, "shape", None) == parameter.shape:
                     state[word] = distribute_like(parameter, value)
@@ -641,17 +701,20 @@ class _Maker(NamedTuple):
         return copy.deepcopy(new, {id(tensor): tensor.detach().clone() for tensor in tensors})
 
     def _make_groups(self, optimizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield the groups with the options of the file, and live options that it lacks."""
-        bare = map_to_bare_names(self.wanted.names)
-        names = [bare[name] for name in self.wanted.names]
+        """Yield the groups with the options of the file, and live options that it lacks.
+
+        Tensor options move to the live device. Parameters get names if the file has them.
+        """
+        bare = map_to_bare_names(self.live.names)
+        names = [bare[name] for name in self.live.names]
         numbers = iter(range(len(names)))
         saved_groups: list[Mapping[Any, Any]] = [{}] * len(optimizer.param_groups)
-        if self.groups is not None:
-            saved_groups = [self.saved.options[index] for index in self.groups]
-        for live_group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-            given = {key: option for key, option in saved.items() if key != "params"}
-            is_named = bool(given.pop("param_names", ())) and self.wanted.are_named
-            options = self._make_entries(given)
+        if self.file_groups is not None:
+            saved_groups = [self.saved.groups[index] for index in self.file_groups]
+        for live_group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
+            saved_options = {key: option for key, option in saved_group.items() if key != "params"}
+            is_named = bool(saved_options.pop("param_names", ())) and self.live.are_named
+            options = self._make_entries(saved_options)
             for key, value in options.items():
                 if hasattr(value, "to") and hasattr(live_group.get(key), "device"):
                     options[key] = value.to(live_group[key].device)  # a learning rate

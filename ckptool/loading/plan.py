@@ -35,10 +35,9 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
-_NOT_LOADED = "which cannot be loaded from a file"
+_NOT_LOADABLE = "which cannot be loaded from a file"
 
 
-@pause_gc()
 class MatchedState(NamedTuple):
     """The entries of a state dict that fit a model, and a report on all entries."""
 
@@ -53,6 +52,7 @@ class MatchedState(NamedTuple):
 
 
 @refuse_renamed_arguments(rules="use rename instead")
+@pause_gc()
 def match(
     state_dict: Mapping[Any, Any] | str | os.PathLike[str] | Checkpoint,
     like: torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint,
@@ -169,18 +169,22 @@ class LoadPlan(NamedTuple):
         return self._replace(report=replace(self.report, **changes))
 
     def refusal_error(self, allowance: Allowance) -> MatchError | None:
-        """Return the error to raise before anything changes, or None."""
+        """Return the error to raise before anything changes, or None.
+
+        Keys that a module's own code may fill are counted as loaded until it has run. The message
+        also has the reason why entries of the file were left out.
+        """
         report = self.report
         if self.unfilled:
             report = replace(report, loaded=report.parameters, fitting=report.names)
         refusal = allowance.refusal_error(report)
-        not_made = [
+        reasons = [
             f"{printable(name)}: {reason}"
             for name, reason in report.left_out
-            if reason.endswith(_NOT_LOADED)
+            if reason.endswith(_NOT_LOADABLE)
         ]
-        if refusal is not None and not_made:
-            refusal.message += f"\n{listed(not_made, most=2)}"
+        if refusal is not None and reasons:
+            refusal.message += f"\n{listed(reasons, most=2)}"
         return refusal
 
 
@@ -201,7 +205,8 @@ def plan_load(
     For a file with another layout than torch's, the axes in `state` are put in torch's order.
 
     With `by_type`, casts are judged by dtype, and files need no torch. With `assign`, the model
-    uses the tensors unchanged. With `as_stored`, the target is a file: objects stay objects.
+    uses the tensors unchanged, so there are no casts. With `as_stored`, the target is a file:
+    objects stay objects, and casts are judged by dtype. `choices` are the user's axis orders.
 
     Raises:
         NameCollision: if the rules give two entries the same key.
@@ -211,10 +216,10 @@ def plan_load(
     """
     layout, choices = load_format(state.tree.format).layout, choices or TransposeRules()
     kinds = target.kinds() if layout else None
-    is_turned = bool(layout or choices.transpose)
+    may_permute = bool(layout or choices.transpose)
     match = match_keys(
         state.slots,
-        expect_file_shapes(target.slots, kinds, choices) if is_turned else target.slots,
+        expect_file_shapes(target.slots, kinds, choices) if may_permute else target.slots,
         rules=parse_rules(rename, prefixes),
         metadata=state.metadata,
         closed=target.closed,
@@ -222,8 +227,8 @@ def plan_load(
         file=state.file,
         model=target.label,
     )
-    first_pairs = match.pairs
-    if is_turned:
+    matched_pairs = match.pairs
+    if may_permute:
         match = resolve_layouts(match, state.slots, target.slots, kinds, choices)
         state.permute_axes(match.report.layouts)
     plan = LoadPlan(match.pairs, {}, match.report, match)
@@ -246,16 +251,17 @@ def plan_load(
         untied=untied,
         left_out=(*report.left_out, *plain_values),
     )
-    if plan.pairs is not first_pairs:
+    if plan.pairs is not matched_pairs:  # entries were left out after matching: count again
         kept = dict(report.kept).keys() - set(plan.undecided)
         report = replace(report, **count_loaded(target.slots, pairs, kept))
     return plan._replace(report=report)
 
 
 def _drop_unloadable(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
-    """Leave out entries that cannot be loaded: objects, and parameters without data.
+    """Leave out entries that cannot be loaded: objects, and uninitialized lazy parameters.
 
-    An extra state that contains a pickled object would reach the model as something else.
+    The report lists their keys as missing. An extra state that contains a pickled object is also
+    left out, because the model would get an inert copy of it.
     """
     report = plan.report
     reasons = {
@@ -288,7 +294,7 @@ def _explain_unloadable(state: StateDict, file_key: str, *, is_extra: bool) -> s
     if type(node) is TensorRef and state.slots[file_key].shape is not None and not is_extra:
         return ""  # The common case comes first, because there may be many keys.
     problem = describe_opaque(node) if is_extra else "an uninitialized lazy parameter"
-    return f"contains {problem}, {_NOT_LOADED}" if problem else ""
+    return f"contains {problem}, {_NOT_LOADABLE}" if problem else ""
 
 
 def describe_opaque(node: Any) -> str:
@@ -309,25 +315,25 @@ def describe_opaque(node: Any) -> str:
 def _leave_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
     """Leave unmatched keys inside modules with their own loading code to that code.
 
-    Tensors that only their class can create are not passed to it.
+    Keys of the file that only these modules can place become `undecided`, keys of the model that
+    they may fill become `unfilled`, and the report no longer lists either as a mismatch. One rank's
+    part of a tensor is not passed on.
     """
     report, renamed = plan.report, plan.match.renamed
     undecided = {
-        name: file_keys
-        for file_keys in report.unexpected_keys
-        if target.find_custom_holder(name := renamed.get(file_keys, file_keys))
+        name: file_key
+        for file_key in report.unexpected_keys
+        if target.find_custom_holder(name := renamed.get(file_key, file_key))
         and name not in plan.pairs
     }
     undecided |= {
         row.name: row.own for row in report.mismatched if target.find_custom_holder(row.name)
     }
     undecided = {
-        name: file_keys
-        for name, file_keys in undecided.items()
-        if not _is_one_part(state, file_keys)
+        name: file_key for name, file_key in undecided.items() if not _is_one_part(state, file_key)
     }
-    file_keys = {*undecided.values()}
-    misshapen = (row.name for row in report.mismatched if row.own in file_keys)
+    undecided_file_keys = {*undecided.values()}
+    misshapen = (row.name for row in report.mismatched if row.own in undecided_file_keys)
     unfilled = [key for key in (*report.missing_keys, *misshapen) if target.find_custom_holder(key)]
     if not (undecided or unfilled):
         return plan
@@ -338,18 +344,22 @@ def _leave_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> Lo
     report = replace(
         report,
         missing_keys=[name for name in report.missing_keys if name not in unfilled],
-        unexpected_keys=[name for name in report.unexpected_keys if name not in file_keys],
-        mismatched=tuple(row for row in report.mismatched if row.own not in file_keys),
+        unexpected_keys=[
+            name for name in report.unexpected_keys if name not in undecided_file_keys
+        ],
+        mismatched=tuple(row for row in report.mismatched if row.own not in undecided_file_keys),
         ambiguous=tuple(
             row
             for row in report.ambiguous
-            if not {*unfilled, *file_keys} & {*row.names, *row.candidates}
+            if not {*unfilled, *undecided_file_keys} & {*row.names, *row.candidates}
         ),
         kept=(*report.kept, *((name, explain(name)) for name in unfilled)),
         left_out=(*report.left_out, *((old, explain(name)) for name, old in undecided.items())),
     )
-    left = tuple(unfilled)
-    return plan._replace(pairs={**plan.pairs}, undecided=undecided, report=report, unfilled=left)
+    # The pairs are copied, so that `plan_load` sees a change and counts again.
+    return plan._replace(
+        pairs={**plan.pairs}, undecided=undecided, report=report, unfilled=tuple(unfilled)
+    )
 
 
 def _is_one_part(state: StateDict, file_key: str) -> bool:
@@ -361,31 +371,34 @@ def _is_one_part(state: StateDict, file_key: str) -> bool:
 def make_metadata(
     state: StateDict, target: ModelTarget, plan: LoadPlan
 ) -> OrderedDict[str, Any] | None:
-    """Return the file's `_metadata` by the paths of the model's modules, or None.
+    """Return the file's `_metadata` by the paths of the model's modules, or None if it has none.
 
-    A version follows the keys below its module. Model modules without keys of their own keep the
-    model's version, unless their own loading code uses the one in the file.
+    The entry of a module moves with the keys below it. Model modules without keys of their own keep
+    the model's entry, unless their own loading code uses the one in the file.
     """
     if state.metadata is None:
         return None
-    new_names = {**plan.match.renamed, **{old: new for new, old in reversed([*plan.pairs.items()])}}
-    moved = move_metadata(state.metadata, new_names, lambda path: path)
+    new_keys = {**plan.match.renamed, **{old: new for new, old in reversed([*plan.pairs.items()])}}
+    entries = move_metadata(state.metadata, new_keys, lambda path: path)
     if target.metadata is None:
-        return OrderedDict(moved)
+        return OrderedDict(entries)
     metadata: OrderedDict[str, Any] = OrderedDict()
-    holders = {name.rpartition(".")[0] for name in target.slots}
+    paths_with_keys = {name.rpartition(".")[0] for name in target.slots}
     for path, default in target.metadata.items():
         bare_path = remove_hidden_parts(path)
-        entry = moved.get(path, moved.get(bare_path))
+        entry = entries.get(path, entries.get(bare_path))
         if entry is not None:
             metadata[path] = entry
-        elif bare_path not in holders and bare_path not in target.custom:
+        elif bare_path not in paths_with_keys and bare_path not in target.custom:
             metadata[path] = default
     return metadata
 
 
 def _judge_casts(state: StateDict, casts: Iterable[DtypeChange]) -> tuple[DtypeChange, ...]:
-    """Judge casts by their values, if their dtypes alone could lose something."""
+    """Return the casts with their real loss: the values decide if the dtypes could lose some.
+
+    A cast with a loss that cannot be computed stays `lossy`.
+    """
     judged = []
     find_loss = cache(
         lambda file_key, after: describe_loss(state.ref(file_key) or state.value(file_key), after)
@@ -416,16 +429,17 @@ def describe_loss(value: Any, dtype: str) -> str | None:
 
 
 def _iterate_blocks(value: Any) -> Iterator[torch.Tensor] | None:
-    """Return the elements of a tensor in any order, block by block from a file."""
+    """Yield the elements of a tensor in blocks, or return None if it is no plain array of elements.
+
+    A contiguous tensor in a file is read block by block, any other at once.
+    """
     import torch
 
     if isinstance(value, TensorRef):
         is_known = value.dtype not in PACKED and value.dtype not in NOT_IN_TORCH
         if value.has_content and value.is_contiguous and is_known:
-            cut_positions = iterate_blocks(value.sizes, CHUNK)
-            return (
-                materialize(value[index] if index else value).detach() for index in cut_positions
-            )
+            indexes = iterate_blocks(value.sizes, CHUNK)
+            return (materialize(value[index] if index else value).detach() for index in indexes)
         value = materialize(value)
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
         return None
@@ -452,7 +466,8 @@ def _find_untied(
 def _has_same_elements(state: StateDict, first: str, second: str) -> bool:
     """Return True if two entries have the same elements, byte for byte.
 
-    Tensors on the meta device count as equal.
+    Tied entries, and tensors on the meta device, count as equal. Other objects are equal only if
+    they are the same object. Of files without torch, the bytes are compared.
     """
     first_slot, second_slot = state.slots[first], state.slots[second]
     if (first_slot.dtype, first_slot.shape) != (second_slot.dtype, second_slot.shape):

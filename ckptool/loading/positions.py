@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _NOT_COMPARED = frozenset(("params", "param_names", "lr"))
 """Options of a group that need not be the same: schedules change the learning rate."""
-_MISSING = "not set"
+_NOT_SET = "not set"
 
 
 def list_file_parameters(
@@ -33,24 +33,25 @@ def list_file_parameters(
 ) -> dict[str, torch.Tensor | None]:
     """Return the parameters of the model in a file by key, in its order, with the live tensors.
 
-    Tied parameters are listed once. The tensor is None if the live model does not have it, or with
-    another shape. If only the file has a key, its last part decides whether it is a parameter.
+    Parameters that are tied, in the file or in the live model, are listed once. The tensor is None
+    if the live model does not have it, or has another shape. If only the file has a key, its last
+    part decides whether it is a parameter: names such as `running_mean` are buffers.
     """
-    pairs = {
+    name_by_file_key = {
         file_key: name
         for name, file_key in reversed([*plan.pairs.items(), *plan.undecided.items()])
     }
-    misshapen = {row.own: row.name for row in plan.report.mismatched}
+    mismatched_name_by_file_key = {row.own: row.name for row in plan.report.mismatched}
     parameters: dict[str, torch.Tensor | None] = {}
     seen: set[Hashable] = set()
     for file_key, slot in state.slots.items():
-        name = pairs.get(file_key, misshapen.get(file_key))
+        name = name_by_file_key.get(file_key, mismatched_name_by_file_key.get(file_key))
         is_buffer = file_key.rpartition(".")[2] in STATISTICS
         if slot.kind == "extra" or (
             is_buffer if name is None else target.slots[name].kind != "parameter"
         ):
             continue
-        tensor = tensors.get(pairs.get(file_key, ""))
+        tensor = tensors.get(name_by_file_key.get(file_key, ""))
         identities = {
             ("live", id(tensor)) if tensor is not None else file_key,
             ("file", slot.tie or file_key),
@@ -73,22 +74,24 @@ def find_doubt(
 
     Args:
         saved: The state of an optimizer in the file, with as many parameters in each group.
-        keys: The keys of its parameters, in the order of the groups.
+        keys: The keys of its parameters, in the position_by_id of the groups.
         optimizer: The live optimizer.
         model: The live model.
         state: The state dict of the model in the file.
         file_parameters: Its parameters, as `list_file_parameters` returns them.
     """
-    order = {id(parameter): position for position, parameter in enumerate(model.parameters())}
+    position_by_id = {
+        id(parameter): position for position, parameter in enumerate(model.parameters())
+    }
     groups: list[Mapping[str, Any]] = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     if not is_in_model_order(state.tree, list(state.slots), state.metadata):
         return "the model's file is sorted by key, so the original order of parameters is lost"
     if len(file_parameters) != len(keys):
-        many = counted(len(file_parameters), "parameter")
-        return f"the model in the file has {many}, and its optimizer has {len(keys):,}"
-    positions = [order.get(id(tensor)) for tensor in file_parameters.values()]
-    if positions != [*range(len(order))]:
+        count = counted(len(file_parameters), "parameter")
+        return f"the model in the file has {count}, and its optimizer has {len(keys):,}"
+    positions = [position_by_id.get(id(tensor)) for tensor in file_parameters.values()]
+    if positions != [*range(len(position_by_id))]:
         names = (
             name for position, name in enumerate(file_parameters) if positions[position] != position
         )
@@ -96,7 +99,7 @@ def find_doubt(
         return (
             f"the model in the file has other parameters than your model, or another order{first}"
         )
-    if {*map(id, parameters)} != order.keys():
+    if {*map(id, parameters)} != position_by_id.keys():
         return "the optimizer does not have every parameter of the model"
     for key, parameter in zip(keys, parameters, strict=True):
         if not fits_shape(saved.node["state"].get(key), shape_of(parameter)):
@@ -110,15 +113,19 @@ def find_doubt(
             return (
                 f"the groups of the file have {option} {file_values}, the optimizer {live_values}"
             )
-    similar: dict[tuple[str, ...], list[int]] = {}
+    positions_by_options: dict[tuple[str, ...], list[int]] = {}
     for index, group in enumerate(groups):
-        kind = tuple(live_values[index] for _, _, live_values in differing_options)
-        similar.setdefault(kind, []).extend(order[id(parameter)] for parameter in group["params"])
-    if any(numbers != sorted(numbers) for numbers in similar.values()):
+        options = tuple(live_values[index] for _, _, live_values in differing_options)
+        positions_by_options.setdefault(options, []).extend(
+            position_by_id[id(parameter)] for parameter in group["params"]
+        )
+    if any(numbers != sorted(numbers) for numbers in positions_by_options.values()):
         return "the optimizer does not have its parameters in the order of the model"
-    rates = [[_read_rate(group) for group in some] for some in (saved.node["param_groups"], groups)]
-    if _are_swapped([tuple(map(shape_of, group["params"])) for group in groups], *rates):
-        return f"the groups of the file have lr {rates[0]}, the optimizer {rates[1]}"
+    file_rates = [_read_rate(group) for group in saved.node["param_groups"]]
+    live_rates = [_read_rate(group) for group in groups]
+    shapes = [tuple(map(shape_of, group["params"])) for group in groups]
+    if _are_rates_swapped(shapes, file_rates, live_rates):
+        return f"the groups of the file have lr {file_rates}, the optimizer {live_rates}"
     return ""
 
 
@@ -128,28 +135,32 @@ def _read_rate(group: Mapping[Any, Any]) -> float:
     return float(rate) if isinstance(rate, (int, float)) else 0.0
 
 
-def _are_swapped(
+def _are_rates_swapped(
     shapes: Sequence[tuple[Any, ...]], file_rates: Sequence[float], live_rates: Sequence[float]
 ) -> bool:
-    """Return True if, of two groups with the same shapes, the other one has the larger rate now.
+    """Return True if the learning rates of groups with the same shapes changed their order.
 
-    Schedules change rates, but preserve the order of two groups.
+    Schedules scale the rates of all groups, so the group with the larger rate in the file should
+    also have the larger live rate. If it has not, the groups are probably in another order.
     """
-    by_shape: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    rates_by_shapes: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for shape, file, live in zip(shapes, file_rates, live_rates, strict=True):
-        by_shape.setdefault(shape, []).append((file, live))
-    rates = ([live for _, live in sorted(pairs)] for pairs in by_shape.values())
-    return any(live_sorted != sorted(live_sorted) for live_sorted in rates)
+        rates_by_shapes.setdefault(shape, []).append((file, live))
+    live_by_file_rate = ([live for _, live in sorted(pairs)] for pairs in rates_by_shapes.values())
+    return any(live != sorted(live) for live in live_by_file_rate)
 
 
 def _find_differing_options(
     file_groups: Sequence[Mapping[Any, Any]], live_groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield the options by which groups differ, with the values in the file and live values."""
+    """Yield each option in which groups differ, with its values in the file's and the live groups.
+
+    Learning rates are excluded, because schedules change them.
+    """
     keys = [{key for group in groups for key in group} for groups in (file_groups, live_groups)]
     for key in sorted((keys[0] & keys[1]) - _NOT_COMPARED, key=str):
         file, live = (
-            [_normalize(group.get(key, _MISSING)) for group in some]
+            [_normalize(group.get(key, _NOT_SET)) for group in some]
             for some in (file_groups, live_groups)
         )
         if len({*file}) > 1 or len({*live}) > 1:

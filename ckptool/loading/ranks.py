@@ -28,10 +28,13 @@ _Result = TypeVar("_Result")
 _Failures = dict[int, CheckpointError | str]
 """By global rank."""
 
-_HIDDEN = frozenset({"_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"})
+_UNNAMED_COMPONENTS = frozenset(
+    {"_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"}
+)
 """Components of module paths that the hooks of these wrappers remove from keys."""
-_FLAT = frozenset({"_flat_param", "flat_param"})
-_FAILED = "failed"
+_FLAT_PARAMETER_NAMES = frozenset({"_flat_param", "flat_param"})
+"""Attributes of FSDP 1 modules with the flat parameter, which is no entry of a full state dict."""
+_FAILURE_KEY = "failed"
 """The store key set by a process that failed."""
 
 
@@ -59,7 +62,8 @@ class Ranks:
         """
         self._groups, self._store = tuple(groups), store
         self._error, self._undone, self._call = error, undone, call
-        self._is_lost = False
+        self._is_peer_lost = False
+        """True after another process did not answer, or made another call."""
 
     @property
     def own(self) -> int:
@@ -69,13 +73,15 @@ class Ranks:
     @property
     def has_failed(self) -> bool:
         """Whether a process is known to have failed, without waiting."""
-        return self._store is not None and bool(self._store.check([_FAILED]))
+        return self._store is not None and bool(self._store.check([_FAILURE_KEY]))
 
     @contextmanager
     def raise_on_all_ranks(self, undone: str = "") -> Iterator[None]:
         """Raise an error in every process if the block raises in one of them.
 
-        `undone` describes the consequence of a failure in another process.
+        `undone` describes the consequence of a failure in another process, for its error message.
+        A process that fails raises its own error. The others raise a ckptool error of the same
+        class; any other error becomes the class given to the constructor.
 
         Raises:
             CheckpointError: if another process failed or did not answer; with its rank.
@@ -88,7 +94,7 @@ class Ranks:
         except BaseException as error:
             with suppress(CheckpointError, RuntimeError):  # the others may have ended
                 if self._store is not None:
-                    self._store.set(_FAILED, "")
+                    self._store.set(_FAILURE_KEY, "")
                 self._exchange_failures({_current_rank(): to_sendable(error)}, self._undone)
             raise
         undone = undone or self._undone
@@ -102,7 +108,7 @@ class Ranks:
     def run_on_first(self, work: Callable[[], _Result]) -> _Result:
         """Do the work in rank 0, and return its result in all ranks.
 
-        If another process ends after the work is done, rank 0 only warns.
+        If another process ends after the work is done, rank 0 only warns, and returns its result.
         """
         result: _Result | None = None
         try:
@@ -111,7 +117,7 @@ class Ranks:
                     result = work()
             return self.collect(result)[0]  # type: ignore[return-value]
         except CheckpointError as error:
-            if result is None or not self._is_lost:
+            if result is None or not self._is_peer_lost:
                 raise
             warn(f"{self._call} succeeded, but {error.message.partition(', because ')[2]}")
             return result
@@ -127,7 +133,10 @@ class Ranks:
         return self._gather(own, self._groups[0], self._undone)
 
     def _exchange_failures(self, failures: _Failures, undone: str) -> _Failures:
-        """Return the failures of all ranks."""
+        """Return `failures` of this process and the failures of all others, by global rank.
+
+        A failure passes from group to group, because each process repeats what it has received.
+        """
         for group in self._groups:
             for others in self._gather(failures, group, undone):
                 failures = {**failures, **others}
@@ -146,7 +155,7 @@ class Ranks:
         try:
             dist.all_gather_object(answers, (self._call, own), group=group)
         except RuntimeError as error:  # any connection error of the backend
-            self._is_lost = True
+            self._is_peer_lost = True
             reason = str(error).strip().partition("\n")[0]
             text = f"{undone}, because another rank did not answer rank {_current_rank()}: {reason}"
             raise self._error(text, hint=hint) from error
@@ -154,7 +163,7 @@ class Ranks:
             is_valid = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str)
             call = answer[0] if is_valid else "something else"
             if call != self._call:
-                self._is_lost = True
+                self._is_peer_lost = True
                 rank = position if group is None else dist.get_global_rank(group, position)
                 text = (
                     f"{undone}, because rank {rank} is in {call}, but rank {_current_rank()} in "
@@ -188,12 +197,13 @@ def to_sendable(error: BaseException) -> CheckpointError | str:
 def find_ranks(model: torch.nn.Module) -> Ranks:
     """Return the processes that a DDP, FSDP or DTensor model is distributed over.
 
-    Each of them calls `load_into`. Messages use the model's own process groups.
+    Each of them calls `load_into`. Messages use the process groups of the model's wrappers, and of
+    the mesh of each DTensor. Only this process is returned for any other model.
     """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    groups: dict[Any, None] = {}
+    groups: dict[Any, None] = {}  # an ordered set
     if dist.is_available() and dist.is_initialized():
         sharded_modules = {*list_fsdp_modules(model)}
         for module in model.modules():
@@ -203,7 +213,7 @@ def find_ranks(model: torch.nn.Module) -> Ranks:
                 )
                 groups.update(dict.fromkeys(group for group in module_groups if group is not None))
         tensors: list[Any] = [*model.parameters(), *model.buffers()]
-        for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_spread(tensor)):
+        for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)):
             if mesh.get_coordinate() is not None:
                 groups.update((mesh.get_group(number), None) for number in range(mesh.ndim))
     return Ranks(
@@ -219,7 +229,7 @@ def find_ranks(model: torch.nn.Module) -> Ranks:
     )
 
 
-def is_spread(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Return True for a DTensor, of which this rank has a part."""
     import torch
 
@@ -231,7 +241,7 @@ def distribute_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
     Each rank has the whole `value`, so torch 2.6 and later sends nothing between ranks.
     """
-    if not is_spread(tensor) or is_spread(value):
+    if not is_dtensor(tensor) or is_dtensor(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -242,10 +252,10 @@ def distribute_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def remove_hidden_parts(path: str) -> str:
-    """Return the path of a module as in the keys of the state dict."""
+    """Return the path of a module as in the keys of the state dict, without FSDP's wrappers."""
     if "_module" not in path:
         return path
-    return ".".join(part for part in path.split(".") if part not in _HIDDEN)
+    return ".".join(part for part in path.split(".") if part not in _UNNAMED_COMPONENTS)
 
 
 def list_fsdp_modules(model: torch.nn.Module) -> list[Any]:
@@ -261,12 +271,13 @@ def list_fsdp_modules(model: torch.nn.Module) -> list[Any]:
 def describe_fsdp_state(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entries of the full state dict of an FSDP model, and its `_metadata`.
 
-    Keys are in the order of the modules, each with the live tensor, or with a `Slot` for sharded
-    tensors and other values.
+    Nothing is gathered. Keys are in the order of the modules, each with the live tensor, or with a
+    `Slot` for a parameter inside a flat parameter, and for extra states.
     """
     import torch
 
-    shards: dict[int, dict[str, Slot]] = defaultdict(dict)
+    # By `id` of a module: the slots of its sharded parameters, by their name in it.
+    slots_by_module: dict[int, dict[str, Slot]] = defaultdict(dict)
     for module in list_fsdp_modules(model):
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         if flat is None:
@@ -276,22 +287,22 @@ def describe_fsdp_state(model: torch.nn.Module) -> tuple[dict[str, Any], dict[st
         for parameter, shape in zip(flat._param_infos, flat._shapes, strict=True):
             key = id(parameter.module), parameter.param_name
             slot = Slot(tuple(shape), dtype, "parameter", key if key in tied else None)
-            shards[key[0]][key[1]] = slot
+            slots_by_module[key[0]][key[1]] = slot
         for info in flat._shared_param_infos:
-            first = shards[id(info.prim_module)][info.prim_param_name]
-            shards[id(info.module)][info.param_name] = first
+            first = slots_by_module[id(info.prim_module)][info.prim_param_name]
+            slots_by_module[id(info.module)][info.param_name] = first
     state: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         metadata[path] = {"version": getattr(module, "_version", 1)}
         bare_path = remove_hidden_parts(path)
         prefix = f"{bare_path}." if bare_path else ""
-        flattened = shards.get(id(module), {})
+        flattened = slots_by_module.get(id(module), {})
         state.update((prefix + name, slot) for name, slot in flattened.items())
         state.update(
             (prefix + name, tensor)
             for name, tensor in list_own_tensors(module).items()
-            if name not in flattened and name not in _FLAT
+            if name not in flattened and name not in _FLAT_PARAMETER_NAMES
         )
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             state[f"{prefix}_extra_state"] = EXTRA

@@ -18,7 +18,7 @@ from ckptool.core.names import (
     WRAPPERS,
     Renamer,
     check_collisions,
-    map_to_bare_names as without_wrappers,
+    map_to_bare_names,
     strip_names,
 )
 from ckptool.core.sections import MODEL_MARK, find_model_state_dict, is_extra_state
@@ -28,7 +28,7 @@ from ckptool.formats import load_format
 from ckptool.loading.ranks import (
     Ranks,
     describe_fsdp_state,
-    is_spread,
+    is_dtensor,
     list_default_group,
     list_fsdp_modules,
 )
@@ -37,18 +37,19 @@ from ckptool.tensors.materialize import require_torch
 from ckptool.transforms import Compact
 from ckptool.transforms.names import move_metadata
 from ckptool.words import a_class
-from ckptool.writing import Receipt, choose_format, save as written
+from ckptool.writing import Receipt, choose_format, save as write_checkpoint
 
 if TYPE_CHECKING:
     import torch
 
 _Arguments = ParamSpec("_Arguments")
-_OUTER = "module"
-_PRIVATE = frozenset(WRAPPERS) - {_OUTER}
+_WRAPPED_CHILD = "module"
+"""The child of `DataParallel` and similar classes that is the wrapped model."""
+_WRAPPER_ONLY_NAMES = frozenset(WRAPPERS) - {_WRAPPED_CHILD}
 """Wrappers at any position: no author gives a layer such a name."""
-_AVERAGE = "AveragedModel"
+_AVERAGED_CLASS = "AveragedModel"
 """A class that keeps a model as its `module`, next to a counter."""
-_WRAPPERS = frozenset((
+_WRAPPER_CLASSES = frozenset((
     "DataParallel", "DeepSpeedEngine", "DistributedDataParallel", "FullyShardedDataParallel",
     "ModelEma", "ModelEmaV2", "ModelEmaV3", "ShardedDataParallel",
 ))  # fmt: skip
@@ -140,13 +141,13 @@ def save(
     owner_keys = _find_owner_keys(states, tree, model)
     return ranks.run_on_first(
         lambda: _write_tree(
-            _check_path(path), tree, states.instead, owner_keys, overwrite=overwrite
+            _check_path(path), tree, states.replacements, owner_keys, overwrite=overwrite
         )
     )
 
 
 def _collect(states: _States, model: Any, optimizer: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return everything to save, by key."""
+    """Return the values to save by key: live objects, or their placeholders until `gather`."""
     tree: dict[str, Any] = {}
     if model is not None:
         if "state_dict" in values:
@@ -174,35 +175,44 @@ def _check_path(path: Any) -> str:
 
 
 def _find_owner_keys(states: _States, tree: dict[str, Any], model: Any) -> dict[str, str]:
-    """Return, for the key of each optimizer, the key of the module with its parameters."""
-    keys = {id(node): key for key, node in reversed(tree.items())}
+    """Return, for the key of each optimizer, the key of the module with its parameters.
+
+    An optimizer without such a module, or with one that is not a value of `tree`, is left out.
+    """
+    key_by_id = {id(node): key for key, node in reversed(tree.items())}
     if model is not None:
-        keys[id(model)] = "state_dict"
+        key_by_id[id(model)] = "state_dict"
     owners = {
         key: states.owners[id(node)] for key, node in tree.items() if id(node) in states.owners
     }
-    return {key: keys[id(owner)] for key, owner in owners.items() if id(owner) in keys}
+    return {key: key_by_id[id(owner)] for key, owner in owners.items() if id(owner) in key_by_id}
 
 
 def _write_tree(
     path: str,
     tree: dict[str, Any],
-    instead: dict[int, Any],
+    replacements: dict[int, Any],
     owner_keys: dict[str, str],
     *,
     overwrite: bool,
 ) -> Receipt:
-    """Write the tree, and return the receipt; `instead` maps identities to replacements."""
-    checkpoint = Compact()(freeze(tree, replacements=instead, file=path))
+    """Write the tree, and return the receipt; `replacements` has objects to write by old `id`.
+
+    Only the used bytes of each storage are written. A format for tensors alone (`flat`, such as
+    safetensors) gets no counter of an `AveragedModel`, and refuses other values.
+    """
+    checkpoint = Compact()(freeze(tree, replacements=replacements, file=path))
     _mark_model(checkpoint, owner_keys)
-    is_flat = load_format(choose_format(checkpoint, path)).flat
+    is_flat = load_format(choose_format(checkpoint, path)).flat  # only tensors, by key
     left_out: tuple[str, ...] = ()
     if is_flat and tree.keys() == {"state_dict", N_AVERAGED}:
         checkpoint = checkpoint.with_root({"state_dict": checkpoint.root["state_dict"]})
         left_out = (f"{N_AVERAGED} (counter of an AveragedModel)",)
     try:
         with convert_os_errors(path):
-            receipt = written(checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False)
+            receipt = write_checkpoint(
+                checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False
+            )
     except NotRepresentable as error:
         hint = "save only the model, or write a .pth file" if is_flat else error.hint
         raise NotRepresentable(error.message, file=path, hint=hint) from error
@@ -217,7 +227,7 @@ def _mark_model(checkpoint: Checkpoint, owner_keys: dict[str, str]) -> None:
     state = checkpoint.root.get("state_dict")
     if isinstance(state, OrderedMap):
         try:
-            find_model_state_dict(checkpoint)
+            find_model_state_dict(checkpoint)  # only to learn whether it is the only one
             needs_mark = "optimizer" in checkpoint.root
         except AmbiguousName:
             needs_mark = True
@@ -237,21 +247,25 @@ class _States:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.instead: dict[int, Any] = {}
-        """By `id`, the replacement of an object: its state dict, or a gathered tensor."""
+        self.replacements: dict[int, Any] = {}
+        """By `id` of an object, its replacement: a state dict, or a gathered tensor."""
         self.counter: Any = None
-        """The counter of the `AveragedModel` passed to `of_model`, if it is one."""
+        """The counter of the model passed to `take_model`, if that is an `AveragedModel`."""
         self.owners: dict[int, torch.nn.Module] = {}
         """By the `id` of an optimizer, the module that has all of its parameters, if any."""
         self._ranks = ranks
-        self._modules: list[torch.nn.Module] = []
-        self._optimizers: list[Any] = []
-        self._spread: list[Any] = []
-        self._jobs: list[tuple[Label, Callable[[], Any]]] = []
-        """The work that all processes do together."""
-        self._first: dict[int, Any] = {}
-        """By the `id` of a sharded parameter, its first tensor in a state dict."""
-        self._alive: list[Any] = []
+        self._taken_modules: list[torch.nn.Module] = []
+        """The modules found so far, which may have the parameters of an optimizer."""
+        self._pending_optimizers: list[Any] = []
+        """Optimizers found in the tree, whose state is taken after all modules are known."""
+        self._pending_dtensors: list[Any] = []
+        """DTensors found in the tree, to be gathered."""
+        self._gather_jobs: list[tuple[Label, Callable[[], Any]]] = []
+        """The work that all processes do together, with a label that must be the same in all."""
+        self._first_by_parameter: dict[int, Any] = {}
+        """By the `id` of a parameter, its DTensor in the first state dict that has it."""
+        self._keep_alive: list[Any] = []
+        """Replaced objects and replacements: no new object may get the `id` of one of them."""
 
     def take_model(self, model: Any) -> Any:
         """Return a placeholder for a module's state dict until `gather`, or the given state dict.
@@ -268,11 +282,11 @@ class _States:
             )
             return placeholder
         if isinstance(model, Mapping):
-            texts = {name: value for name, value in model.items() if isinstance(name, str)}
+            string_entries = {name: value for name, value in model.items() if isinstance(name, str)}
             stripped = strip_names(
                 [
                     name
-                    for name, value in texts.items()
+                    for name, value in string_entries.items()
                     if isinstance(value, torch.Tensor) or is_extra_state(name)
                 ]
             )
@@ -284,20 +298,20 @@ class _States:
         )
 
     def gather(self, root: Any) -> None:
-        """Find objects with a state dict, and sharded tensors, in a tree.
+        """Fill `replacements` for the objects with a state dict, and the DTensors, in a tree.
 
-        An `AveragedModel` in it keeps its own keys and its counter. Optimizers come last, because
-        all modules that may have their parameters must be known.
+        An `AveragedModel` in the tree keeps its own keys and its counter. Optimizers come last,
+        because all modules that may have their parameters must be known.
         """
         seen: set[int] = set()
-        pending: list[Any] | None = [root, *self.instead.values()]
+        pending: list[Any] | None = [root, *self.replacements.values()]
         while pending is not None:
             with self._ranks.raise_on_all_ranks():
                 self._visit_nodes(pending, seen)
             pending = self._gather_found()
 
     def _visit_nodes(self, pending: list[Any], seen: set[int]) -> None:
-        """Visit the pending nodes and everything below them, in order."""
+        """Visit the pending nodes and everything below them, in order; empties `pending`."""
         pending.reverse()
         while pending:
             node = pending.pop()
@@ -306,36 +320,43 @@ class _States:
                 pending.extend(reversed([*self._list_children(node)]))
 
     def _list_children(self, node: Any) -> Iterable[Any]:
-        """Return the children of a node, or the state dict that replaces it."""
+        """Return the children of a node, or the state dict that replaces it.
+
+        DTensors, FSDP modules and optimizers have to be gathered, and are only registered here.
+        """
         import torch
 
         if isinstance(node, dict):
             return node.values()
         if isinstance(node, (list, tuple, set, frozenset)):
             return node
-        if id(node) in self.instead:
+        if id(node) in self.replacements:
             return ()
-        if is_spread(node):
-            self._spread.append(node)
+        if is_dtensor(node):
+            self._pending_dtensors.append(node)
         elif isinstance(node, torch.nn.Module):
             return self._take_module(node, node, make_wrapper_remover(node, averages=False))
         elif _is_optimizer(node):
-            self._optimizers.append(node)
+            self._pending_optimizers.append(node)
         elif _has_state(node):
             return (self._replace(node, node.state_dict()),)
         return ()
 
     def _gather_found(self) -> list[Any] | None:
-        """Gather the found objects, and return the nodes to visit next; None at the end."""
-        jobs, spread, optimizers = self._jobs, self._spread, self._optimizers
-        labels = [*map(_label_tensor, spread), *(label for label, _ in jobs)]
+        """Gather the found objects, and return the nodes to visit next; None at the end.
+
+        The optimizers follow once no process has anything else to gather.
+        """
+        jobs, dtensors = self._gather_jobs, self._pending_dtensors
+        optimizers = self._pending_optimizers
+        labels = [*map(_label_tensor, dtensors), *(label for label, _ in jobs)]
         answers = self._ranks.collect((labels, bool(optimizers)))
         if any(other_labels for other_labels, _ in answers):
             with self._ranks.raise_on_all_ranks():
                 _refuse_different([other_labels for other_labels, _ in answers], self._ranks.own)
-            self._jobs, self._spread = [], []
+            self._gather_jobs, self._pending_dtensors = [], []
             with self._ranks.raise_on_all_ranks():
-                for tensor in spread:
+                for tensor in dtensors:
                     self._gather_whole(tensor)
             nodes = []
             for _, gather in jobs:
@@ -343,7 +364,7 @@ class _States:
                     nodes.append(gather())
             return nodes
         if any(has_optimizers for _, has_optimizers in answers):
-            self._optimizers = []
+            self._pending_optimizers = []
             with self._ranks.raise_on_all_ranks():
                 return [
                     node for optimizer in optimizers for node in self._take_optimizer(optimizer)
@@ -352,8 +373,8 @@ class _States:
 
     def _replace(self, node: Any, replacement: Any) -> Any:
         """Register the replacement of an object, and return it."""
-        self.instead[id(node)] = replacement
-        self._alive.append((node, replacement))
+        self.replacements[id(node)] = replacement
+        self._keep_alive.append((node, replacement))
         return replacement
 
     def _take_module(
@@ -363,8 +384,11 @@ class _States:
         remove_wrappers: Renamer,
         counters: Sequence[str] = (),
     ) -> Iterable[Any]:
-        """Return the state dict of a module, which replaces `node`, or gather it later."""
-        self._modules.append(model)
+        """Return the state dict of a module, which replaces `node`; FSDP 1 gathers it later.
+
+        The keys in `counters` are left out; the value of the first is stored in `counter`.
+        """
+        self._taken_modules.append(model)
 
         def take_state() -> Any:
             """Take the state dict, with the keys of the model without wrappers."""
@@ -378,31 +402,36 @@ class _States:
                 for name, parameter in model.named_parameters(remove_duplicate=False)
             }
             for name, value in renamed.items():
-                if is_spread(value):  # a tie is gathered once
-                    renamed[name] = self._first.setdefault(id(parameters.get(name, value)), value)
+                if is_dtensor(value):  # tied parameters get one DTensor, which is gathered once
+                    renamed[name] = self._first_by_parameter.setdefault(
+                        id(parameters.get(name, value)), value
+                    )
             return self._replace(node, renamed)
 
         if not list_fsdp_modules(model):
             return (take_state(),)
-        self._jobs.append((_label_module(model), take_state))
+        self._gather_jobs.append((_label_module(model), take_state))
         return ()
 
     def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
-        """Return the state dict of an optimizer, or gather it later."""
+        """Return the state dict of an optimizer, or add the job that gathers it later.
+
+        That is so if its owner is an FSDP 1 model, or if it is a `ZeroRedundancyOptimizer`.
+        """
         parameter_ids = set(map(id, _list_parameters(optimizer)))
         owners = (
             module
-            for module in self._modules
+            for module in self._taken_modules
             if parameter_ids.issubset(map(id, module.parameters()))
         )
         owner = next(owners, None)
-        text = f"the state of {type(optimizer).__name__}"
+        description = f"the state of {type(optimizer).__name__}"
         if owner is not None:
             self.owners[id(optimizer)] = owner
             if list_fsdp_modules(owner):
-                label = text, _label_module(owner)[1]
+                label = description, _label_module(owner)[1]
                 take = partial(_gather_optimizer_state, optimizer, owner)
-                self._jobs.append((label, lambda: self._replace(optimizer, take())))
+                self._gather_jobs.append((label, lambda: self._replace(optimizer, take())))
                 return ()
         if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
 
@@ -412,21 +441,22 @@ class _States:
                 state = self._make_optimizer_state(optimizer, owner) if self._ranks.own == 0 else {}
                 return self._replace(optimizer, state)
 
-            self._jobs.append(((text, None), consolidate))
+            self._gather_jobs.append(((description, None), consolidate))
             return ()
         return (self._replace(optimizer, self._make_optimizer_state(optimizer, owner)),)
 
     def _make_optimizer_state(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
         """Return `state_dict()` with parameter names in the groups, without wrapper prefixes.
 
-        The names come from `owner`, which has all parameters, or from the optimizer itself.
+        The names come from `owner`, which has all parameters, or from the optimizer itself. Without
+        either, the state is unchanged, and a warning reports that. So is a state without groups.
         """
         state = optimizer.state_dict()
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return state
         names = _name_parameters(optimizer, groups, owner)
-        if names is None and self._modules and any(group.get("params") for group in groups):
+        if names is None and self._taken_modules and any(group.get("params") for group in groups):
             warn(
                 "saved an optimizer without parameter names, because no model has all of its "
                 "parameters; load it with load_into and optimizer_order='position'"
@@ -468,20 +498,19 @@ def _label_module(model: torch.nn.Module) -> Label:
     return f"a {type(model).__name__}", tuple({rank for group in groups for rank in group})
 
 
-def _refuse_different(labels: Sequence[Sequence[Label]], own: int) -> None:
-    """Raise an error if another process gathers something else.
+def _refuse_different(labels: Sequence[Sequence[Label]], own_rank: int) -> None:
+    """Raise an error if this process and another would gather different objects together.
 
-    Raises:
-        WriteError: if so; the message has the rank and both objects.
+    `labels` has the objects that each rank gathers. Only those with both ranks are compared.
     """
     for rank, other_labels in enumerate(labels):
-        ours = [text for text, ranks in labels[own] if ranks is None or rank in ranks]
-        others = [text for text, ranks in other_labels if ranks is None or own in ranks]
+        ours = [text for text, ranks in labels[own_rank] if ranks is None or rank in ranks]
+        others = [text for text, ranks in other_labels if ranks is None or own_rank in ranks]
         for own_text, other_text in zip_longest(ours, others, fillvalue="nothing"):
             if own_text != other_text:
                 raise WriteError(
-                    f"nothing was written, because rank {own} gathers {own_text}, but rank {rank} "
-                    f"gathers {other_text}",
+                    f"nothing was written, because rank {own_rank} gathers {own_text}, but rank "
+                    f"{rank} gathers {other_text}",
                     hint="call ckptool.save on every rank with the same sharded modules, "
                     "optimizers "
                     "and tensors",
@@ -499,6 +528,7 @@ def _is_optimizer(node: Any) -> bool:
 
 
 def _list_parameters(optimizer: Any) -> list[Any]:
+    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -511,21 +541,21 @@ def make_wrapper_remover(model: torch.nn.Module, *, averages: bool = True) -> Re
     A child `module` is a wrapped model only inside a known wrapper class: a layer with this name
     keeps it. Without `averages`, an `AveragedModel` is not a wrapper.
     """
-    kinds = _WRAPPERS | {_AVERAGE} if averages else _WRAPPERS
+    kinds = _WRAPPER_CLASSES | {_AVERAGED_CLASS} if averages else _WRAPPER_CLASSES
     wrapper_paths = frozenset(
-        ".".join(part for part in path.split(".") if part and part not in _PRIVATE)
+        ".".join(part for part in path.split(".") if part and part not in _WRAPPER_ONLY_NAMES)
         for path, module in model.named_modules(remove_duplicate=False)
-        if _is_one_of(kinds, module) and _OUTER in dict(module.named_children())
+        if _is_one_of(kinds, module) and _WRAPPED_CHILD in dict(module.named_children())
     )
 
     def remove_wrappers(name: str) -> str:
         """Return a key or module path without wrapper prefixes."""
-        seen: list[str] = []
+        seen: list[str] = []  # the components so far, as in `wrapper_paths`
         kept: list[str] = []
         for part in name.split("."):
-            if part in _PRIVATE:
+            if part in _WRAPPER_ONLY_NAMES:
                 continue
-            if part != _OUTER or ".".join(seen) not in wrapper_paths:
+            if part != _WRAPPED_CHILD or ".".join(seen) not in wrapper_paths:
                 kept.append(part)
             seen.append(part)
         return ".".join(kept)
@@ -534,11 +564,14 @@ def make_wrapper_remover(model: torch.nn.Module, *, averages: bool = True) -> Re
 
 
 def _find_counters(model: torch.nn.Module, remove_wrappers: Renamer) -> list[str]:
-    """Return the keys of the counters of each `AveragedModel` among the wrappers."""
+    """Return the keys of the counters of each `AveragedModel` among the wrappers of `model`.
+
+    Wrappers have an empty path without wrapper prefixes; an average inside the model keeps its own.
+    """
     return [
         f"{path}.{N_AVERAGED}".lstrip(".")
         for path, module in model.named_modules()
-        if _is_one_of({_AVERAGE}, module)
+        if _is_one_of({_AVERAGED_CLASS}, module)
         and N_AVERAGED in module._buffers
         and not remove_wrappers(path)
     ]
@@ -556,7 +589,10 @@ def _rename_state(
     *,
     without: Collection[str] = (),
 ) -> OrderedDict[Any, Any]:
-    """Return a state dict with new keys, and its `_metadata` with new paths."""
+    """Return a state dict with new keys, and its `_metadata` with new paths.
+
+    Keys that are not strings stay. The keys in `without` are left out.
+    """
     kept = [name for name in state if name not in without]
     names = {name: rename(name) for name in kept if isinstance(name, str)}
     check_collisions(kept, names, hint="save the model without the wrapper")
@@ -570,7 +606,11 @@ def _rename_state(
 def _name_parameters(
     optimizer: Any, groups: list[dict[str, Any]], owner: torch.nn.Module | None
 ) -> list[list[str]] | None:
-    """Return the parameter names of each group, or None if their numbers differ from `groups`."""
+    """Return the parameter names of each group without wrapper prefixes.
+
+    They come from the model `owner`, or without one from `param_names` in the groups. Returns None
+    if a group would get more or fewer names than it has parameters.
+    """
     if owner is None:
         names_by_group = [group.get("param_names") or [] for group in groups]
     else:
@@ -583,7 +623,7 @@ def _name_parameters(
         return None
     all_names = [name for group_names in names_by_group for name in group_names]
     remove_wrappers = (
-        without_wrappers(all_names).__getitem__ if owner is None else make_wrapper_remover(owner)
+        map_to_bare_names(all_names).__getitem__ if owner is None else make_wrapper_remover(owner)
     )
     return [[remove_wrappers(name) for name in group_names] for group_names in names_by_group]
 
@@ -616,9 +656,10 @@ def _gather_fsdp(model: torch.nn.Module) -> AbstractContextManager[Any]:
 
 
 def _gather_optimizer_state(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of an optimizer over FSDP shards, per parameter and by position.
+    """Return the state dict of an optimizer of an FSDP 1 model, numbered like a plain optimizer's.
 
-    Parts of a flat parameter are in the order of the model's keys, as in a plain optimizer.
+    FSDP's own state dict has names for numbers. The parts of a flat parameter are put in the order
+    of the model's keys.
     """
     from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 

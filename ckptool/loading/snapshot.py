@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import warn
-from ckptool.loading.ranks import is_spread
+from ckptool.loading.ranks import is_dtensor
 from ckptool.tensors.live import locate_tensor
 from ckptool.words import printable
 
@@ -63,25 +63,31 @@ class Snapshot:
         import torch
 
         self._label = type(model).__name__
-        self._kinds = [(module, type(module)) for module in model.modules()]
+        self._classes = [(module, type(module)) for module in model.modules()]
+        """Each module with its class: a lazy module changes it when it runs."""
         self._containers = [
-            _Container(attributes)
-            for module, _ in self._kinds
+            _ContainerState(attributes)
+            for module, _ in self._classes
             for attributes in (vars(module), *vars(module).values())
             if type(attributes) in _CONTAINERS
         ]
-        self._tensors = [_Tensor(tensor, copied=copied(tensor)) for tensor in list_tensors(model)]
+        self._tensors = [
+            _TensorState(tensor, copied=copied(tensor)) for tensor in list_tensors(model)
+        ]
         for layer in iterate_layers(optimizer):
             groups, state = getattr(layer, "param_groups", ()), getattr(layer, "state", {})
             parameter_ids = {id(parameter) for group in groups for parameter in group["params"]}
-            self._containers.append(_Container(vars(layer)))
-            options = _collect_mutable(groups, {})
-            for key, node in _collect_mutable(state, dict(options)).items():
+            self._containers.append(_ContainerState(vars(layer)))
+            options_by_id = _collect_mutable(groups, {})
+            for node_id, node in _collect_mutable(state, dict(options_by_id)).items():
                 if not isinstance(node, torch.Tensor):
-                    self._containers.append(_Container(node))
-                elif key not in parameter_ids:
-                    self._tensors.append(_Tensor(node, copied=with_state or key in options))
-        self._extra = [_ExtraState(module) for module, _ in self._kinds if _has_extra(module)]
+                    self._containers.append(_ContainerState(node))
+                elif node_id not in parameter_ids:  # parameters are among the model's tensors
+                    is_copied = with_state or node_id in options_by_id
+                    self._tensors.append(_TensorState(node, copied=is_copied))
+        self._extra_states = [
+            _ExtraState(module) for module, _ in self._classes if _has_extra(module)
+        ]
 
     def restore(self) -> None:
         """Restore everything in the same objects; elements only if they were copied.
@@ -89,10 +95,10 @@ class Snapshot:
         Elements of tensors that are plain attributes, and the content of other objects, are
         restored only if an extra state has them. A part that cannot be restored causes a warning.
         """
-        for module, kind in self._kinds:
+        for module, kind in self._classes:
             if type(module) is not kind:  # a lazy module that has run
                 module.__class__ = kind
-        parts: list[Any] = [*self._containers, *self._extra, *self._tensors]
+        parts: list[Any] = [*self._containers, *self._extra_states, *self._tensors]
         for part in parts:
             try:
                 part.restore()
@@ -102,7 +108,7 @@ class Snapshot:
 
 
 def _collect_mutable(node: Any, collected: dict[int, Any]) -> dict[int, Any]:
-    """Return the dicts, lists and tensors below a node by their `id`."""
+    """Add the dicts, lists and tensors in a node to `collected` by their `id`, and return it."""
     import torch
 
     if id(node) in collected:
@@ -115,7 +121,7 @@ def _collect_mutable(node: Any, collected: dict[int, Any]) -> dict[int, Any]:
     return collected
 
 
-class _Container:
+class _ContainerState:
     """A dict, list or set, and its content."""
 
     def __init__(self, container: Any) -> None:
@@ -138,21 +144,23 @@ def _list_identities(container: Any) -> list[Any]:
     return [id(item) for item in container]
 
 
-class _Tensor:
+class _TensorState:
     """A tensor, the address of its elements, and a copy of them if requested."""
 
     __slots__ = ("content", "data", "is_leaf", "kind", "memory", "requires_grad", "tensor")
 
     def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
+        """Remember the tensor; with `copied`, also copy its elements to the CPU, if it has any."""
         from torch.nn.parameter import is_lazy
 
         self.tensor, self.kind = tensor, type(tensor)
         self.data, self.memory = tensor.data, locate_tensor(tensor)
         self.requires_grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
         self.content: torch.Tensor | None = None
+        """The copied elements; those of a DTensor stay on its device."""
         if copied and not is_lazy(tensor) and not self.data.is_meta:
-            home = self.data.device if is_spread(tensor) else "cpu"
-            self.content = _remove_repeats(self.data).to(home, copy=True)
+            device = self.data.device if is_dtensor(tensor) else "cpu"
+            self.content = _remove_repeats(self.data).to(device, copy=True)
 
     def restore(self) -> None:
         """Restore the class, memory, elements and `requires_grad` of the tensor."""

@@ -40,7 +40,7 @@ from ckptool.words import a_class, listed, printable
 if TYPE_CHECKING:
     import torch
 
-_NODES = (TensorRef, StorageRef, DeviceValue, Global, Opaque)
+_NODE_TYPES = (TensorRef, StorageRef, DeviceValue, Global, Opaque)
 """Nodes from the tree of an open checkpoint."""
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
@@ -68,13 +68,16 @@ class StateDict:
         """The entries to load; those of a pickled module are detached."""
         live = live or LiveTree()
         self._originals, self._containers = live.originals, live.containers
+        """By `id` of a node in memory, the tensor or object, and the dict, list or tuple."""
         self.slots: Slots = _make_slots(section, self._originals)
         """The model's own entries, without plain values added by a script."""
         self.folder: str | None = None
         """The given folder, if any; other files in it also belong to the model."""
         self.map_location, self.mmap = map_location, mmap
-        self._maker: TreeMaker | None = None
-        self._held = ExitStack()
+        self._tree_maker: TreeMaker | None = None
+        """Creates values, and keeps them; made for the first value that is read."""
+        self._siblings = ExitStack()
+        """The opened files of `open_sibling`."""
 
     @property
     def file(self) -> str:
@@ -96,22 +99,22 @@ class StateDict:
             for path, entry in stored.items()
             if isinstance(path, str) and isinstance(entry, Mapping)
         }
-        facts = (fact for entry in entries.values() for fact in entry.values())
+        values = (value for entry in entries.values() for value in entry.values())
         # Versions need no torch. Other values are created together, because they may be shared.
-        are_versions = all(isinstance(fact, int | str | None) for fact in facts)
+        are_versions = all(isinstance(value, int | str | None) for value in values)
         metadata: dict[str, Any] = entries if are_versions else self.make_node(entries)
-        holders = {name.rpartition(".")[0] for name in self.slots}
+        paths_with_keys = {name.rpartition(".")[0] for name in self.slots}
         unwrapped = {
             bare_path: entry
             for path, entry in metadata.items()
-            if path not in holders
-            and (bare_path := remove_hidden_parts(path)) in holders
+            if path not in paths_with_keys
+            and (bare_path := remove_hidden_parts(path)) in paths_with_keys
             and bare_path != path
         }
         return {**metadata, **unwrapped}
 
     def permute_axes(self, layouts: Iterable[Layout]) -> None:
-        """Permute the axes of tensors, without reading or moving data."""
+        """Put the axes of tensors in torch's order in `root`, without reading or moving data."""
         root = {**self.root}
         for layout in layouts:
             if layout.axes:
@@ -149,14 +152,14 @@ class StateDict:
             raise only_part_error(node, name)
         if id(node) in self._containers:
             return self._containers[id(node)]
-        if self._maker is None:
-            self._maker = TreeMaker(
+        if self._tree_maker is None:
+            self._tree_maker = TreeMaker(
                 self.root,
                 originals=self._originals,
                 map_location=self.map_location,
                 mmap=self.mmap,
             )
-        return self._maker.make(node, (name,))
+        return self._tree_maker.make(node, (name,))
 
     def make_node(self, node: Any) -> Any:
         """Return the object of a node of the tree; tensors are read again at each call, on the CPU.
@@ -167,14 +170,14 @@ class StateDict:
 
     def open_sibling(self, path: str) -> Checkpoint:
         """Open another file of the same save, until this one is closed."""
-        return self._held.enter_context(open_checkpoint(path))
+        return self._siblings.enter_context(open_checkpoint(path))
 
     def close(self) -> None:
         """Release all created values and opened files."""
-        if self._maker is not None:
-            self._maker.forget()
-            self._maker = None
-        self._held.close()
+        if self._tree_maker is not None:
+            self._tree_maker.forget()
+            self._tree_maker = None
+        self._siblings.close()
 
 
 @contextmanager
@@ -231,6 +234,9 @@ def open_state_dict(
 def _choose_section(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
     """Return the section of the state dict, with the counter of an `AveragedModel`.
 
+    A tree that is itself a state dict needs no `key`. For a choice between several, the error's
+    hint begins with the one that fits the slots of a model, `wanted`.
+
     Raises:
         AmbiguousName, NotFound: if there are several state dicts and no `key`, or none.
     """
@@ -262,7 +268,10 @@ def _choose_section(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section
 
 
 def _sort_by_fit(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
-    """Return the keys in the order of the file, with the best fit first."""
+    """Return a hint that lists the state dicts of the file by `key`, the best fit first.
+
+    Without a single best fit, the hint is returned unchanged.
+    """
 
     def rate(remedy: Remedy) -> tuple[bool, int]:
         """Return if the state dict fits, and the number of matching keys."""
@@ -280,7 +289,10 @@ def _sort_by_fit(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
 
 
 def _is_state_dict(root: Any, *, in_memory: bool) -> bool:
-    """Return True for the state dict of a model without tensors, or with unusual ones."""
+    """Return True if a tree without a recognized state dict is one itself.
+
+    A file's tree needs `_metadata` and no containers; a dict in memory may be empty or flat.
+    """
     if isinstance(root, OrderedMap) and root.metadata is not None:
         return not any(isinstance(value, (dict, list, tuple)) for value in root.values())
     return in_memory and isinstance(root, dict) and (not root or is_flat(root))
@@ -304,10 +316,13 @@ class _Live(LiveTree):
         return super().make_child(key, node)
 
     def make_leaf(self, node: Any) -> Any:
-        """Return the node of a tensor, module, array, or object."""
+        """Return the node of a tensor, module, array, or object.
+
+        Nodes of an open checkpoint stay. An array that torch cannot use stays an object.
+        """
         import torch
 
-        if isinstance(node, _NODES):
+        if isinstance(node, _NODE_TYPES):
             return node
         if isinstance(node, torch.Tensor):
             return self.register_leaf(node, describe_tensor(node))

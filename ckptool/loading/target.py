@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "the reference"
 """The label of a target without a name, for messages."""
-_HINT = "give a model, a state dict, a dict of shapes, a list of keys, or a path"
+_HINT_LIKE = "give a model, a state dict, a dict of shapes, a list of keys, or a path"
 
 
 class ModelTarget(NamedTuple):
@@ -61,27 +61,28 @@ class ModelTarget(NamedTuple):
 def describe_target(model: torch.nn.Module) -> ModelTarget:
     """Return the target of `model`, with the keys of its `state_dict`; no tensor data is read.
 
-    Tensors that its `state_dict` leaves out, but torch expects on loading, are included. A model
+    Parameters and buffers that an own `state_dict` leaves out are included, because torch expects
+    them on loading. A model
     inside FSDP 1 is not gathered: the keys are those of its full state dict.
     """
     modules = list(model.named_modules(remove_duplicate=False))
     custom = find_custom_modules(model)
     metadata: Mapping[str, Any] | None
     if list_fsdp_modules(model):
-        state, metadata = describe_fsdp_state(model)
-        live = {name: value for name, value in state.items() if not isinstance(value, Slot)}
-        slots = {**state, **make_live_slots(live, default_kind="buffer")}
+        fsdp_state, metadata = describe_fsdp_state(model)
+        live = {name: value for name, value in fsdp_state.items() if not isinstance(value, Slot)}
+        slots = {**fsdp_state, **make_live_slots(live, default_kind="buffer")}
     else:
-        found = read_state_dict(model)
-        metadata = getattr(found, "_metadata", None)
+        state = read_state_dict(model)
+        metadata = getattr(state, "_metadata", None)
         unlisted = {
             name: tensor
             for path, module in modules
             for tensor_name, tensor in list_own_tensors(module).items()
-            if (name := f"{remove_hidden_parts(path)}.{tensor_name}".lstrip(".")) not in found
-            and f"{path}.{tensor_name}".lstrip(".") not in found
+            if (name := f"{remove_hidden_parts(path)}.{tensor_name}".lstrip(".")) not in state
+            and f"{path}.{tensor_name}".lstrip(".") not in state
         }
-        live = {**found, **unlisted}
+        live = {**state, **unlisted}
         slots = make_live_slots(live, parameters=model.parameters(), default_kind="buffer")
     label = type(_unwrap(model)).__name__
     named = [(remove_hidden_parts(path), module) for path, module in modules]
@@ -90,7 +91,10 @@ def describe_target(model: torch.nn.Module) -> ModelTarget:
 
 
 def _find_unrespelled_paths(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
-    """Yield the paths of parametrizations without an older spelling, which torch's norms have."""
+    """Yield the paths of parametrizations whose keys have no older spelling.
+
+    Only a single weight norm or spectral norm of torch has one, such as `weight_g`.
+    """
     from torch.nn.utils import parametrizations
     from torch.nn.utils.parametrize import ParametrizationList
 
@@ -102,7 +106,7 @@ def _find_unrespelled_paths(modules: Iterable[tuple[str, torch.nn.Module]]) -> I
 
 
 def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside all wrappers."""
+    """Return the model inside all wrappers: modules with one child that has a wrapper's name."""
     while True:
         children = [(name, child) for name, child in model._modules.items() if child is not None]
         if len(children) != 1 or children[0][0] not in WRAPPERS or model._parameters:
@@ -128,7 +132,7 @@ def make_live_slots(
     """Return a slot for each entry; an `_extra_state` or another non-tensor is `extra`.
 
     A `Parameter`, or a tensor with the elements of one in `parameters`, is a parameter;
-    `default_kind` is the kind of the other tensors.
+    `default_kind` is the kind of the other tensors. Tensors with the same elements are tied.
     """
     import torch
 
@@ -136,13 +140,17 @@ def make_live_slots(
     identities = {name: _identify(tensor) for name, tensor in tensors.items()}
     counts = Counter(identities.values())
     # Asking whether a plain tensor is a Parameter is slow.
-    special = {name: tensor for name, tensor in tensors.items() if type(tensor) is not torch.Tensor}
-    parameter_identities = {
-        identities[n] for n, tensor in special.items() if isinstance(tensor, torch.nn.Parameter)
+    subclass_tensors = {
+        name: tensor for name, tensor in tensors.items() if type(tensor) is not torch.Tensor
     }
-    special_ids = set(map(id, special.values()))
+    parameter_identities = {
+        identities[name]
+        for name, tensor in subclass_tensors.items()
+        if isinstance(tensor, torch.nn.Parameter)
+    }
+    subclass_ids = set(map(id, subclass_tensors.values()))
     parameter_identities.update(
-        _identify(tensor) for tensor in parameters if id(tensor) not in special_ids
+        _identify(tensor) for tensor in parameters if id(tensor) not in subclass_ids
     )
     slots: Slots = dict.fromkeys(values, EXTRA)
     for name, tensor in tensors.items():
@@ -189,12 +197,15 @@ def parse_description(like: Any) -> ModelTarget | None:
         return None
     if not isinstance(like, Iterable) or isinstance(like, (bytes, torch.Tensor)):
         raise UsageError(
-            f"like is a {type(like).__name__}, expected a model or a description of one", hint=_HINT
+            f"like is a {type(like).__name__}, expected a model or a description of one",
+            hint=_HINT_LIKE,
         )
     names = list(like)
     for name in names:
         if not isinstance(name, str):
-            raise UsageError(f"keys are strings, but one is a {type(name).__name__}", hint=_HINT)
+            raise UsageError(
+                f"keys are strings, but one is a {type(name).__name__}", hint=_HINT_LIKE
+            )
     if not isinstance(like, Mapping):
         return ModelTarget(REFERENCE, dict.fromkeys(names, Slot()))
     slots = {name: EXTRA if is_extra_state(name) else Slot(tuple(like[name])) for name in names}
@@ -212,9 +223,9 @@ def _are_shapes(values: Iterable[Any]) -> bool:
 
 # the code that runs when the model is loaded
 
-_KNOWN = ("torch.nn.", "torch.distributed.")
+_TORCH_MODULES = ("torch.nn.", "torch.distributed.")
 """Modules with hooks and loading code that only change keys in ways that matching knows."""
-_HARMLESS = frozenset(
+_KEY_RENAMING_MODULES = frozenset(
     {
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "torch.nn.utils.parametrizations",
@@ -238,9 +249,11 @@ def find_custom_modules(model: torch.nn.Module) -> dict[str, str]:
     """
     classes = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        codes = (_load_method(module), *map(_unwrap_hook, _list_load_hooks(module)))
-        foreign = any(not _module_of(code).startswith(_KNOWN) for code in codes)
-        if foreign or (not path and overrides_load(module)):
+        functions = (_load_method(module), *map(_unwrap_hook, _list_load_hooks(module)))
+        is_foreign = any(
+            not _module_of(function).startswith(_TORCH_MODULES) for function in functions
+        )
+        if is_foreign or (not path and overrides_load(module)):
             classes[remove_hidden_parts(path)] = type(module).__name__
     return classes
 
@@ -267,7 +280,8 @@ def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> boo
             or "set_extra_state" in vars(module)
             or not _module_of(kind.__setattr__).startswith("torch.")
             or any(
-                _module_of(_unwrap_hook(hook)) not in _HARMLESS for hook in _list_load_hooks(module)
+                _module_of(_unwrap_hook(hook)) not in _KEY_RENAMING_MODULES
+                for hook in _list_load_hooks(module)
             )
         ):
             return False

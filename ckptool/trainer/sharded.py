@@ -28,7 +28,7 @@ from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.folders import open_atomic_folder
 from ckptool.files.system import convert_os_errors
-from ckptool.loading.ranks import Ranks, is_spread
+from ckptool.loading.ranks import Ranks, is_dtensor
 from ckptool.matching import Allowance
 from ckptool.symbolic import unpickle
 
@@ -122,7 +122,7 @@ def _select_shards(state: dict[str, Any]) -> dict[str, Any]:
     shards = {
         name: _select_shards(value) if isinstance(value, dict) else value
         for name, value in state.items()
-        if isinstance(value, dict) or is_spread(value)
+        if isinstance(value, dict) or is_dtensor(value)
     }
     return {name: value for name, value in shards.items() if not isinstance(value, dict) or value}
 

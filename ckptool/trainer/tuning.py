@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import get_worker_info
 
 from ckptool.errors import TrainingError
-from ckptool.loading.ranks import distribute_like, is_spread
+from ckptool.loading.ranks import distribute_like, is_dtensor
 from ckptool.trainer.config import TrainConfig
 
 
@@ -275,7 +275,7 @@ def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of this process's part; NaN if a value is NaN."""
-    part = tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
+    part = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     part = part.coalesce().values() if part.is_sparse else part
     return torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(())
 

@@ -10,7 +10,7 @@ from ckptool.files import FileSource
 from ckptool.formats import open_checkpoint
 from ckptool.loading import fill as reading
 from ckptool.loading.fill import (
-    Assigned,
+    ReplacementMaker,
     Fill,
     can_fill,
     check_bytes,
@@ -156,7 +156,7 @@ def parameter(*shape, **options):
 
 
 def test_a_tie_is_one_object_and_another_tensor_another():
-    made = Assigned(cast=True)
+    made = ReplacementMaker(cast=True)
     value = torch.ones(2)
     one = made.make(parameter(2), "tie", value)
     assert made.make(parameter(2), "tie", torch.zeros(2)) is one
@@ -166,7 +166,7 @@ def test_a_tie_is_one_object_and_another_tensor_another():
 
 
 def test_memory_is_given_away_once():
-    made = Assigned(cast=True)
+    made = ReplacementMaker(cast=True)
     memory = torch.arange(10.0)
     cuts = [memory[2:5], memory[5:], memory[:2], memory[4:6], memory[0:1], torch.ones(1).expand(3)]
     wanted = [parameter(*cut.shape) for cut in cuts]
@@ -179,20 +179,20 @@ def test_memory_is_given_away_once():
 
 def test_types_are_the_models_unless_they_are_to_be_the_files():
     wide = parameter(2, dtype=torch.float64)
-    assert Assigned(cast=True).make(wide, None, torch.ones(2)).dtype == torch.float64
-    assert Assigned(cast=False).make(wide, None, torch.ones(2)).dtype == torch.float32
+    assert ReplacementMaker(cast=True).make(wide, None, torch.ones(2)).dtype == torch.float64
+    assert ReplacementMaker(cast=False).make(wide, None, torch.ones(2)).dtype == torch.float32
 
 
 def test_parameters_and_buffers_stay_what_they_are():
     frozen = parameter(1)
     frozen.requires_grad_(False)
-    made = Assigned(cast=True).make(frozen, None, torch.ones(1))
+    made = ReplacementMaker(cast=True).make(frozen, None, torch.ones(1))
     assert (type(made), made.requires_grad) == (nn.Parameter, False)
     buffer = torch.empty(1, device="meta")
-    made = Assigned(cast=True).make(buffer, None, nn.Parameter(torch.ones(1)))
+    made = ReplacementMaker(cast=True).make(buffer, None, nn.Parameter(torch.ones(1)))
     assert (type(made), made.requires_grad) == (torch.Tensor, False)
     held = nn.Parameter(torch.ones(1))
-    assert Assigned(cast=True).make(parameter(1), None, held) is held
+    assert ReplacementMaker(cast=True).make(parameter(1), None, held) is held
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -209,7 +209,7 @@ def test_what_is_trained_is_the_models_choice_as_in_torch(tmp_path, trained):
 
 
 def test_a_scalar_that_was_a_list_of_one():
-    assert Assigned(cast=True).make(parameter(), None, torch.ones(1)).shape == ()
+    assert ReplacementMaker(cast=True).make(parameter(), None, torch.ones(1)).shape == ()
 
 
 def test_what_is_assigned_in_inference_mode_can_be_trained(tmp_path):

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptool.errors import CheckpointWarning, MatchError, NotFound, WriteError
 from ckptool.loading.load_into import load_into
-from ckptool.loading.ranks import Ranks, distribute_like, find_ranks, is_spread
+from ckptool.loading.ranks import Ranks, distribute_like, find_ranks, is_dtensor
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def sharded(model):
 def assert_loaded(model, source):
     wanted = source.state_dict()
     for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if is_spread(tensor) else tensor
+        whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
         assert torch.equal(whole, wanted[name]), name
 
 
@@ -144,7 +144,7 @@ def test_each_rank_takes_its_part_of_a_whole_file(tmp_path, device):
         model = net()
     model = sharded(model)
     assert load_into(model, tmp_path / "f.pth").coverage == 1.0
-    assert all(map(is_spread, model.parameters()))
+    assert all(map(is_dtensor, model.parameters()))
     assert_loaded(model, source)
 
 
@@ -166,5 +166,5 @@ def test_what_is_not_spread_stays_as_it_is():
     value = torch.ones(2)
     assert distribute_like(torch.zeros(2), value) is value
     spread = sharded(net())[0].bias
-    assert not is_spread(value)
+    assert not is_dtensor(value)
     assert distribute_like(spread, spread) is spread

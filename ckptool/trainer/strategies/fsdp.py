@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ckptool.errors import TrainingError
-from ckptool.loading.ranks import is_spread
+from ckptool.loading.ranks import is_dtensor
 from ckptool.trainer.strategies.base import find_blocks, find_tied_parameters
 from ckptool.trainer.strategies.data_parallel import Distributed
 
@@ -86,7 +86,7 @@ def gather_tensors(tree: Any) -> Any:
 
     def gather(part: Any) -> Any:
         """Return a sharded tensor as a whole one, without padding in its storage."""
-        if not is_spread(part):
+        if not is_dtensor(part):
             return part
         full = part.full_tensor()
         has_padding = full.untyped_storage().nbytes() > full.nbytes
