@@ -22,19 +22,22 @@ from ckptool.matching.known_renames import BATCHES, Respelling, find_respellings
 from ckptool.matching.report import Slot, fits
 from ckptool.transforms.name_rules import regex_rule
 
-_MOST_QUESTIONS = 3
-"""More alternatives nobody reads."""
-_LONGEST = 1000
+_MAX_QUESTIONS = 3
+"""The number of alternative prefixes in a question."""
+_MAX_KEY_LENGTH = 1000
 """Characters. A longer name is only compared as a whole: each of its parts would be copied."""
 _NUMBER = re.compile(r"\d+")
-_MODULES = re.compile(r"(?:module\.)*")
-_COUNTER = re.compile(r"(?:module\.)*n_averaged")
+_LEADING_MODULES = re.compile(r"(?:module\.)*")
+"""The wrapper prefixes `module.` at the start of a key."""
+_WRAPPER_COUNTER = re.compile(r"(?:module\.)*n_averaged")
 """The counter of an average around the whole model."""
-_WORDS = re.compile(rf"(?<![^.])(?:{'|'.join(word for word in WRAPPERS if word != 'module')})\.")
+_WRAPPER_COMPONENT = re.compile(
+    rf"(?<![^.])(?:{'|'.join(word for word in WRAPPERS if word != 'module')})\."
+)
 """Wrapper components that no layer is called."""
-_MOST_RULES = 64
+_MAX_RULES_PER_STEP = 64
 """Rules of one step; where there would be more, none is made for it."""
-_SAYS_NOTHING: tuple[Shape | None, ...] = (None, (), (1,))
+_COMMON_SHAPES: tuple[Shape | None, ...] = (None, (), (1,))
 """Shapes that so many tensors have that they identify none."""
 
 Names = dict[str, str]
@@ -78,8 +81,12 @@ class Proposal(NamedTuple):
 
 
 class _Form(NamedTuple):
+    """The keys of one side with some of the wrapper components removed."""
+
     names: Names
+    """Each key without these components, with the full key."""
     steps: tuple[AlignmentStep, ...] = ()
+    """The steps that remove the components."""
 
 
 @dataclass
@@ -91,7 +98,7 @@ class KeyAlignment:
     bare: tuple[Names, Names]
     """The names of the file and of the model without wrapper components and the prefix."""
     today: tuple[Names, Names]
-    """The bare names in today's spelling."""
+    """The bare names in the current spelling."""
     steps: tuple[AlignmentStep, ...] = ()
     """From the file's names to the model's."""
     pairs: dict[str, str] = field(default_factory=dict)
@@ -113,15 +120,18 @@ def align(
     model_slots: Mapping[str, Slot],
     *,
     closed: Collection[str] = (),
-    is_ruled: bool = False,
+    has_rules: bool = False,
 ) -> KeyAlignment:
     """Pair the keys of a file with those of a model, if that is certain.
+
+    The keys are compared with more and more wrapper components removed, and the form with the most
+    equal keys wins. Then one prefix is tried, if keys of the model are still unmatched.
 
     Args:
         file_slots: The slots of the file by key.
         model_slots: The slots of the model by key.
         closed: Paths of the model's modules in which no key is respelled.
-        is_ruled: True if the user's rules renamed keys. Equal keys are then
+        has_rules: True if the user's rules renamed keys. Equal keys are then
             kept; no prefix is tried.
     """
     file_forms, model_forms = (
@@ -136,15 +146,15 @@ def align(
                 break
     best = max(candidates, key=lambda forms: forms.score)
     if not best.score:
-        best = candidates[-1]
+        best = candidates[-1]  # without any wrapper components, for the proposals
     alignment = _pair_equal_keys(best)
-    if best.score < len(model_slots) and not (is_ruled and best.score):
+    if best.score < len(model_slots) and not (has_rules and best.score):
         alignment = _apply_prefix(alignment, candidates[-1])
     return alignment
 
 
 class _KeyForms:
-    """The keys of the file and of the model in one spelling each."""
+    """The keys of the file and of the model without some wrapper components, to be compared."""
 
     def __init__(
         self,
@@ -162,8 +172,11 @@ class _KeyForms:
         )
         self.closed = closed
         self.respelled = _find_respellings(file_form.names, model_form.names, closed)
+        """For each side, the respellings of its keys."""
         self.file_keys = _respell_keys(file_form.names, self.respelled[0])
+        """The keys to compare, each with the full key in the file."""
         self.model_keys = _respell_keys(model_form.names, self.respelled[1])
+        """The keys to compare, each with the full key in the model."""
         self.score = sum(
             [
                 (file_key := self.file_keys.get(key)) is not None
@@ -176,15 +189,16 @@ class _KeyForms:
 def _find_respellings(
     file_keys: Names, model_keys: Names, closed: Collection[str]
 ) -> tuple[dict[str, Respelling], dict[str, Respelling]]:
-    """Return the keys of the file, and of the model, to compare in the current spelling.
+    """Return the respelling of each key in an old spelling, for the file and for the model.
 
     A key that both sides have is not respelled, unless its respelling differs on the other side.
+    Keys in the modules of `closed` are not respelled either.
     """
     both = find_respellings(file_keys), find_respellings(model_keys)
     if not any(both):
         return both
     prefixes = tuple(f"{path}." if path else "" for path in closed)
-    fixed = {
+    closed_modules = {
         key.rpartition(".")[0] for key, full in model_keys.items() if full.startswith(prefixes)
     }
     of_file, of_model = (
@@ -192,7 +206,7 @@ def _find_respellings(
             key: respelling
             for key, respelling in respelled.items()
             if (key not in other_keys or other_respelled.get(key, respelling) != respelling)
-            and fixed.isdisjoint(
+            and closed_modules.isdisjoint(
                 spelling.rpartition(".")[0] for spelling in (key, respelling.respell(key))
             )
         }
@@ -226,27 +240,32 @@ def _iterate_forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
     joined = "\n".join(slots)
     steps: list[AlignmentStep] = []
     if any(word in joined for word in WRAPPERS if word != "module"):
-        short = {_WORDS.sub("", name): name for name in slots}
+        short = {_WRAPPER_COMPONENT.sub("", name): name for name in slots}
         changed = {full for name, full in short.items() if name != full}
         if side:
             steps += _find_inserted_wrappers(short, previous, side)
         elif changed:
-            words = dict.fromkeys(word for name in changed for word in _WORDS.findall(name))
-            description = f"{', '.join(words)} removed"
-            steps.append(AlignmentStep("wrapper", description, f"{_WORDS.pattern}=>", 0, changed))
-    counted = [name for name in short if not _COUNTER.fullmatch(name)]
-    front = _MODULES.match(find_common_module(counted))[0] if counted else ""  # type: ignore[index]
+            components = dict.fromkeys(
+                word for name in changed for word in _WRAPPER_COMPONENT.findall(name)
+            )
+            description = f"{', '.join(components)} removed"
+            steps.append(
+                AlignmentStep("wrapper", description, f"{_WRAPPER_COMPONENT.pattern}=>", 0, changed)
+            )
+    # The counter of an average is outside of its `module`.
+    wrapped = [name for name in short if not _WRAPPER_COUNTER.fullmatch(name)]
+    front = _LEADING_MODULES.match(find_common_module(wrapped))[0] if wrapped else ""  # type: ignore[index]
     if front:
         depth = front.count(".")
-        part = re.compile(rf"^(?:module\.){{1,{depth}}}" if depth > 1 else r"^module\.")
+        pattern = re.compile(rf"^(?:module\.){{1,{depth}}}" if depth > 1 else r"^module\.")
         changed = {full for name, full in short.items() if name.startswith("module.")}
         short = {
-            name[len(front) :] if name.startswith(front) else part.sub("", name): full
+            name[len(front) :] if name.startswith(front) else pattern.sub("", name): full
             for name, full in short.items()
         }
         if side == 0:
             steps.append(
-                AlignmentStep("wrapper", f"{front} removed", f"{part.pattern}=>", 0, changed)
+                AlignmentStep("wrapper", f"{front} removed", f"{pattern.pattern}=>", 0, changed)
             )
         else:
             steps.append(AlignmentStep("wrapper", f"{front} added", f"^=>{front}", 1, changed))
@@ -255,43 +274,50 @@ def _iterate_forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
         yield _Form(previous, tuple(steps))
     else:
         steps = []
-    paths = set(find_wrapped_submodules(name for name in previous if not is_average_counter(name)))
-    if paths:
-        inner = {_remove_wrapped_modules(name, paths): full for name, full in previous.items()}
-        if len(inner) == len(previous):
-            yield _Form(inner, (*steps, *_find_inserted_wrappers(inner, previous, side)))
+    module_paths = set(
+        find_wrapped_submodules(name for name in previous if not is_average_counter(name))
+    )
+    if module_paths:
+        without_modules = {
+            _remove_wrapped_modules(name, module_paths): full for name, full in previous.items()
+        }
+        if len(without_modules) == len(previous):
+            yield _Form(
+                without_modules, (*steps, *_find_inserted_wrappers(without_modules, previous, side))
+            )
 
 
 def _find_inserted_wrappers(short_keys: Names, long_keys: Names, side: int) -> list[AlignmentStep]:
-    """Return a step for each path below which only the long keys have wrappers.
+    """Return a step for each path below which only the long keys have wrappers, outermost first.
 
-    For the file, a step removes the wrapper, outermost first. For the model, it adds the wrapper;
-    the caller reverses the order of a model's steps.
+    For the file (`side` 0), a step removes the wrappers. For the model, it adds them, and the
+    caller reverses the order of the steps. A step has no rule if a rule would change other keys.
     """
     long_by_full = {full: name for name, full in long_keys.items()}
     full_keys_by_insertion: dict[tuple[str, str], set[str]] = {}
     for name, full in short_keys.items():
-        if name != long_by_full[full] and len(long_by_full[full]) <= _LONGEST:
+        if name != long_by_full[full] and len(long_by_full[full]) <= _MAX_KEY_LENGTH:
             for insertion in _find_insertions(name.split("."), long_by_full[full].split(".")):
                 full_keys_by_insertion.setdefault(insertion, set()).add(full)
-    joined = "\n".join(name for name in short_keys if not is_average_counter(name))
+    joined_keys = "\n".join(name for name in short_keys if not is_average_counter(name))
     steps = []
-    for (path, words), changed in sorted(
+    for (path, wrappers), changed in sorted(
         full_keys_by_insertion.items(), key=lambda item: item[0][0].count(".")
     ):
         before = rf"{_make_path_pattern(path)}\." if path else ""
         after = f"{_make_path_replacement(path)}." if path else ""
         rule = (
-            rf"^{before}{escape_regex(words)}=>{after}"
+            rf"^{before}{escape_regex(wrappers)}=>{after}"
             if side == 0
-            else f"^{before}=>{after}{words}"
+            else f"^{before}=>{after}{wrappers}"
         )
-        is_exact = len(full_keys_by_insertion) <= _MOST_RULES and len(changed) == len(
-            re.findall(f"^{before}", joined, re.MULTILINE)
+        # A rule would also change the other keys below the path, so all of them must change.
+        is_exact = len(full_keys_by_insertion) <= _MAX_RULES_PER_STEP and len(changed) == len(
+            re.findall(f"^{before}", joined_keys, re.MULTILINE)
         )
         verb = "removed" if side == 0 else "added"
         steps.append(
-            AlignmentStep("wrapper", f"{words} {verb}", rule if is_exact else "", side, changed)
+            AlignmentStep("wrapper", f"{wrappers} {verb}", rule if is_exact else "", side, changed)
         )
     return steps
 
@@ -313,22 +339,24 @@ def find_wrapped_submodules(names: Iterable[str]) -> list[str]:
 
     A model has these keys if only a part of it was wrapped in `DataParallel`.
     """
-    below: dict[str, set[str]] = {}
-    some = [name for name in names if len(name) <= _LONGEST]
-    heads = {name.partition(".")[0] for name in some if ".module." in name}
-    for name in some if heads else ():
+    children: dict[str, set[str]] = {}  # by path
+    short_names = [name for name in names if len(name) <= _MAX_KEY_LENGTH]
+    first_parts = {name.partition(".")[0] for name in short_names if ".module." in name}
+    for name in short_names if first_parts else ():
         path, _, rest = name.partition(".")
-        for part in rest.split(".") if path in heads else ():
-            below.setdefault(path, set()).add(part)
+        for part in rest.split(".") if path in first_parts else ():
+            children.setdefault(path, set()).add(part)
             path = f"{path}.{part}"
     return [
-        path for path, parts in below.items() if parts == {"module"} and f"{path}.module" in below
+        path
+        for path, parts in children.items()
+        if parts == {"module"} and f"{path}.module" in children
     ]
 
 
 def _remove_wrapped_modules(key: str, paths: set[str]) -> str:
     """Return the key without the component `module` directly below each of the paths."""
-    if ".module." not in key or len(key) > _LONGEST:
+    if ".module." not in key or len(key) > _MAX_KEY_LENGTH:
         return key
     kept, path = [], ""
     for part in key.split("."):
@@ -340,7 +368,7 @@ def _remove_wrapped_modules(key: str, paths: set[str]) -> str:
 
 def find_component_starts(key: str) -> Iterator[int]:
     """Yield the index at which each component of a key begins, without the first component."""
-    start = key.find(".") + 1 if len(key) <= _LONGEST else 0
+    start = key.find(".") + 1 if len(key) <= _MAX_KEY_LENGTH else 0
     while start:
         yield start
         start = key.find(".", start) + 1
@@ -364,7 +392,7 @@ def _find_known_suffixes(
     """Yield each key of one side that ends with a key of the other side, and this shorter key.
 
     `longer` and `shorter` are the keys of the two sides by template; `shorter_keys` are all keys
-    of the second one.
+    of the second one. Templates are compared first, because they are few.
     """
     for template, keys in longer.items():
         for depth, start in enumerate(find_component_starts(template), 1):
@@ -399,7 +427,7 @@ def _count_prefix_votes(forms: _KeyForms) -> Counter[tuple[str, bool]]:
 
 
 def _match_with_prefix(forms: _KeyForms, prefix: str, is_removed: bool) -> Prefix:
-    """Pair the keys that match once the prefix is added or removed."""
+    """Return a prefix with the keys that match once it is removed from the file's, or added."""
     longer, shorter = (
         (forms.file_keys, forms.model_keys) if is_removed else (forms.model_keys, forms.file_keys)
     )
@@ -429,34 +457,36 @@ def _apply_prefix(alignment: KeyAlignment, forms: _KeyForms) -> KeyAlignment:
     votes = _count_prefix_votes(forms)
     if not votes:
         return alignment
+    # Most votes first; of equal counts, the shortest prefix.
     (text, is_removed), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0])))
     if count < 2 * len(alignment.pairs):
         return alignment
     best = _match_with_prefix(forms, text, is_removed)
-    less, more = sorted((len(forms.file_keys), len(forms.model_keys)))
-    if 2 * len(best.names) < less:
+    smaller, larger = sorted((len(forms.file_keys), len(forms.model_keys)))
+    if 2 * len(best.names) < smaller:
         return alignment
     rivals = [
         rival
         for rival, rival_votes in votes.most_common()
         if 2 * rival_votes > count
-        and not (
+        and not (  # a longer or shorter version of the same prefix is no rival
             rival[1] == is_removed and (rival[0].startswith(text) or text.startswith(rival[0]))
         )
     ]
     is_doubtful = rivals or alignment.pairs or _is_below_other_path(best, forms)
-    if not is_doubtful or 2 * len(best.names) > more:
+    if not is_doubtful or 2 * len(best.names) > larger:
         return _pair_equal_keys(forms, best)
-    every = (best, *(_match_with_prefix(forms, *rival) for rival in rivals[: _MOST_QUESTIONS - 1]))
+    rival_prefixes = (_match_with_prefix(forms, *rival) for rival in rivals[: _MAX_QUESTIONS - 1])
+    prefixes = (best, *rival_prefixes)
     alignment.questions = tuple(
-        Proposal(_make_prefix_rule(rival, forms), rival.names) for rival in every
+        Proposal(_make_prefix_rule(prefix, forms), prefix.names) for prefix in prefixes
     )
-    taken = {*alignment.pairs.values()}
+    paired_file_keys = {*alignment.pairs.values()}
     if any(
-        not alignment.pairs.keys().isdisjoint(rival.names)
-        or not taken.isdisjoint(rival.names.values())
-        for rival in every
-    ):
+        not alignment.pairs.keys().isdisjoint(prefix.names)
+        or not paired_file_keys.isdisjoint(prefix.names.values())
+        for prefix in prefixes
+    ):  # The equal keys are a part of the question too, so they are not paired.
         alignment.pairs, alignment.mismatched = {}, {}
     return alignment
 
@@ -478,18 +508,23 @@ def _is_below_other_path(prefix: Prefix, forms: _KeyForms) -> bool:
 
 
 def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlignment:
-    """Pair the keys that are equal without wrapper prefixes, old spellings and the given prefix."""
+    """Pair the keys that are equal without wrapper prefixes, old spellings and the given prefix.
+
+    Keys without the prefix stay, unless they collide with a shortened one. Equal keys with other
+    shapes are mismatched. The steps of the result are in the order from the file to the model.
+    """
     file_slots, model_slots = forms.file_slots, forms.model_slots
-    sides, respelled = [form.names for form in forms.forms], forms.respelled
+    sides = [form.names for form in forms.forms]  # of the file, and of the model
+    respelled = forms.respelled
     if prefix is not None:
         side, size = 0 if prefix.is_removed else 1, len(prefix.text)
         names = sides[side]
         sides[side] = {
-            n[size:]: model_key for n, model_key in names.items() if n.startswith(prefix.text)
+            key[size:]: full_key for key, full_key in names.items() if key.startswith(prefix.text)
         }
-        for key, model_key in names.items() if len(sides[side]) < len(names) else ():
+        for key, full_key in names.items() if len(sides[side]) < len(names) else ():
             if not key.startswith(prefix.text):
-                sides[side].setdefault(key, model_key)
+                sides[side].setdefault(key, full_key)
         respelled = _find_respellings(sides[0], sides[1], forms.closed)
     file_keys, model_keys = map(_respell_keys, sides, respelled)
     alignment = KeyAlignment(file_slots, model_slots, (sides[0], sides[1]), (file_keys, model_keys))
@@ -502,9 +537,9 @@ def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlign
         elif file_slots[file_key].shape is not None:
             alignment.mismatched[model_key] = file_key
     steps = [*forms.forms[0].steps]
-    for at, parts in enumerate(respelled):
-        steps += _make_respelling_steps(alignment, at, parts)
-    if prefix is not None:
+    for number, respellings in enumerate(respelled):
+        steps += _make_respelling_steps(alignment, number, respellings)
+    if prefix is not None:  # a prefix of the file is removed before keys are respelled
         steps.insert(
             len(steps) if side else len(forms.forms[0].steps),
             _make_prefix_step(prefix, names, alignment),
@@ -530,7 +565,11 @@ def _make_prefix_step(prefix: Prefix, names: Names, alignment: KeyAlignment) -> 
 def _make_respelling_steps(
     alignment: KeyAlignment, side: int, respellings: Mapping[str, Respelling]
 ) -> Iterator[AlignmentStep]:
-    """Yield a step for each old ending of the keys of one side, with the rule that respells it."""
+    """Yield a step for each old ending of the keys of one side, with the rule that respells it.
+
+    A step of the model turns the current spelling into the old one of the model. A step has no rule
+    if the rule would change other keys, or if there would be too many rules.
+    """
     groups: dict[tuple[str, str], set[str]] = {}
     for name, respelling in respellings.items():
         before, after = (
@@ -541,7 +580,7 @@ def _make_respelling_steps(
     names = alignment.bare[0] if side == 0 else alignment.today[1]
     for (before, after), changed in groups.items():
         rule = rf"(^|\.){escape_regex(before)}$=>\1{escape_replacement(after)}"
-        if len(groups) > _MOST_RULES or len(changed) < sum(
+        if len(groups) > _MAX_RULES_PER_STEP or len(changed) < sum(
             f".{name}".endswith(f".{before}") for name in names
         ):
             rule = ""
@@ -549,10 +588,14 @@ def _make_respelling_steps(
 
 
 def _make_prefix_rule(prefix: Prefix, forms: _KeyForms) -> str:
-    """Return the rule that removes or adds a prefix behind the wrapper prefixes, or ""."""
-    names = {full: name for name, full in forms.forms[0].names.items()}
-    some = prefix.names.values() if prefix.is_removed else names
-    front = _find_common_front((key for key in some if not is_average_counter(key)), names)
+    """Return the rule that removes or adds a prefix behind the wrapper prefixes, or "".
+
+    It is "" if the keys of the file have different wrapper prefixes, or would collide.
+    """
+    bare_keys = {full: name for name, full in forms.forms[0].names.items()}
+    full_keys = prefix.names.values() if prefix.is_removed else bare_keys
+    wrapped_keys = (key for key in full_keys if not is_average_counter(key))
+    front = _find_common_front(wrapped_keys, bare_keys)
     if front is None or (prefix.is_removed and prefix.collides):
         return ""
     old, new = (prefix.text, "") if prefix.is_removed else ("", prefix.text)
@@ -561,7 +604,9 @@ def _make_prefix_rule(prefix: Prefix, forms: _KeyForms) -> str:
 
 def _find_common_front(names: Iterable[str], bare: Mapping[str, str]) -> str | None:
     """Return the text that all keys have before their bare keys, or None if it differs."""
-    fronts = {n.removesuffix(bare[n]) if n.endswith(bare[n]) else None for n in names}
+    fronts = {
+        name.removesuffix(bare[name]) if name.endswith(bare[name]) else None for name in names
+    }
     return fronts.pop() if len(fronts) == 1 else None
 
 
@@ -575,23 +620,26 @@ def propose_rules(alignment: KeyAlignment) -> list[Proposal]:
     if alignment.questions:
         return [question for question in alignment.questions if question.rule]
     file_side, model_side = _SubtreeIndex(alignment, 0), _SubtreeIndex(alignment, 1)
-    chosen: dict[str, str] = {}
+    new_path_by_path: dict[str, str] = {}
+    # The largest subtrees first: the subtrees inside one need no rule of their own.
     for tree, path in sorted(
         file_side.free.items(), key=lambda item: (-item[0].size, len(item[1]))
     ):
-        other = model_side.free.get(tree, path)
-        is_new = other not in file_side.paths and path.count("*") == other.count("*")
-        if is_new and not any(path[: start - 1] in chosen for start in find_component_starts(path)):
-            chosen[path] = other
-    return list(_make_rules(chosen, alignment, file_side, model_side))
+        new_path = model_side.free.get(tree, path)
+        is_new = new_path not in file_side.paths and path.count("*") == new_path.count("*")
+        parents = (path[: start - 1] for start in find_component_starts(path))
+        if is_new and not any(parent in new_path_by_path for parent in parents):
+            new_path_by_path[path] = new_path
+    return list(_make_rules(new_path_by_path, alignment, file_side, model_side))
 
 
 def find_common_module(keys: Collection[str]) -> str:
     """Return the path of the innermost module that contains all keys, with its dot, or ""."""
     # All keys between the first and the last in order share the prefix of these two.
     first, last = min(keys), max(keys)
-    differences = (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return first[: first.rfind(".", 0, next(differences, len(first))) + 1]
+    pairs = enumerate(zip(first, last, strict=False))
+    differing_indexes = (index for index, (a, b) in pairs if a != b)
+    return first[: first.rfind(".", 0, next(differing_indexes, len(first))) + 1]
 
 
 def _fold_numbers(key: str) -> str:
@@ -610,35 +658,45 @@ class _Subtree(NamedTuple):
 
 
 class _SubtreeIndex:
-    """The keys of one side, and its unpaired subtrees that are unlike any other."""
+    """The keys of one side, and its unpaired subtrees that are unlike any other.
+
+    A subtree has a path in which `*` is any number, so all `layers.0`, `layers.1` are one.
+    """
 
     def __init__(self, alignment: KeyAlignment, side: int) -> None:
-        """Find the subtrees without a pair whose content is unique on this side."""
+        """Find the subtrees without a pair and with content that is unique on this side (`free`).
+
+        Only a subtree with a usual shape or a named module inside is distinctive enough: two
+        unrelated lists of scalars look alike. Counters of BatchNorm are ignored.
+        """
         pairs = {**alignment.pairs, **alignment.mismatched}
         used = pairs.keys() if side else {*pairs.values()}
         slots = alignment.model_slots if side else alignment.file_slots
         self.names = {
-            n: full_keys for n, full_keys in alignment.today[side].items() if "*" not in n
+            key: full_key for key, full_key in alignment.today[side].items() if "*" not in key
         }
+        """The bare keys in the current spelling, each with the full key."""
         self.groups = _group_by_template(self.names)
+        """The bare keys by template."""
         self.paths: set[str] = set()
+        """All paths of modules, with `*` for numbers."""
         sizes: Counter[str] = Counter()
         contents: Counter[str] = Counter()
         kinds: Counter[str] = Counter()
         used_paths: set[str] = set()
         distinctive: set[str] = set()
-        for text, keys in self.groups.items():
+        for template, keys in self.groups.items():
             full_keys = [self.names[name] for name in keys]
             shapes = [slots[key].shape for key in full_keys]
             numbers = map(tuple, map(_NUMBER.findall, keys))
             content = sum(map(hash, zip(numbers, shapes, strict=True)))
             kind = sum(map(hash, shapes))
             is_used = not used.isdisjoint(full_keys)
-            is_distinctive = any(shape not in _SAYS_NOTHING for shape in shapes)
-            for start in find_component_starts(text):
-                path, rest = text[: start - 1], text[start:]
+            is_distinctive = any(shape not in _COMMON_SHAPES for shape in shapes)
+            for start in find_component_starts(template):
+                path, rest = template[: start - 1], template[start:]
                 self.paths.add(path)
-                if text.endswith(BATCHES):
+                if template.endswith(BATCHES):
                     continue
                 sizes[path] += len(keys)
                 contents[path] += hash((rest, content))
@@ -647,7 +705,9 @@ class _SubtreeIndex:
                     used_paths.add(path)
                 if is_distinctive or any(map(str.isalpha, rest.rpartition(".")[0])):
                     distinctive.add(path)
-        subtrees = {path: _Subtree(n, contents[path], kinds[path]) for path, n in sizes.items()}
+        subtrees = {
+            path: _Subtree(size, contents[path], kinds[path]) for path, size in sizes.items()
+        }
         occurrences = Counter((tree.size, tree.kind) for tree in subtrees.values())
         self.free = {
             tree: path
@@ -656,38 +716,40 @@ class _SubtreeIndex:
             and path not in used_paths
             and occurrences[tree.size, tree.kind] == 1
         }
+        """The path of each unpaired, distinctive subtree that is unlike any other."""
 
 
 def _make_rules(
-    chosen: Mapping[str, str],
+    new_path_by_path: Mapping[str, str],
     alignment: KeyAlignment,
     file_side: _SubtreeIndex,
     model_side: _SubtreeIndex,
 ) -> Iterator[Proposal]:
     """Yield a rule for each renamed subtree, the deepest first.
 
-    `chosen` maps paths of the file to paths of the model, with `*` for numbers.
+    `new_path_by_path` maps paths of the file to paths of the model, with `*` for numbers. A subtree
+    gets no rule if the wrapper prefixes of its keys differ, or if an earlier rule has made its path.
     """
     bare = {file_key: name for name, file_key in alignment.bare[0].items()}
-    below: dict[str, list[str]] = {path: [] for path in chosen}
+    keys_below: dict[str, list[str]] = {path: [] for path in new_path_by_path}
     for template, keys in file_side.groups.items():
         path = next(
             (
                 template[: start - 1]
                 for start in find_component_starts(template)
-                if template[: start - 1] in chosen
+                if template[: start - 1] in new_path_by_path
             ),
             None,
         )
         if path is not None:
-            below[path] += keys
+            keys_below[path] += keys
     changed: set[str] = set()
-    for path, model_path in sorted(chosen.items(), key=lambda item: -item[0].count(".")):
+    for path, model_path in sorted(new_path_by_path.items(), key=lambda item: -item[0].count(".")):
         if path in changed:  # the rule would change what an earlier rule has made
             continue
         before, after = _make_path_pattern(path), _make_path_replacement(model_path)
         apply = regex_rule(rf"^{before}\.=>{after}.").apply
-        renamed = {apply(name): file_side.names[name] for name in below[path]}
+        renamed = {apply(name): file_side.names[name] for name in keys_below[path]}
         names = {
             model_side.names[key]: file_key
             for key, file_key in renamed.items()

@@ -92,7 +92,9 @@ def match_keys(
     )
     origin = {new: own for own, new in ruled.items()}
     named = {ruled[own]: slot for own, slot in file_slots.items()}
-    alignment = align(named, model_slots, closed=closed, is_ruled=named.keys() != file_slots.keys())
+    alignment = align(
+        named, model_slots, closed=closed, has_rules=named.keys() != file_slots.keys()
+    )
     all_pairs = {
         name: origin[own] for name, own in {**alignment.mismatched, **alignment.pairs}.items()
     }

@@ -133,12 +133,12 @@ def a_read(folder, rank, wrap):
 
 def a_read_of_many(folder, rank, wrap):
     """The same where there is no copy of what is filled."""
-    before = installing._COPIED
+    before = installing._MAX_COPIED_BYTES
     try:
-        installing._COPIED = 0
+        installing._MAX_COPIED_BYTES = 0
         return a_read(folder, rank, wrap)
     finally:
-        installing._COPIED = before
+        installing._MAX_COPIED_BYTES = before
 
 
 def an_optimizer(folder, rank, wrap):
