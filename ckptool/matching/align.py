@@ -728,7 +728,7 @@ def _make_rules(
     """Yield a rule for each renamed subtree, the deepest first.
 
     `new_path_by_path` maps paths of the file to paths of the model, with `*` for numbers. A subtree
-    gets no rule if the wrapper prefixes of its keys differ, or if an earlier rule has made its path.
+    has no rule if the wrapper prefixes of its keys differ, or if an earlier rule makes its path.
     """
     bare = {file_key: name for name, file_key in alignment.bare[0].items()}
     keys_below: dict[str, list[str]] = {path: [] for path in new_path_by_path}

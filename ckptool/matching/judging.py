@@ -25,33 +25,33 @@ from ckptool.words import are, counted, listed, printable, shell
 
 Allowed = bool | str | Sequence[str] | None
 """True or False for all keys, or globs of allowed keys; None follows `strict`."""
-_MOST_FOLDED = 2000
+_MAX_FOLDED_KEYS = 2000
 """The number of keys folded for a message, which shows only a few."""
-_MOST_NAMED = 4
+_MAX_LISTED_KEYS = 4
 """The number of keys that a hint lists one by one."""
-_MOST_GLOBS = 8
+_MAX_GLOBS = 8
 """The largest number of globs in a hint."""
-_LONGEST = 160
+_MAX_GLOB_LENGTH = 160
 """The most characters of a key or glob in a hint."""
-_SMALL = 0.001
-_NONE = Remedy()
-_ANY_RULE = Remedy((("rename", ("REGEX=>REPL",)),), to_fill_in=True)
-_OTHER = Remedy(
+_SMALLEST_SHOWN_SHARE = 0.001
+_NO_REMEDY = Remedy()
+_HINT_RENAME = Remedy((("rename", ("REGEX=>REPL",)),), to_fill_in=True)
+_HINT_OTHER_MODEL = Remedy(
     lead="the file may be for another model; use ",
     instead=(
         Remedy((("key", "NAME"),), " for another state dict in the file", to_fill_in=True),
-        _ANY_RULE._replace(note=" to rename keys"),
+        _HINT_RENAME._replace(note=" to rename keys"),
     ),
 )
-_SCATTERED = Remedy(note="too many differences for a few globs; the report lists them")
-_UNDECIDED = Remedy(
+_TOO_MANY_GLOBS = Remedy(note="too many differences for a few globs; the report lists them")
+_HINT_RENAME_AMBIGUOUS = Remedy(
     instead=(
-        _ANY_RULE._replace(
+        _HINT_RENAME._replace(
             note=" if these are the same tensors; otherwise the architectures differ"
         ),
     )
 )
-_UNTIED = Remedy(
+_HINT_UNTIE = Remedy(
     note="untie them in the model, or keep only one of them in the file; the model "
     "then uses it for all of these keys"
 )
@@ -65,7 +65,7 @@ class MatchFinding(Finding):
     `lossy-cast`, `coverage` or `optimizer`.
     """
 
-    remedy: Remedy = field(default=_NONE, kw_only=True)
+    remedy: Remedy = field(default=_NO_REMEDY, kw_only=True)
     """The `load_into` arguments that help."""
 
 
@@ -106,8 +106,8 @@ class Allowance:
         """Check the types of the arguments."""
         if not isinstance(self.strict, bool):
             raise UsageError(f"strict={self.strict!r} is not True or False")
-        for what in ("missing", "unexpected", "mismatched", "lossy_cast"):
-            value = getattr(self, what)
+        for name in ("missing", "unexpected", "mismatched", "lossy_cast"):
+            value = getattr(self, name)
             are_globs = isinstance(value, Collection) and not isinstance(value, (bytes, Mapping))
             if not (
                 value is None
@@ -115,14 +115,16 @@ class Allowance:
                 or (are_globs and all(isinstance(glob, str) for glob in value))
             ):
                 raise UsageError(
-                    f"allow_{what}={value!r} is not True, False or a list of globs",
-                    hint=f"use allow_{what}=['head.*'], for example",
+                    f"allow_{name}={value!r} is not True, False or a list of globs",
+                    hint=f"use allow_{name}=['head.*'], for example",
                 )
-        least = self.min_coverage
-        if least is not None and (
-            isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 <= least <= 1
+        min_coverage = self.min_coverage
+        if min_coverage is not None and (
+            isinstance(min_coverage, bool)
+            or not isinstance(min_coverage, (int, float))
+            or not 0 <= min_coverage <= 1
         ):
-            raise UsageError(f"min_coverage={least!r} is not a number from 0 to 1")
+            raise UsageError(f"min_coverage={min_coverage!r} is not a number from 0 to 1")
 
     def allows_cast(self, *keys: str) -> bool:
         """Return True if a lossy cast is allowed for one of these keys."""
@@ -130,52 +132,59 @@ class Allowance:
         return any(map(is_allowed, keys))
 
     def judge(self, report: MatchReport) -> Judgement:
-        """Return all problems, the most important first, and the arguments that help."""
+        """Return all problems, the most important first, and the arguments that help.
+
+        The remedy is one that solves every problem: a note if the file is for another model, else
+        the proposed rules (alternatives if they answer a question) with the allowances needed
+        after them. A problem has a remedy of its own where allowing it is enough.
+        """
         missing = _list_refused(report.missing_keys, self.missing, otherwise=not self.strict)
         unexpected = _list_refused(
             report.unexpected_keys, self.unexpected, otherwise=not self.strict
         )
         is_mismatch_allowed = _make_key_test(self.mismatched or False)
-        shapes = [
+        mismatched_rows = [
             (row.name, f" (file {list(row.shape)}, model {list(row.wanted)})")
             for row in report.mismatched
             if not (is_mismatch_allowed(row.name) or is_mismatch_allowed(row.own))
         ]
-        lossy = [
+        lossy_rows = [
             (row.name, f" {row.before} -> {row.after}{f' ({row.loss})' if row.loss else ''}")
             for row in report.cast
             if row.lossy and not self.allows_cast(row.name, row.own)
         ]
-        min_coverage, is_empty = self.min_coverage, _is_nothing_loaded(report)
-        is_nothing = is_empty and min_coverage != 0
-        is_short = min_coverage is not None and report.coverage < min_coverage and not is_empty
+        min_coverage, nothing_loaded = self.min_coverage, _is_nothing_loaded(report)
+        is_empty = nothing_loaded and min_coverage != 0
+        is_too_little = (
+            min_coverage is not None and report.coverage < min_coverage and not nothing_loaded
+        )
         refused = {*missing, *unexpected}
-        unclear = [
-            row for row in report.ambiguous if is_nothing or refused & {*row.names, *row.candidates}
+        ambiguities = [
+            row for row in report.ambiguous if is_empty or refused & {*row.names, *row.candidates}
         ]
-        mismatched = [key for key, _ in shapes]
+        mismatched = [key for key, _ in mismatched_rows]
         coverage_text = (
             f"{_format_percent(report.coverage)} of the model's parameters would be loaded, "
             f"expected at least {100 * (min_coverage or 0):.6g}%"
         )
         remedies = [
-            _find_remedy(report, proposed, (missing, unexpected, mismatched), unclear)
+            _find_remedy(report, proposed, (missing, unexpected, mismatched), ambiguities)
             for proposed in (
-                _group_proposed_rules(report, unclear) if refused or is_nothing else [()]
+                _group_proposed_rules(report, ambiguities) if refused or is_empty else [()]
             )
         ]
         usable = [remedy for remedy in remedies if remedy.arguments]
-        has_rules = any(
-            argument == "rename" for remedy in usable for argument, _ in remedy.arguments
-        )
-        can_allow = bool(usable) and not (has_rules or is_nothing or is_short)
-        question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NONE
+        has_rules = _has_rules(usable)
+        can_allow = bool(usable) and not (has_rules or is_empty or is_too_little)
+        question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NO_REMEDY
         problems = tuple(
             chain(
-                _find_no_match(report) if is_nothing and not shapes else (),
-                _find_ambiguity(unclear, question),
+                _find_no_match(report) if is_empty and not mismatched_rows else (),
+                _find_ambiguity(ambiguities, question),
                 _find_unknown_layout(report),
-                _find_unmatched("mismatched", shapes, "of another shape", is_allowed=can_allow),
+                _find_unmatched(
+                    "mismatched", mismatched_rows, "of another shape", is_allowed=can_allow
+                ),
                 *(
                     _find_unmatched(
                         kind, [(key, "") for key in keys], text, is_allowed=can_allow, max_keys=4
@@ -186,24 +195,14 @@ class Allowance:
                     )
                 ),
                 _find_untied(report),
-                _find_unmatched("lossy-cast", lossy, "changed by a cast"),
-                [MatchFinding("coverage", coverage_text)] if is_short else (),
+                _find_unmatched("lossy-cast", lossy_rows, "changed by a cast"),
+                [MatchFinding("coverage", coverage_text)] if is_too_little else (),
                 _find_optimizer_problems(report),
             )
         )
-        kinds = {problem.kind: problem.remedy for problem in reversed(problems)}
-        if "untied" in kinds:
-            return Judgement(problems, _UNTIED)
-        if not has_rules and (is_nothing or is_short):  # no allowance helps
-            share = _NONE if report.proposed else kinds.get("coverage", _NONE)
-            return Judgement(problems, share or (_NONE if usable else remedies[0]))
-        if not usable and remedies[0]:
-            return Judgement(problems, remedies[0])
-        other_remedies = [kinds.get(kind, _NONE) for kind in ("layout", "lossy-cast", "optimizer")]
-        first, *others = [
-            _combine_remedies([remedy, *other_remedies]) for remedy in usable or [_NONE]
-        ]
-        return Judgement(problems, first._replace(instead=(*first.instead, *others)))
+        loads_too_little = is_empty or is_too_little
+        remedy = _choose_remedy(report, problems, remedies, loads_too_little=loads_too_little)
+        return Judgement(problems, remedy)
 
     def refusal_error(self, report: MatchReport) -> MatchError | None:
         """Return the error to raise, or None if the report is accepted.
@@ -214,14 +213,18 @@ class Allowance:
         if judgement.accepted:
             return None
         texts = [problem.text for problem in judgement.problems]
-        is_whole = bool(report.names) and report.fitting == report.names
+        # If all keys match, the share says nothing: the first problem follows instead.
+        is_complete = bool(report.names) and report.fitting == report.names
         file = report.file if report.file.isprintable() else printable(report.file)
         verdict = (
             f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
         )
         if judgement.is_of_the_optimizer:
             verdict = f"{f'{file}: ' if file else ''}the optimizer state cannot be loaded"
-        lines = [f"{verdict}: {texts.pop(0) if is_whole else _describe_share(report)}", *texts[:2]]
+        lines = [
+            f"{verdict}: {texts.pop(0) if is_complete else _describe_share(report)}",
+            *texts[:2],
+        ]
         if report.proposed and judgement.remedy.arguments:
             lines[-1] += "; the rules in the hint match more, but were not applied"
         return MatchError(
@@ -230,6 +233,41 @@ class Allowance:
             hint=judgement.remedy or None,
             report=report,
         )
+
+
+def _choose_remedy(
+    report: MatchReport,
+    problems: Iterable[MatchFinding],
+    remedies: Sequence[Remedy],
+    *,
+    loads_too_little: bool,
+) -> Remedy:
+    """Return one remedy that solves all problems, or a note if no argument does.
+
+    `remedies` are the alternatives for unmatched keys, from `_find_remedy`; each is combined with
+    the remedies of the other problems. If too little is loaded, only rules help, not allowances.
+    """
+    usable = [remedy for remedy in remedies if remedy.arguments]
+    remedy_by_kind = {problem.kind: problem.remedy for problem in reversed([*problems])}
+    if "untied" in remedy_by_kind:  # no argument allows it
+        return _HINT_UNTIE
+    if loads_too_little and not _has_rules(usable):
+        remedy = _NO_REMEDY if report.proposed else remedy_by_kind.get("coverage", _NO_REMEDY)
+        return remedy or (_NO_REMEDY if usable else remedies[0])
+    if not usable and remedies[0]:
+        return remedies[0]
+    other_remedies = [
+        remedy_by_kind.get(kind, _NO_REMEDY) for kind in ("layout", "lossy-cast", "optimizer")
+    ]
+    first, *others = [
+        _combine_remedies([remedy, *other_remedies]) for remedy in usable or [_NO_REMEDY]
+    ]
+    return first._replace(instead=(*first.instead, *others))
+
+
+def _has_rules(remedies: Iterable[Remedy]) -> bool:
+    """Return True if a remedy has a rename rule."""
+    return any(argument == "rename" for remedy in remedies for argument, _ in remedy.arguments)
 
 
 def _list_refused(keys: Iterable[str], allowed: Allowed, *, otherwise: bool) -> list[str]:
@@ -261,10 +299,13 @@ def _is_nothing_loaded(report: MatchReport) -> bool:
 
 
 def _group_proposed_rules(
-    report: MatchReport, unclear: Sequence[Ambiguity]
+    report: MatchReport, ambiguities: Sequence[Ambiguity]
 ) -> list[Sequence[Renaming]]:
-    """Return the proposed rules to apply together, one group for each possible answer."""
-    question_rules = {rule for ambiguity in unclear for rule in ambiguity.rules}
+    """Return the proposed rules to apply together, one group for each possible answer.
+
+    Without a question with rules, all proposed rules are one group.
+    """
+    question_rules = {rule for ambiguity in ambiguities for rule in ambiguity.rules}
     if any(ambiguity.rules for ambiguity in report.ambiguous):
         return [[renaming] for renaming in report.proposed if renaming.rule in question_rules] or [
             ()
@@ -276,17 +317,18 @@ def _find_remedy(
     report: MatchReport,
     proposed: Sequence[Renaming],
     unmatched: tuple[Sequence[str], Sequence[str], Sequence[str]],
-    unclear: Sequence[Ambiguity],
+    ambiguities: Sequence[Ambiguity],
 ) -> Remedy:
-    """Return the proposed rules and the allowances needed after them, or a note if too many.
+    """Return the proposed rules, and the allowances for keys that they do not match.
 
-    `unmatched` are the missing, unexpected and mismatched keys.
+    `unmatched` are the missing, unexpected and mismatched keys. If rules and allowances cannot
+    help, the remedy is a note: the keys are ambiguous, or the file is for another model.
     """
     resolved = {key for renaming in proposed for pair in renaming.names for key in pair}
     missing, unexpected = ([key for key in names if key not in resolved] for names in unmatched[:2])
     remaining = {*missing, *unexpected}
-    if any(not row.rules and remaining & {*row.names, *row.candidates} for row in unclear):
-        return _UNDECIDED
+    if any(not row.rules and remaining & {*row.names, *row.candidates} for row in ambiguities):
+        return _HINT_RENAME_AMBIGUOUS
     after = ", even after the proposed rules" if proposed and not report.recipe else ""
     n_lost = len(missing) + len(unmatched[2])
     if text := explain_misfit(report, n_lost, unexpected, is_renamed=bool(proposed)):
@@ -350,7 +392,7 @@ def _find_no_match(report: MatchReport) -> Iterator[MatchFinding]:
             f"the file has none of the model's parameters; only {report.fitting:,} other "
             "tensors match"
         )
-        yield MatchFinding("coverage", text, remedy=_OTHER)
+        yield MatchFinding("coverage", text, remedy=_HINT_OTHER_MODEL)
     else:
         file_keys, model_keys = (
             _fold_keys(report.unexpected_keys, 2),
@@ -358,13 +400,13 @@ def _find_no_match(report: MatchReport) -> Iterator[MatchFinding]:
         )
         file_keys = file_keys if report.unexpected_keys else "no tensors"
         text = f"no key matches: the file has {file_keys}; the model has {model_keys}"
-        yield MatchFinding("coverage", text, remedy=_OTHER)
+        yield MatchFinding("coverage", text, remedy=_HINT_OTHER_MODEL)
 
 
-def _find_ambiguity(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[MatchFinding]:
+def _find_ambiguity(ambiguities: Sequence[Ambiguity], remedy: Remedy) -> Iterator[MatchFinding]:
     """Yield one problem for all ambiguous keys, if there are any."""
-    if unclear:
-        first, others = unclear[0], len(unclear) - 1
+    if ambiguities:
+        first, others = ambiguities[0], len(ambiguities) - 1
         more = f", and {counted(others, 'more such key')}" if others else ""
         text = f"ambiguous: {_fold_keys(first.names)} could be {_fold_keys(first.candidates)}{more}"
         yield MatchFinding("ambiguous", text, remedy=remedy)
@@ -400,12 +442,12 @@ def _find_unmatched(
     if rows:
         count = f"{counted(len(rows), 'tensor')} {are(len(rows))}"
         argument = f"allow_{kind.replace('-', '_')}"
-        remedy = _make_allowance(argument, [name for name, _ in rows]) if is_allowed else _NONE
+        remedy = _make_allowance(argument, [name for name, _ in rows]) if is_allowed else _NO_REMEDY
         yield MatchFinding(kind, f"{count} {fact}: {_list_rows(rows, max_keys)}", remedy=remedy)
 
 
 def _find_optimizer_problems(report: MatchReport) -> Iterator[MatchFinding]:
-    """Yield the problems of the optimizer state; the first has the remedy."""
+    """Yield the problems of the optimizer state; only the first has the remedy."""
     optimizer = report.optimizer
     if optimizer is None:
         return
@@ -414,14 +456,14 @@ def _find_optimizer_problems(report: MatchReport) -> Iterator[MatchFinding]:
     )
     for text in optimizer.problems:
         yield MatchFinding("optimizer", text, remedy=remedy)
-        remedy = _NONE
+        remedy = _NO_REMEDY
 
 
 def _find_untied(report: MatchReport) -> Iterator[MatchFinding]:
     """Yield a problem for each group of keys that is tied only in the model."""
     for keys in report.untied:
         text = f"{_fold_keys(keys)} are tied in the model, but differ in the file"
-        yield MatchFinding("untied", text, remedy=_UNTIED)
+        yield MatchFinding("untied", text, remedy=_HINT_UNTIE)
 
 
 def _describe_share(report: MatchReport) -> str:
@@ -437,45 +479,50 @@ def _format_percent(share: float) -> str:
     """Return the share with one digit; 0% and 100% only for exactly 0 and 1."""
     if share in (0, 1):
         return f"{share:.0%}"
-    if share < _SMALL:
+    if share < _SMALLEST_SHOWN_SHARE:
         return "<0.1%"
-    return f"{share:.1%}" if share <= 1 - _SMALL else ">99.9%"
+    return f"{share:.1%}" if share <= 1 - _SMALLEST_SHOWN_SHARE else ">99.9%"
 
 
 def _combine_remedies(remedies: Sequence[Remedy]) -> Remedy:
-    """Return all remedies in one, or only `_SCATTERED` if it is among them."""
-    given = [remedy for remedy in remedies if remedy]
-    return next((remedy for remedy in given if remedy is _SCATTERED), merge_remedies(given))
+    """Return all remedies in one; only the note `_TOO_MANY_GLOBS` if one of them is that note."""
+    useful = [remedy for remedy in remedies if remedy]
+    if any(remedy is _TOO_MANY_GLOBS for remedy in useful):
+        return _TOO_MANY_GLOBS
+    return merge_remedies(useful)
 
 
 def _make_allowance(argument: str, keys: Sequence[str]) -> Remedy:
-    """Return the argument that allows these keys, or `_SCATTERED` if they need too many globs."""
+    """Return the argument that allows these keys, or `_TOO_MANY_GLOBS` for too many globs."""
     globs = _find_globs(keys)
     if not globs:
-        return _SCATTERED
+        return _TOO_MANY_GLOBS
     value = globs[0] if len(globs) == 1 < len(keys) else globs
     return Remedy(((argument, value),))
 
 
 def _find_globs(keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys if they are few, otherwise globs of their modules, or () if too many."""
-    if len(keys) <= _MOST_NAMED and all(len(key) <= _LONGEST for key in keys):
+    """Return the keys if they are few, otherwise globs of their modules, or () if too many.
+
+    Keys are grouped by the component after their common module; all numbers are one group.
+    """
+    if len(keys) <= _MAX_LISTED_KEYS and all(len(key) <= _MAX_GLOB_LENGTH for key in keys):
         return tuple(map(escaped_glob, dict.fromkeys(keys)))
     common = find_common_module(keys)
     groups: dict[str, list[str]] = {}
     for key in keys:
-        word = key[len(common) :].partition(".")[0]
-        groups.setdefault("0" if word.isdigit() else word, []).append(key)
+        component = key[len(common) :].partition(".")[0]
+        groups.setdefault("0" if component.isdigit() else component, []).append(key)
     globs = []
     for group in groups.values():
         module = find_common_module(group)
-        is_single = len(group) == 1 and len(group[0]) <= _LONGEST
+        is_single = len(group) == 1 and len(group[0]) <= _MAX_GLOB_LENGTH
         if not is_single and not module:
             return ()
         globs.append(escaped_glob(group[0]) if is_single else f"{escaped_glob(module)}*")
-    if len(globs) > _MOST_GLOBS and common:
+    if len(globs) > _MAX_GLOBS and common:
         globs = [f"{escaped_glob(common)}*"]
-    is_readable = len(globs) <= _MOST_GLOBS and all(len(glob) <= _LONGEST for glob in globs)
+    is_readable = len(globs) <= _MAX_GLOBS and all(len(glob) <= _MAX_GLOB_LENGTH for glob in globs)
     return tuple(dict.fromkeys(globs)) if is_readable else ()
 
 
@@ -486,9 +533,9 @@ def _fold_keys(keys: Sequence[str], max_keys: int = 4) -> str:
 
 def _list_rows(rows: Sequence[tuple[str, str]], max_rows: int) -> str:
     """List keys with their details; fold repeated layers with the same detail."""
-    folded_rows = rows[:_MOST_FOLDED]
-    shown = [
+    folded_rows = rows[:_MAX_FOLDED_KEYS]
+    shown = [  # `layers.{0..31}.weight`, with the detail of the first
         f"{family.label}{folded_rows[family.numbers[0]][1]}"
         for family in group_families(folded_rows)
     ]
-    return listed([*shown, *(key + text for key, text in rows[_MOST_FOLDED:])], max_rows)
+    return listed([*shown, *(key + text for key, text in rows[_MAX_FOLDED_KEYS:])], max_rows)

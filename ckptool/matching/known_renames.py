@@ -65,15 +65,15 @@ FOREIGN = {
     **{f"{old} -> {new}": rf"(^|\.){re.escape(old)}$=>\1{new}" for old, new in _LEAVES.items()},
 }
 """The rules for names of TensorFlow, Keras and Flax, in this order, each with its text."""
-_TUNER = r"(?:^|\.)((?:lora|ia3|hada|lokr|oft|boft|vera)_\w+)\."
+_ADAPTER_PART = r"(?:^|\.)((?:lora|ia3|hada|lokr|oft|boft|vera)_\w+)\."
 """What PEFT calls the parts of an adapter in a layer."""
-NAMED_ADAPTER = re.compile(_TUNER + r"(?!(?:weight|bias)$)(\w+)")
+NAMED_ADAPTER = re.compile(_ADAPTER_PART + r"(?!(?:weight|bias)$)(\w+)")
 """A part of an adapter and the name of the adapter: `lora_A.default`."""
-_DEFAULT = re.compile(_TUNER + r"default((?:\.(?:weight|bias))?)$")
-_BASE = re.compile(r"([^.]+)\.base_layer\.([^.]+)$")
+_DEFAULT_ADAPTER = re.compile(_ADAPTER_PART + r"default((?:\.(?:weight|bias))?)$")
+_BASE_LAYER = re.compile(r"([^.]+)\.base_layer\.([^.]+)$")
 """What PEFT puts a layer with an adapter into: `q_proj.base_layer.weight`."""
-_SAVED = re.compile(r"[^.]+\.modules_to_save\.default\.(.+)$")
-_ORIGINAL = re.compile(r"[^.]+\.original_module\.(.+)$")
+_TRAINED_COPY = re.compile(r"[^.]+\.modules_to_save\.default\.(.+)$")
+_ORIGINAL_MODULE = re.compile(r"[^.]+\.original_module\.(.+)$")
 """A module that PEFT trains beside an adapter, and what it was before."""
 ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
 """Begins the name of what an adapter adds to a layer."""
@@ -82,8 +82,8 @@ MERGE = (
     "for a whole PeftModel); merge other adapters with merge_and_unload() of the PeftModel"
 )
 """What helps where the model has no adapters."""
-_FIRST = tuple(next(iter(row)).removeprefix("{}") for row in ENDINGS)
-_MARKS = (".default", ".base_layer.", ".original_module.")
+_FIRST_ENDINGS = tuple(next(iter(row)).removeprefix("{}") for row in ENDINGS)
+_ADAPTER_COMPONENTS = (".default", ".base_layer.", ".original_module.")
 
 
 def has_adapter(unexpected: Collection[str], known: Iterable[str]) -> bool:
@@ -105,28 +105,31 @@ def find_respellings(keys: Collection[str]) -> dict[str, Respelling]:
     """
     text = "\n".join((*keys, ""))
     respelled: dict[str, Respelling] = {}
-    if any(f"{end}\n" in text for end in (*_FIRST, *_AFFINE)):
+    if any(f"{end}\n" in text for end in (*_FIRST_ENDINGS, *_AFFINE)):
         respelled.update(_respell_norms(keys))
         respelled.update(_respell_affine(keys))
-    if any(mark in text for mark in _MARKS):
+    if any(mark in text for mark in _ADAPTER_COMPONENTS):
         respelled.update(_respell_adapters(keys))
     return respelled
 
 
 def _respell_norms(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]:
     """Yield the keys of complete `weight_norm` and `spectral_norm` groups, with respellings."""
-    for first_ending, endings in zip(_FIRST, ENDINGS, strict=True):
+    for first_ending, endings in zip(_FIRST_ENDINGS, ENDINGS, strict=True):
         for first_key in keys:
-            stem = first_key.removesuffix(first_ending)
+            stem = first_key.removesuffix(first_ending)  # `conv.weight` of `conv.weight_g`
             weight = stem.rpartition(".")[2]
             if stem == first_key or not weight:
                 continue
-            parts = [
+            respellings = [
                 Respelling(old.format(weight), new.format(weight)) for old, new in endings.items()
             ]
-            group = {stem[: len(stem) - len(weight)] + part.old: part for part in parts}
+            group = {
+                stem[: len(stem) - len(weight)] + respelling.old: respelling
+                for respelling in respellings
+            }
             if all(key in keys for key in group) and not any(
-                part.respell(key) in keys for key, part in group.items()
+                respelling.respell(key) in keys for key, respelling in group.items()
             ):
                 yield from group.items()
 
@@ -146,18 +149,20 @@ def _respell_adapters(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]
     if it is the only adapter. `modules_to_save` has the trained values; `original_module` counts
     only if there is no trained copy.
     """
-    marked = [key for key in keys if any(mark in key for mark in _MARKS)]
+    marked = [key for key in keys if any(component in key for component in _ADAPTER_COMPONENTS)]
     adapters = {match[2] for key in keys if (match := NAMED_ADAPTER.search(key))}
-    saved = {key.partition(".modules_to_save.")[0] for key in keys if ".modules_to_" in key}
+    modules_with_copy = {
+        key.partition(".modules_to_save.")[0] for key in keys if ".modules_to_" in key
+    }
     for key in marked:
-        if adapters == {"default"} and (match := _DEFAULT.search(key)):
+        if adapters == {"default"} and (match := _DEFAULT_ADAPTER.search(key)):
             respelling = Respelling(f"{match[1]}.default{match[2]}", match[1] + match[2])
-        elif match := _BASE.search(key):
+        elif match := _BASE_LAYER.search(key):
             respelling = Respelling(match[0], f"{match[1]}.{match[2]}")
-        elif match := _SAVED.search(key):
+        elif match := _TRAINED_COPY.search(key):
             respelling = Respelling(f"modules_to_save.default.{match[1]}", match[1])
-        elif match := _ORIGINAL.search(key):
-            if key[: match.start(1) - len(".original_module.")] in saved:
+        elif match := _ORIGINAL_MODULE.search(key):
+            if key[: match.start(1) - len(".original_module.")] in modules_with_copy:
                 continue
             respelling = Respelling(f"original_module.{match[1]}", match[1])
         else:

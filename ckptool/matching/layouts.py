@@ -27,18 +27,18 @@ Kinds = Mapping[str, str]
 """By model key: `kernel`, `same` (the axes of the file), or a description of the module."""
 
 _KERNEL, _SAME = "kernel", "same"
-_TYPES = {
+_KIND_BY_MODULE_TYPE = {
     **dict.fromkeys(("Linear", "NonDynamicallyQuantizableLinear"), _KERNEL),
     **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), _KERNEL),
     **dict.fromkeys(("Embedding", "EmbeddingBag", "LayerNorm", "RMSNorm"), _SAME),
 }
 """The kind of the weight by `torch.nn` module type. Other types decide nothing."""
-_ROLES = {
+_KIND_BY_KEY_PART = {
     "kernel": _KERNEL,
     **dict.fromkeys(("embedding", "embeddings", "gamma", "scale", "beta", "bias"), _SAME),
 }
 """The kind by the last part of a file key; a number can be either."""
-_WIDTHS = (
+_OUTPUT_SIZE_ATTRIBUTES = (
     "out_channels",
     "out_features",
     "num_features",
@@ -47,8 +47,8 @@ _WIDTHS = (
     "embedding_dim",
 )
 """Attributes with the number of output channels of a module."""
-_LAST = re.compile(r"[./]")
-_HINT = "use --transpose 'layer.weight' or, with axes, --transpose 'layer.weight=2,3,0,1'"
+_SEPARATOR = re.compile(r"[./]")
+_HINT_TRANSPOSE = "use --transpose 'layer.weight' or, with axes, --transpose 'layer.weight=2,3,0,1'"
 
 
 class TransposeRules(NamedTuple):
@@ -73,7 +73,9 @@ class TransposeRules(NamedTuple):
                 int(axis) if axis.isdecimal() else -1 for axis in numbers.split(",") if axis
             )
             if sorted(axes) != list(range(len(axes))):
-                raise UsageError(f"'{printable(text)}' is not a permutation of axes", hint=_HINT)
+                raise UsageError(
+                    f"'{printable(text)}' is not a permutation of axes", hint=_HINT_TRANSPOSE
+                )
             read.append((glob, axes))
         return cls(tuple(read), tuple(no_transpose))
 
@@ -88,8 +90,8 @@ class TransposeRules(NamedTuple):
         for glob, axes in self.transpose:
             if fnmatchcase(key, glob):
                 if len(axes) not in (0, dimensions):
-                    what = f"{printable(key)!r} has {dimensions} axes, but {len(axes)} are given"
-                    raise UsageError(what, hint=_HINT)
+                    text = f"{printable(key)!r} has {dimensions} axes, but {len(axes)} are given"
+                    raise UsageError(text, hint=_HINT_TRANSPOSE)
                 return axes or _kernel_axes(dimensions)
         return None
 
@@ -102,26 +104,30 @@ def _kernel_axes(dimensions: int) -> Axes:
 def find_kinds(modules: Iterable[tuple[str, Any]]) -> Kinds:
     """Return the kind of each parameter, from the modules with their paths in order.
 
-    A Linear may follow a Flatten, with inputs in another order than in torch, if the channels of a
-    convolution divide its inputs, and neither the layer nor the convolution before has as many.
+    A Linear may follow a Flatten, which orders its inputs differently in torch. Such a Linear is
+    recognized by its number of inputs: it is a multiple of the channels of some convolution, and
+    not the number of outputs of the layer or convolution before.
     """
     named_modules = list(modules)
-    channels = {_read_size(module, "out_channels") for _, module in named_modules} - {0}
+    channel_counts = {_read_size(module, "out_channels") for _, module in named_modules} - {0}
     kinds: dict[str, str] = {}
-    width = last = 0
+    previous_outputs = previous_channels = 0
     for path, module in named_modules:
         class_name, inputs = _name_class(module), _read_size(module, "in_features")
-        kind = _TYPES.get(class_name, class_name)
+        kind = _KIND_BY_MODULE_TYPE.get(class_name, class_name)
         if class_name.startswith("ConvTranspose"):
             kind = f"{class_name}, which Flax mirrors unless transpose_kernel=True"
         elif _read_size(module, "groups") > 1:
             kind = f"{class_name} with {module.groups} groups"
-        elif inputs not in (0, width, last) and not all(inputs % count for count in channels):
+        elif inputs not in (0, previous_outputs, previous_channels) and not all(
+            inputs % count for count in channel_counts
+        ):
             kind = f"{class_name} that may follow a Flatten, which has another order in torch"
-        width = next(
-            filter(None, (_read_size(module, width_name) for width_name in _WIDTHS)), width
+        previous_outputs = next(
+            filter(None, (_read_size(module, name) for name in _OUTPUT_SIZE_ATTRIBUTES)),
+            previous_outputs,
         )
-        last = _read_size(module, "out_channels") or last
+        previous_channels = _read_size(module, "out_channels") or previous_channels
         for parameter in module._parameters:
             kinds[f"{path}.{parameter}".lstrip(".")] = kind if parameter == "weight" else class_name
     return kinds
@@ -139,7 +145,7 @@ def _name_class(module: Any) -> str:
     """Return the name of the nearest class that decides axes, or of the class itself."""
     names = [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
     short_names = [name.rpartition(".")[2] if name.startswith("torch.") else name for name in names]
-    return next((name for name in short_names if name in _TYPES), short_names[0])
+    return next((name for name in short_names if name in _KIND_BY_MODULE_TYPE), short_names[0])
 
 
 def expect_file_shapes(
@@ -178,8 +184,8 @@ def resolve_layouts(
     """Return the match with the transposed tensors, and those of unknown axes, as `layouts`.
 
     The match was made with the slots of `expect_file_shapes`. Tensors with unknown axes or another
-    shape lose their pair, as do numbered variables of a layer if their number differs from the
-    module's.
+    shape lose their pair. So do all numbered variables of a layer that has more or fewer of them
+    than its module has tensors, because their numbers then prove nothing.
     """
     report, layouts, unpaired = match.report, list[Layout](), set[str]()
     mismatched = {row.name: row for row in report.mismatched}
@@ -188,13 +194,13 @@ def resolve_layouts(
         if len(shape) < 2:
             continue
         layout = _decide_axes(key, file_key, kinds, len(shape), choices)
-        transposed, wanted = tuple(shape[axis] for axis in layout.axes), model_slots[key].shape
+        transposed, model_shape = tuple(shape[axis] for axis in layout.axes), model_slots[key].shape
         if layout.reason:
             mismatched.pop(key, None)
             unpaired.add(file_key)
             layouts.append(layout)
-        elif wanted not in (None, transposed):
-            mismatched[key] = Mismatch(key, file_key, transposed, wanted or ())
+        elif model_shape not in (None, transposed):
+            mismatched[key] = Mismatch(key, file_key, transposed, model_shape or ())
             unpaired.add(file_key)
         elif list(layout.axes) != sorted(layout.axes):
             layouts.append(layout)
@@ -220,10 +226,16 @@ def resolve_layouts(
 def _decide_axes(
     key: str, file_key: str, kinds: Kinds | None, dimensions: int, choices: TransposeRules
 ) -> Layout:
-    """Return the axes of a tensor, or the reason why they are unknown."""
+    """Return the axes of a tensor, or the reason why they are unknown.
+
+    The axes are certain if the module type (`kinds`) and the last part of the file key agree. Else
+    the user's `choices` decide; without `kinds`, torch's order is the default.
+    """
     kind = "" if kinds is None else kinds.get(key, "")
-    last_part = _LAST.split(file_key.removesuffix(":0"))[-1].removeprefix("_")
-    if kind in (_KERNEL, _SAME) and (last_part.isdecimal() or _ROLES.get(last_part) == kind):
+    last_part = _SEPARATOR.split(file_key.removesuffix(":0"))[-1].removeprefix("_")
+    if kind in (_KERNEL, _SAME) and (
+        last_part.isdecimal() or _KIND_BY_KEY_PART.get(last_part) == kind
+    ):
         is_kernel = kind == _KERNEL
         return Layout(
             key, file_key, _kernel_axes(dimensions) if is_kernel else (*range(dimensions),)
@@ -249,18 +261,18 @@ def _find_misnumbered(
         for rule in known
         for file_key, key in rule.names
     ]
-    own_sizes = Counter(map(_layer_of, file_slots)) if pairs else {}
-    sizes = (
+    count_by_file_layer = Counter(map(_layer_of, file_slots)) if pairs else {}
+    count_by_module = (
         Counter(_layer_of(key) for key in model_slots if not key.endswith(BATCHES)) if pairs else {}
     )
     return {
-        file_key: f"{printable(layer)} has {own_sizes[layer]} tensors, but {printable(module)} "
-        f"has {sizes[module]}: rename each with a rule"
+        file_key: f"{printable(layer)} has {count_by_file_layer[layer]} tensors, but "
+        f"{printable(module)} has {count_by_module[module]}: rename each with a rule"
         for file_key, layer, module in pairs
-        if own_sizes[layer] != sizes[module]
+        if count_by_file_layer[layer] != count_by_module[module]
     }
 
 
 def _layer_of(key: str) -> str:
     """Return the path of the layer that contains a key."""
-    return key[: -len(_LAST.split(key)[-1]) - 1]
+    return key[: -len(_SEPARATOR.split(key)[-1]) - 1]

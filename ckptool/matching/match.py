@@ -27,12 +27,12 @@ from ckptool.matching.report import (
 )
 from ckptool.transforms.name_rules import AppliedRules, Rule, convert_prefix_to_regex, regex_rule
 
-_NOT_COUNTED = "files of torch before 0.4.1 and of other libraries do not have this counter"
-_NO_LAYER = "torch does not need this counter if its layer is missing"
-_NO_AVERAGE = "the file is not from an AveragedModel"
-_WAS_AVERAGE = "the counter of an AveragedModel, which this model is not"
-_UNCOUNTED = "the model's normalization does not count batches"
-_MOST_LEFT = 200
+_REASON_OLD_FILE = "files of torch before 0.4.1 and of other libraries do not have this counter"
+_REASON_NO_LAYER = "torch does not need this counter if its layer is missing"
+_REASON_NO_AVERAGE = "the file is not from an AveragedModel"
+_REASON_AVERAGE_COUNTER = "the counter of an AveragedModel, which this model is not"
+_REASON_UNCOUNTED = "the model's normalization does not count batches"
+_MAX_LEFTOVER_KEYS = 200
 """Names left over on a side of which some may be the same; of more nobody is asked."""
 
 
@@ -84,47 +84,53 @@ def match_keys(
     if rules:
         check_collisions(renamed_by_user, renamed_by_user, file=file or None, hint=RULES_HINT)
     foreigns = FOREIGN.items() if foreign else ()
-    spelling = [regex_rule(rule)._replace(text=text) for text, rule in foreigns]
-    ruled = (
-        _apply_spelling_rules(renamed_by_user, spelling, model_slots)
+    spelling_rules = [regex_rule(rule)._replace(text=text) for text, rule in foreigns]
+    new_by_file_key = (
+        _apply_spelling_rules(renamed_by_user, spelling_rules, model_slots)
         if foreign
         else renamed_by_user
     )
-    origin = {new: own for own, new in ruled.items()}
-    named = {ruled[own]: slot for own, slot in file_slots.items()}
+    file_key_by_new = {new_key: file_key for file_key, new_key in new_by_file_key.items()}
+    slot_by_new_key = {new_by_file_key[file_key]: slot for file_key, slot in file_slots.items()}
     alignment = align(
-        named, model_slots, closed=closed, has_rules=named.keys() != file_slots.keys()
+        slot_by_new_key,
+        model_slots,
+        closed=closed,
+        has_rules=slot_by_new_key.keys() != file_slots.keys(),
     )
     all_pairs = {
-        name: origin[own] for name, own in {**alignment.mismatched, **alignment.pairs}.items()
+        key: file_key_by_new[new_key]
+        for key, new_key in {**alignment.mismatched, **alignment.pairs}.items()
     }
-    mismatched = {name: all_pairs[name] for name in alignment.mismatched}
-    matched = {name: all_pairs[name] for name in alignment.pairs}
+    mismatched = {key: all_pairs[key] for key in alignment.mismatched}
+    matched = {key: all_pairs[key] for key in alignment.pairs}
     tied_groups = _share_tied_pairs(model_slots, matched, mismatched)
-    pairs = {name: matched[name] for name in model_slots if name in matched}
-    missing = [name for name in model_slots if name not in pairs and name not in mismatched]
-    taken = {*pairs.values(), *mismatched.values()}
-    unused = [own for own in file_slots if own not in taken]
+    pairs = {key: matched[key] for key in model_slots if key in matched}
+    missing = [key for key in model_slots if key not in pairs and key not in mismatched]
+    used_file_keys = {*pairs.values(), *mismatched.values()}
+    unused = [file_key for file_key in file_slots if file_key not in used_file_keys]
     kept = _find_kept_counters(missing, model_slots, pairs, mismatched, metadata)
     left_out = _find_unused_counters(unused, pairs)
-    missing = [name for name in missing if name not in kept]
-    unused = [own for own in unused if own not in left_out]
-    wanted = {own: name for name, own in all_pairs.items()}
+    missing = [key for key in missing if key not in kept]
+    unused = [file_key for file_key in unused if file_key not in left_out]
+    key_by_file_key = {file_key: key for key, file_key in all_pairs.items()}
     renamed = (
-        *_report_rules("rule", rules, {own: own for own in file_slots}, wanted),
-        *_report_rules("known", spelling, renamed_by_user, wanted),
-        *_report_steps(alignment, ruled, all_pairs),
+        *_report_rules(
+            "rule", rules, {file_key: file_key for file_key in file_slots}, key_by_file_key
+        ),
+        *_report_rules("known", spelling_rules, renamed_by_user, key_by_file_key),
+        *_report_steps(alignment, new_by_file_key, all_pairs),
     )
-    ambiguous, proposed = _propose(alignment, origin, missing, unused)
+    ambiguous, proposed = _propose(alignment, file_key_by_new, missing, unused)
     report = MatchReport(
         file=without_query(file),
         model=model,
         missing_keys=missing,
         unexpected_keys=unused,
         mismatched=tuple(
-            Mismatch(name, own, file_slots[own].shape or (), model_slots[name].shape or ())
-            for name, own in (
-                (name, mismatched[name]) for name in model_slots if name in mismatched
+            Mismatch(key, file_key, file_slots[file_key].shape or (), model_slots[key].shape or ())
+            for key, file_key in (
+                (key, mismatched[key]) for key in model_slots if key in mismatched
             )
         ),
         renamed=renamed,
@@ -138,7 +144,7 @@ def match_keys(
         notes=tuple(applied_rules.describe_unused()),
         **count_loaded(model_slots, pairs, kept),
     )
-    return Match(pairs, _rename_all_keys(ruled, wanted, renamed), report)
+    return Match(pairs, _rename_all_keys(new_by_file_key, key_by_file_key, renamed), report)
 
 
 def _find_recipe(file_keys: Collection[str], model_keys: Collection[str]) -> str:
@@ -155,12 +161,14 @@ def _apply_spelling_rules(
 
     Keys that would collide stay unchanged.
     """
-    spelled = dict(names)
+    current = dict(names)
     for rule in rules:
-        left = [(own, at) for own, at in spelled.items() if at not in model_keys]
-        spelled.update((own, rule.apply(at) or at) for own, at in left)
-    counts = Counter(spelled.values())
-    return {own: new if counts[new] == 1 else names[own] for own, new in spelled.items()}
+        unmatched = [(file_key, key) for file_key, key in current.items() if key not in model_keys]
+        current.update((file_key, rule.apply(key) or key) for file_key, key in unmatched)
+    counts = Counter(current.values())
+    return {
+        file_key: new if counts[new] == 1 else names[file_key] for file_key, new in current.items()
+    }
 
 
 def _share_tied_pairs(
@@ -199,10 +207,12 @@ def _find_kept_counters(
         if counter in optional and running_mean_key(counter) in model_slots:
             mean_key = running_mean_key(counter)
             reasons[counter] = (
-                _NOT_COUNTED if mean_key in pairs or mean_key in mismatched else _NO_LAYER
+                _REASON_OLD_FILE
+                if mean_key in pairs or mean_key in mismatched
+                else _REASON_NO_LAYER
             )
         elif is_average_counter(counter):
-            reasons[counter] = _NO_AVERAGE
+            reasons[counter] = _REASON_NO_AVERAGE
     return reasons
 
 
@@ -214,21 +224,22 @@ def _find_unused_counters(unused: Sequence[str], pairs: Mapping[str, str]) -> di
     reasons = {}
     for counter in unused:
         if is_average_counter(counter):
-            reasons[counter] = _WAS_AVERAGE
+            reasons[counter] = _REASON_AVERAGE_COUNTER
         elif counter.rpartition(".")[2] == BATCHES and running_mean_key(counter) in mean_keys:
-            reasons[counter] = _UNCOUNTED
+            reasons[counter] = _REASON_UNCOUNTED
     return reasons
 
 
 def _propose(
     alignment: KeyAlignment,
-    origin: Mapping[str, str],
+    file_key_by_new: Mapping[str, str],
     missing: Sequence[str],
     unused: Sequence[str],
 ) -> tuple[tuple[Ambiguity, ...], tuple[Renaming, ...]]:
-    """Return the questions that a rule decides, and the rules that would match more keys.
+    """Return the ambiguities, some with rules that resolve them, and rules that match more keys.
 
-    `origin` maps keys after the user's rules to keys of the file.
+    Both are empty if one side has no unmatched keys.
+    `file_key_by_new` maps keys after the user's rules to keys of the file.
     """
     if not missing or not unused:
         return (), ()
@@ -236,15 +247,15 @@ def _propose(
         Renaming(
             "proposed",
             rule.rule.replace("=>", " -> ", 1),
-            tuple((origin[file_key], key) for key, file_key in rule.names.items()),
+            tuple((file_key_by_new[file_key], key) for key, file_key in rule.names.items()),
             rule.rule,
         )
         for rule in propose_rules(alignment)
     )
     asked: list[Ambiguity] = []
     if alignment.questions:
-        ambiguous = dict.fromkeys(
-            origin[file_key]
+        ambiguous_file_keys = dict.fromkeys(
+            file_key_by_new[file_key]
             for question in alignment.questions
             for file_key in question.names.values()
         )
@@ -252,13 +263,13 @@ def _propose(
             key for question in alignment.questions for key in question.names
         )
         rules = tuple(renaming.rule for renaming in proposed)
-        asked.append(Ambiguity(tuple(ambiguous), tuple(model_keys), rules))
+        asked.append(Ambiguity(tuple(ambiguous_file_keys), tuple(model_keys), rules))
     for group in [[renaming] for renaming in proposed] if alignment.questions else [proposed]:
         resolved = {name for renaming in group for pair in renaming.names for name in pair}
         still_missing = [name for name in missing if name not in resolved]
         asked += _find_ambiguous_leftovers(
             alignment,
-            origin,
+            file_key_by_new,
             still_missing,
             [key for key in unused if key not in resolved],
         )
@@ -267,46 +278,49 @@ def _propose(
 
 def _find_ambiguous_leftovers(
     alignment: KeyAlignment,
-    origin: Mapping[str, str],
+    file_key_by_new: Mapping[str, str],
     missing: Sequence[str],
     unused: Sequence[str],
 ) -> tuple[Ambiguity, ...]:
     """Return the few unmatched keys of both sides that may be the same tensors, as one ambiguity.
 
     Their last components and shapes are equal, one begins with the other (`fc.weight_orig`), or one
-    ends with the other.
+    ends with the other. If more than a tenth of the model's keys are unmatched, nobody is asked.
     """
-    max_keys = min(max_allowed_keys(len(alignment.model_slots)), _MOST_LEFT)
+    max_keys = min(max_allowed_keys(len(alignment.model_slots)), _MAX_LEFTOVER_KEYS)
     if not (0 < len(missing) <= max_keys and 0 < len(unused) <= max_keys):
         return ()
     unused_keys, missing_keys = {*unused}, {*missing}
     file_keys, model_keys = (
         sorted(
-            (name.replace("parametrizations.", ""), model_key) for name, model_key in names.items()
+            (bare_key.replace("parametrizations.", ""), full_key)
+            for bare_key, full_key in names.items()
         )
         for names in alignment.bare
     )
     file_keys = [
-        (name, model_key) for name, model_key in file_keys if origin[model_key] in unused_keys
+        (bare_key, full_key)
+        for bare_key, full_key in file_keys
+        if file_key_by_new[full_key] in unused_keys
     ]
     candidates = [
-        (origin[file_key], model_key)
-        for name, model_key in model_keys
+        (file_key_by_new[file_key], model_key)
+        for bare_model_key, model_key in model_keys
         if model_key in missing_keys
-        for bare_key, file_key in file_keys
-        if _is_affix(bare_key, name)
+        for bare_file_key, file_key in file_keys
+        if _is_affix(bare_file_key, bare_model_key)
         or (
-            bare_key.rpartition(".")[2] == name.rpartition(".")[2]
+            bare_file_key.rpartition(".")[2] == bare_model_key.rpartition(".")[2]
             and alignment.file_slots[file_key].shape
             in (alignment.model_slots[model_key].shape, None)
         )
     ]
     if not candidates:
         return ()
-    file_key, model_matches = (
-        tuple(dict.fromkeys(names)) for names in zip(*candidates, strict=True)
+    ambiguous_file_keys, ambiguous_model_keys = (
+        tuple(dict.fromkeys(keys)) for keys in zip(*candidates, strict=True)
     )
-    return (Ambiguity(file_key, model_matches),)
+    return (Ambiguity(ambiguous_file_keys, ambiguous_model_keys),)
 
 
 def _is_affix(file_key: str, model_key: str) -> bool:
@@ -320,32 +334,45 @@ def _is_affix(file_key: str, model_key: str) -> bool:
 
 
 def _report_steps(
-    alignment: KeyAlignment, ruled: Mapping[str, str], pairs: Mapping[str, str]
+    alignment: KeyAlignment, new_by_file_key: Mapping[str, str], file_key_by_key: Mapping[str, str]
 ) -> Iterator[Renaming]:
     """Yield the alignment steps that changed a pair.
 
-    `ruled` maps file keys to those after the user's rules, `pairs` model keys to file keys.
+    `new_by_file_key` maps file keys to those after the user's rules, `file_key_by_key` the matched
+    model keys to file keys.
     """
     for step in alignment.steps:
-        names = tuple(
-            (own, name)
-            for name, own in pairs.items()
-            if (name if step.side else ruled[own]) in step.changed
+        changed_pairs = tuple(
+            (file_key, key)
+            for key, file_key in file_key_by_key.items()
+            if (key if step.side else new_by_file_key[file_key]) in step.changed
         )
-        if names:
-            yield Renaming(step.kind, step.text, names, step.rule)
+        if changed_pairs:
+            yield Renaming(step.kind, step.text, changed_pairs, step.rule)
 
 
 def _report_rules(
-    kind: str, rules: Sequence[Rule], names: Mapping[str, str], wanted: Mapping[str, str]
+    kind: str,
+    rules: Sequence[Rule],
+    key_before: Mapping[str, str],
+    key_by_file_key: Mapping[str, str],
 ) -> Iterator[Renaming]:
-    """Yield the rules that changed a matched key. `wanted` maps file keys to matched model keys."""
-    current = dict(names)
+    """Yield the rules that changed a matched key, each with the keys that it changed.
+
+    `key_before` has each file key before the rules, `key_by_file_key` the matched model keys.
+    """
+    current = dict(key_before)
     for rule in rules:
         changed = {
-            own: new for own, key in current.items() if (new := rule.apply(key) or key) != key
+            file_key: new
+            for file_key, key in current.items()
+            if (new := rule.apply(key) or key) != key
         }
-        pairs = tuple((own, wanted[own]) for own in changed if own in wanted)
+        pairs = tuple(
+            (file_key, key_by_file_key[file_key])
+            for file_key in changed
+            if file_key in key_by_file_key
+        )
         if pairs:
             is_prefix = not rule.regex and not rule.exact and "=" in rule.text
             regex = convert_prefix_to_regex(rule.text) if is_prefix else rule.regex or ""
@@ -354,22 +381,28 @@ def _report_rules(
 
 
 def _rename_all_keys(
-    ruled: Mapping[str, str], matched: Mapping[str, str], renamed: Iterable[Renaming]
+    new_by_file_key: Mapping[str, str],
+    key_by_file_key: Mapping[str, str],
+    renamed: Iterable[Renaming],
 ) -> dict[str, str]:
     """Return every key of the file with its new key.
 
     Matched keys become the model's. The rules rename the others too, unless the new key is in use.
     """
-    taken = set(matched.values())
-    rules = [regex_rule(one.rule) for one in renamed if one.kind != "rule" and one.rule]
-    names = dict(ruled)
-    for own, key in ruled.items():
-        if own in matched:
-            names[own] = matched[own]
+    used_keys = set(key_by_file_key.values())
+    rules = [
+        regex_rule(renaming.rule)
+        for renaming in renamed
+        if renaming.kind != "rule" and renaming.rule
+    ]
+    final_by_file_key = dict(new_by_file_key)
+    for file_key, key in new_by_file_key.items():
+        if file_key in key_by_file_key:
+            final_by_file_key[file_key] = key_by_file_key[file_key]
             continue
         new = key
         for rule in rules:
             new = rule.apply(new) or new
-        names[own] = new = key if new in taken else new
-        taken.add(new)
-    return names
+        final_by_file_key[file_key] = new = key if new in used_keys else new
+        used_keys.add(new)
+    return final_by_file_key

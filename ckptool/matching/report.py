@@ -99,13 +99,13 @@ def is_exact_cast(wide: str, narrow: str) -> bool:
         return wide in FLOATS and is_exact(narrow, wide)
     if narrow not in _INTEGERS:
         return False
-    least, most = _INTEGERS[narrow]
+    lowest, highest = _INTEGERS[narrow]
     if wide in _INTEGERS:
-        return _INTEGERS[wide][0] <= least and most <= _INTEGERS[wide][1]
-    kind = FLOATS.get(wide)
-    if kind is None or not kind.signed:
+        return _INTEGERS[wide][0] <= lowest and highest <= _INTEGERS[wide][1]
+    float_format = FLOATS.get(wide)
+    if float_format is None or not float_format.signed:
         return False
-    return most.bit_length() <= kind.digits and -least <= kind.largest
+    return highest.bit_length() <= float_format.digits and -lowest <= float_format.largest
 
 
 def _to_json(value: Any) -> Any:
@@ -345,27 +345,29 @@ def count_loaded(
 ) -> Counts:
     """Count how much of a model is loaded: of its parameters, if they are known.
 
-    `loaded` are the loaded keys, `kept` the keys that are not required.
+    `loaded` are the loaded keys, `kept` the keys that are not required. A tied tensor counts once,
+    as loaded if one of its keys is. If parameters are unknown, all tensors count; in a model
+    without elements, each key counts as one.
     """
     required = (
         {key: slot for key, slot in model_slots.items() if key not in kept} if kept else model_slots
     )
-    known = required
+    counted = required
     kinds = {slot.kind for slot in required.values()}
     if "parameter" in kinds and "tensor" not in kinds:
-        known = {key: slot for key, slot in required.items() if slot.kind == "parameter"}
+        counted = {key: slot for key, slot in required.items() if slot.kind == "parameter"}
     elif "extra" in kinds:
-        known = {key: slot for key, slot in required.items() if slot.kind != "extra"} or required
-    untied_keys = [key for key, slot in known.items() if slot.tie is None]
-    if len(untied_keys) < len(known):
+        counted = {key: slot for key, slot in required.items() if slot.kind != "extra"} or required
+    untied_keys = [key for key, slot in counted.items() if slot.tie is None]
+    if len(untied_keys) < len(counted):
         tied: dict[Hashable, str] = {}
-        for key, slot in known.items():
+        for key, slot in counted.items():
             if slot.tie is not None and (slot.tie not in tied or key in loaded):
                 tied[slot.tie] = key
         untied_keys += tied.values()
-    sizes = {key: known[key].elements for key in untied_keys}
+    sizes = {key: counted[key].elements for key in untied_keys}
     if not any(sizes.values()):  # count keys, because there are no elements
-        sizes = dict.fromkeys(known, 1)
+        sizes = dict.fromkeys(counted, 1)
     return {
         "loaded": sum([size for key, size in sizes.items() if key in loaded]),
         "parameters": sum(sizes.values()),

@@ -10,8 +10,8 @@ from ckptool.files import FileSource
 from ckptool.formats import open_checkpoint
 from ckptool.loading import fill as reading
 from ckptool.loading.fill import (
-    ReplacementMaker,
     Fill,
+    ReplacementMaker,
     can_fill,
     check_bytes,
     count_stored_bytes,
