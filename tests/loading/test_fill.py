@@ -42,7 +42,7 @@ def test_every_element_goes_to_its_place(stored, monkeypatch, shape):
     source = torch.randn(shape)
     refs = stored({"plain": source, "turned": turned(source)})
     for block in (1, 3, 6, 1 << 20):
-        monkeypatch.setattr(reading, "_BLOCK", block)
+        monkeypatch.setattr(reading, "_BLOCK_ELEMENTS", block)
         for ref, wanted in ((refs["plain"], source), (refs["turned"], turned(source))):
             for dtype in (torch.float32, torch.float64):
                 plain = torch.full(wanted.shape, 9, dtype=dtype)
@@ -59,8 +59,8 @@ def turned(tensor):
 
 
 def test_two_threads_read_what_is_large(stored, monkeypatch):
-    monkeypatch.setattr(reading, "_SHARED", 1)
-    monkeypatch.setattr(reading, "_PIECE", 100)
+    monkeypatch.setattr(reading, "_MIN_PARALLEL_BYTES", 1)
+    monkeypatch.setattr(reading, "_BYTES_PER_READ", 100)
     state = {str(at): torch.randn(at * 10) for at in range(12)}
     refs = stored(state)
     targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -70,7 +70,7 @@ def test_two_threads_read_what_is_large(stored, monkeypatch):
 
 @pytest.mark.parametrize("least", [1, 1 << 30], ids=["two threads", "one thread"])
 def test_an_error_ends_it(stored, monkeypatch, least):
-    monkeypatch.setattr(reading, "_SHARED", least)
+    monkeypatch.setattr(reading, "_MIN_PARALLEL_BYTES", least)
     refs, begun = stored({str(at): torch.ones(4) for at in range(10)}), []
 
     def fail(self, offset, buffer):

@@ -197,7 +197,7 @@ def test_a_flipped_bit(file):
 
 
 def test_a_large_file_is_checked_where_that_is_asked(file, monkeypatch):
-    monkeypatch.setattr(installing, "_CHECKED", 10)
+    monkeypatch.setattr(installing, "_MAX_CHECKED_BYTES", 10)
     flip(file)
     with pytest.raises(CorruptFile):
         load_into(Net(), file, verify=True)
@@ -220,7 +220,7 @@ def test_a_file_that_ends_before_its_tensors_do(file):
 def failing_in_the_end(monkeypatch, *, kept):
     """The disk fails when most of the model is filled."""
     if not kept:
-        monkeypatch.setattr(installing, "_COPIED", 0)
+        monkeypatch.setattr(installing, "_MAX_COPIED_BYTES", 0)
     read, left = FileSource.read_into, [12 if kept else 3]
 
     def fill(fills):
@@ -261,7 +261,7 @@ def test_a_device_that_fails_in_the_end(plain, monkeypatch, kept):
 
     monkeypatch.setattr(installing, "fill", fill)
     if not kept:
-        monkeypatch.setattr(installing, "_COPIED", 0)
+        monkeypatch.setattr(installing, "_MAX_COPIED_BYTES", 0)
     model = Plain()
     untouched = Untouched(model)
     with pytest.raises(RuntimeError if kept else ckptool.CheckpointError) as caught:

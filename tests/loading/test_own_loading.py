@@ -522,7 +522,7 @@ def test_it_sees_and_leaves_what_it_would_with_torch(first, tmp_path, monkeypatc
         found = None if wanted else torchs.found()
         kept = [0, 1 << 20] if seed & 4 else [1 << 20, 0]
         for given, copied in zip((state, path), kept, strict=True):
-            monkeypatch.setattr(installing, "_COPIED", copied)
+            monkeypatch.setattr(installing, "_MAX_COPIED_BYTES", copied)
             mine = Tree(seed, seed % 4 == 0)
             untouched = Untouched(mine.model)
             assert outcome(lambda model, given=given: load_into(model, given), mine) == wanted
