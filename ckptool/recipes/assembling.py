@@ -23,41 +23,47 @@ from ckptool.files.strided import FORMATS, UNITS, iterate_row_major as blocks_of
 from ckptool.formats.distributed.placements import row_major_data
 from ckptool.words import counted, printable
 
-_WIDE, _WORTH = 4 * BLOCK, 256 << 10
-"""Bytes that are put together at once where runs are short, so that reads of a source get longer;
-and from how many on that is done: who wants fewer takes a sample."""
-_TILE, _ROWS = 512 << 10, 512
-"""Bytes of a tile, and its most elements along the axis of a slice."""
-_LONG, _FAR = 4096, 64 << 10
-"""Bytes of a run that is read right to its place: of a file, of what opens one for each read."""
+_MAX_BLOCK_BYTES, _MIN_WIDE_READ_BYTES = 4 * BLOCK, 256 << 10
+"""Bytes that are assembled at once if runs are short, so that reads of a source get longer; and the
+smallest request for which that is done: a smaller one only takes a sample."""
+_TILE_BYTES, _MAX_TILE_ROWS = 512 << 10, 512
+"""Bytes of a tile, and its largest number of elements along the axis of a slice."""
+_MIN_RUN_BYTES, _MIN_REMOTE_RUN_BYTES = 4096, 64 << 10
+"""The shortest run that is read directly into the target: from a file, and from a source without a
+file descriptor, where each read costs more."""
 
 
 class BoxAxis(NamedTuple):
     """An axis of a box: its size, and its steps in the source and in the target, in elements."""
 
     size: int
-    step: int
-    place: int
+    source_step: int
+    target_step: int
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the elements along the axis are contiguous in the source and in the target."""
+        return self.source_step == self.target_step == 1
 
 
 class Piece(NamedTuple):
     """A box of one member's elements, and where it goes."""
 
-    key: int
-    """Which key of the rule has the member."""
+    key_index: int
+    """The index of the key in the rule, of those with the members."""
     member: tuple[int, ...]
     """Its number in each variable that only the source has."""
-    start: int
+    source_start: int
     """The first element in the source, counted from the start of the member."""
-    place: int
+    target_start: int
     """The first element in the target."""
     axes: tuple[BoxAxis, ...]
     """The slowest of the target first; those that run on in both are joined."""
 
     @property
     def is_run(self) -> bool:
-        """Whether it lies in one piece in both."""
-        return not self.axes or (len(self.axes) == 1 and self.axes[0][1:] == (1, 1))
+        """Whether the elements are contiguous in the source and in the target."""
+        return not self.axes or (len(self.axes) == 1 and self.axes[0].is_run)
 
     @property
     def numel(self) -> int:
@@ -68,12 +74,15 @@ class Piece(NamedTuple):
 def merge_axes(axes: Sequence[BoxAxis]) -> tuple[BoxAxis, ...]:
     """Return the axes sorted by their steps in the target, with contiguous ones joined."""
     merged: list[BoxAxis] = []
-    for axis in sorted(axes, key=lambda box_axis: -box_axis.place):
+    for axis in sorted(axes, key=lambda box_axis: -box_axis.target_step):
         if axis.size == 1:
             continue
         outer = merged[-1] if merged else None
-        if outer and (outer.step, outer.place) == (axis.size * axis.step, axis.size * axis.place):
-            merged[-1] = BoxAxis(outer.size * axis.size, axis.step, axis.place)
+        if outer and (outer.source_step, outer.target_step) == (
+            axis.size * axis.source_step,
+            axis.size * axis.target_step,
+        ):
+            merged[-1] = BoxAxis(outer.size * axis.size, axis.source_step, axis.target_step)
         else:
             merged.append(axis)
     return tuple(merged)
@@ -96,13 +105,15 @@ def to_row_major(key: str, tensor: TensorRef, file: str) -> TensorRef:
     return _with_data(tensor, key, tensor.sizes, data)
 
 
-class LastBlock:
+class BlockCache:
     """The block that was assembled last: one for all tensors of a checkpoint."""
 
     def __init__(self) -> None:
         """Start without a block."""
-        self.of: object = None
-        self.begin = 0
+        self.owner: object = None
+        """The assembly with this block, or None without a block."""
+        self.first_element = 0
+        """The position of the block in the target."""
         self.data = bytearray()
 
 
@@ -111,22 +122,26 @@ def assemble_tensor(
     shape: tuple[int, ...],
     pieces: Sequence[Piece],
     members: Sequence[TensorRef],
-    last: LastBlock,
+    block_cache: BlockCache,
     file: str,
 ) -> TensorRef:
-    """Return the tensor that the pieces make, one piece from each member; gaps are zeros."""
+    """Return the tensor that the pieces make, one piece from each member; gaps are zeros.
+
+    If possible it refers to the bytes of the members: as another shape of the same storage, or
+    joined. Otherwise the elements are rearranged when they are read, block by block.
+    """
     first = members[0]
     pairs = [(piece, member) for piece, member in zip(pieces, members, strict=True) if piece.numel]
-    is_whole = sum(piece.numel for piece, _ in pairs) == prod(shape)
-    if len(pairs) == 1 and is_whole and pairs[0][0].is_run and pairs[0][0].numel == first.numel:
+    is_complete = sum(piece.numel for piece, _ in pairs) == prod(shape)
+    if len(pairs) == 1 and is_complete and pairs[0][0].is_run and pairs[0][0].numel == first.numel:
         return _with_shape(first, shape)
-    if is_whole and all(piece.is_run for piece, _ in pairs):
-        pairs.sort(key=lambda pair: pair[0].place)
+    if is_complete and all(piece.is_run for piece, _ in pairs):
+        pairs.sort(key=lambda pair: pair[0].target_start)
         data = join_ranges(
             [_run_bytes(*pair) for pair in pairs] or [_stored_bytes(first).slice(0, 0)]
         )
     else:
-        assembly = _Assembly(pairs, first.itemsize, prod(shape), last)
+        assembly = _Assembly(pairs, first.itemsize, prod(shape), block_cache)
         source = FilledSource(file, prod(shape) * first.itemsize, assembly.fill)
         source.made_of = [_stored_bytes(member) for _, member in pairs]
         source.rearranges = True
@@ -159,7 +174,9 @@ def _with_shape(tensor: TensorRef, shape: tuple[int, ...], **changes: Any) -> Te
 def _run_bytes(piece: Piece, tensor: TensorRef) -> ByteRange:
     """Return the bytes of a piece that is contiguous in its tensor."""
     size = tensor.itemsize
-    return _stored_bytes(tensor).slice((tensor.offset + piece.start) * size, piece.numel * size)
+    return _stored_bytes(tensor).slice(
+        (tensor.offset + piece.source_start) * size, piece.numel * size
+    )
 
 
 class TensorMaker:
@@ -167,24 +184,30 @@ class TensorMaker:
 
     def __init__(self, file: str) -> None:
         """Start with no tensor; errors name `file`."""
-        self._file, self._last = file, LastBlock()
+        self._file, self._block_cache = file, BlockCache()
         self.moved: set[int] = set()
         """The identities of tensors whose elements an equation takes."""
-        self._arrays: set[int] = set()
-        self._rows: dict[int, tuple[TensorRef, TensorRef]] = {}
+        self._numpy_ids: set[int] = set()
+        """The identities of the moved tensors that are numpy arrays."""
+        self._row_major_by_id: dict[int, tuple[TensorRef, TensorRef]] = {}
+        """By identity, a tensor and the one with its elements in row-major order."""
 
     def prepare(self, key: str, tensor: TensorRef, *, in_rows: bool = False) -> TensorRef:
-        """Return a tensor from which pieces can be taken; with `in_rows`, in row-major order."""
+        """Return a tensor from which pieces can be taken; with `in_rows`, in row-major order.
+
+        A tensor of a big-endian file, or one with a conjugate or negative bit, is always converted
+        to its elements in row-major order. The tensor is recorded as moved.
+        """
         self.moved.add(id(tensor))
         check_movable(key, tensor, self._file)
         if tensor.kind == "numpy":
-            self._arrays.add(id(tensor))
-        swapped = tensor.storage is not None and tensor.storage.byteorder == "big"
-        if not (in_rows or tensor.flags or swapped):
+            self._numpy_ids.add(id(tensor))
+        is_big_endian = tensor.storage is not None and tensor.storage.byteorder == "big"
+        if not (in_rows or tensor.flags or is_big_endian):
             return tensor
-        if id(tensor) not in self._rows:
-            self._rows[id(tensor)] = tensor, to_row_major(key, tensor, self._file)
-        return self._rows[id(tensor)][1]
+        if id(tensor) not in self._row_major_by_id:
+            self._row_major_by_id[id(tensor)] = tensor, to_row_major(key, tensor, self._file)
+        return self._row_major_by_id[id(tensor)][1]
 
     def make(
         self,
@@ -192,10 +215,10 @@ class TensorMaker:
         shape: tuple[int, ...],
         pieces: Sequence[Piece],
         members: Sequence[TensorRef],
-        place: Any,
+        identity: Any,
     ) -> TensorRef:
         """Return the tensor that pieces of some members make, one piece of each."""
-        return assemble_tensor(key, shape, pieces, members, self._last, self._file)
+        return assemble_tensor(key, shape, pieces, members, self._block_cache, self._file)
 
     def is_same(self, one: TensorRef, other: TensorRef) -> bool:
         """Return True if two tensors of one dtype and shape have the same elements."""
@@ -205,20 +228,24 @@ class TensorMaker:
 
     def report_changes(self) -> Iterator[Change]:
         """Yield a change for the numpy arrays that became tensors."""
-        if self._arrays:
-            text = f"converted {counted(len(self._arrays), 'numpy array')} to tensors"
-            yield Change("array", text, len(self._arrays))
+        if self._numpy_ids:
+            text = f"converted {counted(len(self._numpy_ids), 'numpy array')} to tensors"
+            yield Change("array", text, len(self._numpy_ids))
 
 
 class _Box(NamedTuple):
+    """The elements of a piece: their bytes, and their positions in source and target."""
+
     data: ByteRange
-    start: int
-    place: int
+    source_start: int
+    """The first element in `data`."""
+    target_start: int
     axes: tuple[BoxAxis, ...]
 
     @property
-    def end(self) -> int:
-        return self.place + _span(self.axes)
+    def target_end(self) -> int:
+        """The position after the last element in the target."""
+        return self.target_start + _span(self.axes)
 
 
 _Pair: TypeAlias = "tuple[Piece, TensorRef]"
@@ -227,115 +254,137 @@ _Pair: TypeAlias = "tuple[Piece, TensorRef]"
 class _Assembly:
     """The pieces of one tensor, from which any bytes can be read."""
 
-    def __init__(self, pairs: Sequence[_Pair], itemsize: int, size: int, last: LastBlock) -> None:
+    def __init__(
+        self, pairs: Sequence[_Pair], itemsize: int, size: int, block_cache: BlockCache
+    ) -> None:
+        """Take the pieces with their members; `size` is the number of elements of the tensor."""
         boxes = (
-            _Box(_stored_bytes(member), member.offset + piece.start, piece.place, piece.axes)
+            _Box(
+                _stored_bytes(member),
+                member.offset + piece.source_start,
+                piece.target_start,
+                piece.axes,
+            )
             for piece, member in pairs
         )
-        self._boxes = sorted(boxes, key=lambda box: box.place)
-        self._itemsize, self._size, self._last = itemsize, size, last
-        inner = [box.axes[-1] for box in self._boxes if box.axes]
-        runs = (axis.size if axis[1:] == (1, 1) else 1 for axis in inner)
-        self._is_short = min(runs, default=1) * itemsize < _LONG
+        self._boxes = sorted(boxes, key=lambda box: box.target_start)
+        self._itemsize, self._size, self._block_cache = itemsize, size, block_cache
+        inner_axes = [box.axes[-1] for box in self._boxes if box.axes]
+        run_lengths = (axis.size if axis.is_run else 1 for axis in inner_axes)
+        self._has_short_runs = min(run_lengths, default=1) * itemsize < _MIN_RUN_BYTES
 
     def fill(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `offset`, from blocks of which the last one is kept."""
-        size, last, done = self._itemsize, self._last, 0
+        """Fill `buffer` with the bytes from `offset` on.
+
+        Blocks may be larger than the request, so the last one is cached until it is used up.
+        """
+        itemsize, cache, done = self._itemsize, self._block_cache, 0
         while done < len(buffer):
-            start = offset + done - last.begin * size
-            if last.of is not self or not 0 <= start < len(last.data):
-                last.begin, start = divmod(offset + done, size)
-                last.of, last.data = (
-                    self,
-                    self._assemble_block(last.begin, len(buffer) - done + start),
-                )
-            part = memoryview(last.data)[start : start + len(buffer) - done]
+            start = offset + done - cache.first_element * itemsize
+            if cache.owner is not self or not 0 <= start < len(cache.data):
+                cache.first_element, start = divmod(offset + done, itemsize)
+                n_bytes = len(buffer) - done + start
+                cache.data = self._assemble_block(cache.first_element, n_bytes)
+                cache.owner = self
+            part = memoryview(cache.data)[start : start + len(buffer) - done]
             buffer[done : done + len(part)] = part
             done += len(part)
-            if start + len(part) == len(last.data):
-                last.of, last.data = None, bytearray()
+            if start + len(part) == len(cache.data):
+                cache.owner, cache.data = None, bytearray()
 
     def _assemble_block(self, begin: int, n_bytes: int) -> bytearray:
-        """Return the bytes of one block that begins with element `begin`."""
-        exact = min(-(-n_bytes // self._itemsize) * self._itemsize, BLOCK)
-        max_bytes = _WIDE if self._is_short and n_bytes >= _WORTH else exact
+        """Return the bytes of one block that begins with element `begin`.
+
+        The block has at most the elements of `n_bytes`, or with short runs more of them.
+        """
+        requested_bytes = min(-(-n_bytes // self._itemsize) * self._itemsize, BLOCK)
+        is_wide = self._has_short_runs and n_bytes >= _MIN_WIDE_READ_BYTES
+        max_bytes = _MAX_BLOCK_BYTES if is_wide else requested_bytes
         end = min(begin + max(max_bytes // self._itemsize, 1), self._size)
         block = bytearray((end - begin) * self._itemsize)
         for box in self._boxes:
-            if box.place >= end:
+            if box.target_start >= end:
                 break
-            if box.end > begin:
-                for start, place, axes in _clip_box(box.axes, begin - box.place, end - box.place):
-                    target_start = box.place + place - begin
-                    _copy_box(
-                        block, target_start, box.data, box.start + start, axes, self._itemsize
-                    )
+            if box.target_end > begin:
+                low, high = begin - box.target_start, end - box.target_start
+                for source_offset, target_offset, axes in _clip_box(box.axes, low, high):
+                    source_start = box.source_start + source_offset
+                    target_start = box.target_start + target_offset - begin
+                    _copy_box(block, target_start, box.data, source_start, axes, self._itemsize)
         return block
 
 
 def _span(axes: Sequence[BoxAxis]) -> int:
     """Return the number of target elements from the first to the last of a box."""
-    return 1 + sum((axis.size - 1) * axis.place for axis in axes)
+    return 1 + sum((axis.size - 1) * axis.target_step for axis in axes)
 
 
 def _clip_box(
     axes: tuple[BoxAxis, ...], low: int, high: int
 ) -> Iterator[tuple[int, int, tuple[BoxAxis, ...]]]:
-    """Yield boxes of the elements with target positions from `low` to before `high`.
+    """Yield boxes that cover the elements with target positions from `low` to before `high`.
 
-    Each with its start in the source and in the target. Positions in a box rise with its indices.
+    Each has its start in the source, its start in the target, and its axes. Indices of the first
+    axis with all elements in the range become one box; the indices at its ends are clipped again.
     """
     if not axes:
         if low <= 0 < high:
             yield 0, 0, ()
         return
-    (size, step, place), inner = axes[0], axes[1:]
+    (size, source_step, target_step), inner = axes[0], axes[1:]
     extent = _span(inner)
-    first = min(max(-(-low // place), 0), size)
-    stop = max(min((high - extent) // place + 1, size), first)
+    first = min(max(-(-low // target_step), 0), size)  # the first index completely in the range
+    stop = max(min((high - extent) // target_step + 1, size), first)
     for index in dict.fromkeys((first - 1, stop)):
         if 0 <= index < size and not first <= index < stop:
-            for start, inner_place, clipped in _clip_box(
-                inner, low - index * place, high - index * place
+            source_start, target_start = index * source_step, index * target_step
+            for source_offset, target_offset, clipped in _clip_box(
+                inner, low - target_start, high - target_start
             ):
-                yield index * step + start, index * place + inner_place, clipped
+                yield source_start + source_offset, target_start + target_offset, clipped
     if stop > first:
-        yield first * step, first * place, (BoxAxis(stop - first, step, place), *inner)
+        complete = BoxAxis(stop - first, source_step, target_step)
+        yield first * source_step, first * target_step, (complete, *inner)
 
 
 def _copy_box(
     target: bytearray,
-    at: int,
+    target_start: int,
     data: ByteRange,
-    start: int,
+    source_start: int,
     axes: tuple[BoxAxis, ...],
     itemsize: int,
 ) -> None:
-    """Copy a box that begins at element `start` of `data` into the target from element `at` on."""
+    """Copy a box of elements of `data` into the target; the starts are numbers of elements.
+
+    Long runs are read directly into the target. Otherwise the box is copied in tiles.
+    """
     last = axes[-1] if axes else BoxAxis(1, 1, 1)
-    is_run = last[1:] == (1, 1)
-    outer = axes[:-1] if is_run else axes
-    run = last.size * itemsize if is_run else itemsize
-    if run >= (_LONG if data.source.fd() is not None else _FAR) or not outer:
+    outer = axes[:-1] if last.is_run else axes
+    run = last.size * itemsize if last.is_run else itemsize
+    has_descriptor = data.source.fd() is not None
+    if run >= (_MIN_RUN_BYTES if has_descriptor else _MIN_REMOTE_RUN_BYTES) or not outer:
         read_into, view = data.source.read_into, memoryview(target)
         for index in product(*(range(axis.size) for axis in outer)):
             steps = list(zip(index, outer, strict=True))
-            target_byte = (at + sum(i * axis.place for i, axis in steps)) * itemsize
-            source_byte = (start + sum(i * axis.step for i, axis in steps)) * itemsize
+            target_byte = (target_start + sum(i * axis.target_step for i, axis in steps)) * itemsize
+            source_byte = (source_start + sum(i * axis.source_step for i, axis in steps)) * itemsize
             read_into(data.offset + source_byte, view[target_byte : target_byte + run])
         return
     for first, tile in _cut_tiles(axes, itemsize):
-        source_start = start + sum(i * axis.step for i, axis in zip(first, axes, strict=True))
-        target_start = at + sum(i * axis.place for i, axis in zip(first, axes, strict=True))
-        _copy_tile(target, target_start, data, source_start, tile, itemsize)
+        steps = list(zip(first, axes, strict=True))
+        tile_target = target_start + sum(i * axis.target_step for i, axis in steps)
+        tile_source = source_start + sum(i * axis.source_step for i, axis in steps)
+        _copy_tile(target, tile_target, data, tile_source, tile, itemsize)
 
 
 def _slice_cost(axis: BoxAxis) -> float:
     """Return the relative cost of an element copied in slices along an axis.
 
-    Close target positions are cheap because they stay in the cache.
+    A slice costs one Python operation, so long ones are cheap. Close target positions are cheap
+    because they stay in the cache.
     """
-    return 64 / axis.size + min(axis.place, 64) / 32
+    return 64 / axis.size + min(axis.target_step, 64) / 32
 
 
 def _cut_tiles(
@@ -343,14 +392,14 @@ def _cut_tiles(
 ) -> Iterator[tuple[tuple[int, ...], tuple[BoxAxis, ...]]]:
     """Yield the first indices and the axes of tiles that fit into the processor's cache.
 
-    A tile is long along the axis with the cheapest slices, and along those that are closest in the
-    source, which are read at once.
+    A tile is long along the axis with the cheapest slices. Then the axes that are closest in the
+    source get the remaining room, because their elements are read at once.
     """
-    best, room = min(axes, key=_slice_cost), max(_TILE // itemsize, 1)
-    is_inner = best.step == min(axis.step for axis in axes)
-    sizes = {best: min(best.size, room if is_inner else _ROWS)}
+    best, room = min(axes, key=_slice_cost), max(_TILE_BYTES // itemsize, 1)
+    is_inner = best.source_step == min(axis.source_step for axis in axes)
+    sizes = {best: min(best.size, room if is_inner else _MAX_TILE_ROWS)}
     room = max(room // sizes[best], 1)
-    for axis in sorted(axes, key=lambda box_axis: box_axis.step):
+    for axis in sorted(axes, key=lambda box_axis: box_axis.source_step):
         if axis is not best:
             sizes[axis] = min(axis.size, room)
             room = max(room // sizes[axis], 1)
@@ -359,51 +408,60 @@ def _cut_tiles(
         yield (
             first,
             tuple(
-                BoxAxis(min(sizes[axis], axis.size - index), axis.step, axis.place)
+                BoxAxis(min(sizes[axis], axis.size - index), axis.source_step, axis.target_step)
                 for index, axis in zip(first, axes, strict=True)
             ),
         )
 
 
 def _copy_tile(
-    target: bytearray, at: int, data: ByteRange, start: int, tile: Sequence[BoxAxis], itemsize: int
+    target: bytearray,
+    target_start: int,
+    data: ByteRange,
+    source_start: int,
+    tile: Sequence[BoxAxis],
+    itemsize: int,
 ) -> None:
     """Read a tile in the order of the source, and copy its elements to their target positions.
 
+    They are copied by slices with a step, in units of 1, 4 or 8 bytes, as `UNITS` lists them.
     Elements of 2 bytes are copied as bytes: a bytearray is sliced faster than a view.
     """
-    tile = sorted(tile, key=lambda axis: -axis.step)
-    shape, stride = tuple(axis.size for axis in tile), tuple(axis.step for axis in tile)
-    blocks = blocks_of(data, itemsize=itemsize, shape=shape, stride=stride, offset=start)
+    tile = sorted(tile, key=lambda axis: -axis.source_step)
+    shape, stride = tuple(axis.size for axis in tile), tuple(axis.source_step for axis in tile)
+    blocks = blocks_of(data, itemsize=itemsize, shape=shape, stride=stride, offset=source_start)
     tile_bytes = bytearray().join(blocks)
     unit = next(size for size in UNITS if itemsize % size == 0)
-    parts = itemsize // unit
+    units_per_element = itemsize // unit
     source_units: bytearray | memoryview = tile_bytes
     target_units: bytearray | memoryview = target
     if unit > 1:
         source_units, target_units = (
-            memoryview(data).cast(FORMATS[unit]) for data in (tile_bytes, target)
+            memoryview(buffer).cast(FORMATS[unit]) for buffer in (tile_bytes, target)
         )
-    steps = (step * parts for step in row_major_strides(shape))
-    axes = [BoxAxis(a.size, step, a.place * parts) for a, step in zip(tile, steps, strict=True)]
-    axes = list(merge_axes([*axes, BoxAxis(parts, 1, 1)])) or [BoxAxis(1, 1, 1)]
+    # The axes in units: from the tile, which is in row-major order, to the target.
+    axes = [
+        BoxAxis(axis.size, step * units_per_element, axis.target_step * units_per_element)
+        for axis, step in zip(tile, row_major_strides(shape), strict=True)
+    ]
+    axes = list(merge_axes([*axes, BoxAxis(units_per_element, 1, 1)])) or [BoxAxis(1, 1, 1)]
     best = min(axes, key=_slice_cost)
     axes.remove(best)
-    size, step, place = best
-    source_span, target_span = (size - 1) * step + 1, (size - 1) * place + 1
-    for source_start, target_start in _list_positions(axes, at * parts):
-        target_units[target_start : target_start + target_span : place] = source_units[
-            source_start : source_start + source_span : step
+    size, source_step, target_step = best
+    source_span, target_span = (size - 1) * source_step + 1, (size - 1) * target_step + 1
+    for source, to in _list_positions(axes, target_start * units_per_element):
+        target_units[to : to + target_span : target_step] = source_units[
+            source : source + source_span : source_step
         ]
 
 
-def _list_positions(axes: Sequence[BoxAxis], at: int) -> list[tuple[int, int]]:
+def _list_positions(axes: Sequence[BoxAxis], target_start: int) -> list[tuple[int, int]]:
     """Return the position in the source and in the target for each combination of indices."""
-    positions = [(0, at)]
-    for size, step, place in axes:
+    positions = [(0, target_start)]
+    for size, source_step, target_step in axes:
         positions = [
-            (source_start + index * step, target_start + index * place)
-            for source_start, target_start in positions
+            (source + index * source_step, target + index * target_step)
+            for source, target in positions
             for index in range(size)
         ]
     return positions

@@ -547,7 +547,7 @@ class _Planner(Generic[T]):
         ):
             for number, pieces in pieces_by_number.items():
                 key = self._make_key(group, side, number)
-                members = [tensors[piece.key][piece.member] for piece in pieces]
+                members = [tensors[piece.key_index][piece.member] for piece in pieces]
                 place = id(template), side, number, tuple([member.place for member in members])
                 tensor = self._known.get(place)
                 if tensor is None:  # Tied tensors stay tied.

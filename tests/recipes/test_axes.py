@@ -123,12 +123,12 @@ def saved(tmp_path, state):
 def small_tiles(monkeypatch):
     """Cut what is moved into pieces that small tensors have several of."""
     for name, value in {
-        "_WIDE": 96,
-        "_WORTH": 40,
-        "_TILE": 64,
-        "_ROWS": 2,
-        "_LONG": 24,
-        "_FAR": 48,
+        "_MAX_BLOCK_BYTES": 96,
+        "_MIN_WIDE_READ_BYTES": 40,
+        "_TILE_BYTES": 64,
+        "_MAX_TILE_ROWS": 2,
+        "_MIN_RUN_BYTES": 24,
+        "_MIN_REMOTE_RUN_BYTES": 48,
     }.items():
         monkeypatch.setattr(assembling, name, value)
 
