@@ -119,7 +119,10 @@ class Equation:
         return frozenset().union(*map(list_axes, self.right))
 
     def expand_ellipsis(self, dimensions: Sequence[int]) -> Equation:
-        """Return the equation with axes `~0`, `~1`, ... for `...`, by the dimensions of the left.
+        """Return the equation with axes `~0`, `~1`, ... for `...`.
+
+        `dimensions` are the numbers of dimensions of the tensors on the left, from which the number
+        of these axes follows. It is the same for all tensors.
 
         Raises:
             Misfit: if a tensor has another number of dimensions.
@@ -154,7 +157,7 @@ class Equation:
             for expression, size in zip(tensor, shape, strict=True)
         ]
         while unsolved:
-            still_unsolved = [row for row in unsolved if not _settle(*row, sizes)]
+            still_unsolved = [row for row in unsolved if not _solve_dimension(*row, sizes)]
             if len(still_unsolved) == len(unsolved):
                 break
             unsolved = still_unsolved
@@ -287,68 +290,81 @@ def _list_unknown(expression: Expression, sizes: Mapping[str, int]) -> list[str]
     return [name for name in list_axes((expression,)) if name not in sizes]
 
 
-def _settle(expression: Expression, size: int, tensor: int, sizes: dict[str, int]) -> bool:
-    """Compare a dimension with its axes, or compute the only unknown one, which `sizes` gets.
+def _solve_dimension(expression: Expression, size: int, tensor: int, sizes: dict[str, int]) -> bool:
+    """Check the size of a dimension, or compute its only unknown axis, which is added to `sizes`.
 
-    False: several are unknown.
+    Returns False if several axes are unknown. `tensor` is the index of the tensor, for errors.
+
+    Raises:
+        Misfit: if the dimension has another size, or is not divisible.
     """
     unknown = _list_unknown(expression, sizes)
     if len(unknown) > 1:
         return False
-    words = _format_dimensions((expression,))
+    notation = _format_dimensions((expression,))
     if unknown:
         [name] = unknown
+        # The size grows linearly with the unknown axis: low + axis * step.
         low = compute_size(expression, {**sizes, name: 0})
         step = compute_size(expression, {**sizes, name: 1}) - low
         if step <= 0 or size < low or (size - low) % step:
-            raise Misfit(f"{size:,} is not divisible into {words}", tensor)
+            raise Misfit(f"{size:,} is not divisible into {notation}", tensor)
         sizes[name] = (size - low) // step
     if (computed := compute_size(expression, sizes)) != size:
-        raise Misfit(f"a dimension is {size:,}, but {words} is {computed:,}", tensor)
+        raise Misfit(f"a dimension is {size:,}, but {notation} is {computed:,}", tensor)
     return True
 
 
 def _list_parts(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[Part]:
     """Return the parts of a tensor in the order of its elements."""
-    alternatives = [
+    parts_by_dimension = [
         _split_dimension(expression, sizes, index)[0] for index, expression in enumerate(dimensions)
     ]
     parts = []
-    for combined in product(*alternatives):
+    for dimension_parts in product(*parts_by_dimension):
         axes: dict[str, tuple[int, int, int]] = {}
-        for _, more_axes in combined:
+        for _, more_axes in dimension_parts:
             _add_axes(axes, more_axes)
-        parts.append(Part(tuple(start for start, _ in combined), axes))
+        parts.append(Part(tuple(start for start, _ in dimension_parts), axes))
     return parts
 
 
-_Alternative: TypeAlias = "tuple[int, dict[str, tuple[int, int, int]]]"
+_DimensionPart: TypeAlias = "tuple[int, dict[str, tuple[int, int, int]]]"
+"""The start of a part along one dimension, and its axes as in `Part`."""
 
 
 def _split_dimension(
     expression: Expression, sizes: Mapping[str, int], dimension: int
-) -> tuple[list[_Alternative], int]:
-    """Return the parts along one dimension, each with its start and axes, and their total size."""
+) -> tuple[list[_DimensionPart], int]:
+    """Return the parts along one dimension, each with its start and axes, and their total size.
+
+    A sum puts the parts of its terms one after the other. A product combines each part of one
+    factor with each of the next, and multiplies the steps of outer factors by the inner size.
+    """
     if isinstance(expression, str):
         size = compute_size(expression, sizes)
         return [(0, {} if expression == "1" else {expression: (size, dimension, 1)})], size
-    children = [_split_dimension(one, sizes, dimension) for one in _children(expression)]
+    children = [_split_dimension(child, sizes, dimension) for child in _children(expression)]
+    combined_parts: list[_DimensionPart] = []
     if isinstance(expression, Sum):
-        combined_parts: list[_Alternative] = []
         offset = 0
         for parts, size in children:
             combined_parts += [(offset + start, axes) for start, axes in parts]
             offset += size
         return combined_parts, offset
-    combined_parts, total = [(0, {})], 1
+    inner_parts: list[_DimensionPart]
+    inner_parts, inner_size = [(0, {})], 1  # of the factors so far, from the last
     for parts, size in reversed(children):
-        outer = []
-        for (start, axes), (inner_start, inner) in product(parts, combined_parts):
-            combined = {name: (n, at, step * total) for name, (n, at, step) in axes.items()}
-            _add_axes(combined, inner)
-            outer.append((start * total + inner_start, combined))
-        combined_parts, total = outer, total * size
-    return combined_parts, total
+        combined_parts = []
+        for (start, axes), (inner_start, inner_axes) in product(parts, inner_parts):
+            combined_axes = {
+                name: (axis_size, dimension, step * inner_size)
+                for name, (axis_size, _, step) in axes.items()
+            }
+            _add_axes(combined_axes, inner_axes)
+            combined_parts.append((start * inner_size + inner_start, combined_axes))
+        inner_parts, inner_size = combined_parts, inner_size * size
+    return inner_parts, inner_size
 
 
 def _add_axes(
@@ -370,15 +386,17 @@ def pair_parts(
     left_names: Sequence[frozenset[str]],
     right_names: Sequence[frozenset[str]],
 ) -> Iterator[tuple[int, Part, int, Part]]:
-    """Yield each part on the right with its source on the left: source tensor, part, tensor, part.
+    """Yield each part on the right with its source on the left.
 
+    Yields the index of the tensor and the part on the left, then the index and the part on the
+    right. Parts match if they have the same axes; of several, in order. Padding has no partner.
     `left_names` and `right_names` are the variables of each tensor's key that are axes on the other
     side: they count as axes of its parts.
 
     Raises:
         Misfit: if a part has no partner.
     """
-    sources: dict[frozenset[str], list[tuple[int, Part]]] = {}
+    sources: dict[frozenset[str], list[tuple[int, Part]]] = {}  # by axes
     for index, parts in enumerate(left):
         for part in parts:
             sources.setdefault(left_names[index].union(part.axes), []).append((index, part))
@@ -393,8 +411,8 @@ def pair_parts(
                 )
             source, partner = sources[axes].pop(0)
             yield source, partner, index, part
-    for axes, others in sources.items():
-        if any(not part.is_padding for _, part in others):
+    for axes, unused in sources.items():
+        if any(not part.is_padding for _, part in unused):
             raise Misfit(f"a part on the left has {_describe_axes(axes)}, but no part on the right")
 
 

@@ -21,10 +21,10 @@ MAX_PATTERN = 2_000
 MAX_KEY = 4_096
 """Characters of a key that patterns are compared with."""
 _MAX_VARIABLES = 12
-_MAX_LOOSE = 2
+_MAX_SEARCHED_VARIABLES = 2
 """Variables of a pattern with ends that only a search finds: the work grows by each."""
 
-_FIELD = re.compile(r"\{([^{}]*)\}")
+_BRACED = re.compile(r"\{([^{}]*)\}")
 _VARIABLE = re.compile(
     r"(?P<name>[A-Za-z_]\w*)(?:(?P<text>\*)|:0(?P<width>[1-9])|:(?P<choices>.*)|(?P<by>[+-]\w+))?",
     re.ASCII | re.DOTALL,
@@ -102,7 +102,7 @@ class Pattern:
             size = f"has {len(text):,} characters, expected 1 to {MAX_PATTERN:,}"
             raise UsageError(f"the key {printable(text)!r} {size}")
         bare = text.removesuffix("?")
-        parts = _FIELD.split(bare)
+        parts = _BRACED.split(bare)
         literals, fields = tuple(parts[::2]), parts[1::2]
         if any("{" in literal or "}" in literal for literal in literals) or not bare:
             raise UsageError(f"{printable(text)!r} has an unbalanced brace, or is empty")
@@ -110,9 +110,9 @@ class Pattern:
             raise UsageError(f"{printable(text)!r} has more than {_MAX_VARIABLES} variables")
         variables = tuple(_parse_variable(variable, text) for variable in fields)
         parsed = cls(bare, literals, variables, is_optional=bare != text)
-        if sum(map(parsed._needs_search, range(len(variables)))) > _MAX_LOOSE:
-            what = f"more than {_MAX_LOOSE} variables without a dot or slash after them"
-            raise UsageError(f"{printable(text)!r} has {what}")
+        if sum(map(parsed._needs_search, range(len(variables)))) > _MAX_SEARCHED_VARIABLES:
+            count = f"more than {_MAX_SEARCHED_VARIABLES} variables"
+            raise UsageError(f"{printable(text)!r} has {count} without a dot or slash after them")
         return parsed
 
     @cached_property
@@ -126,19 +126,22 @@ class Pattern:
             (len(variable.choices) for variable in self.variables if variable.name == name), 0
         )
 
-    def _needs_search(self, at: int) -> bool:
-        """Return True if only a search of the key finds the end of a variable."""
-        kind, after = self.variables[at].kind, self.literals[at + 1]
-        is_last = at + 1 == len(self.variables) and not after
+    def _needs_search(self, index: int) -> bool:
+        """Return True if only a search of the key finds the end of a variable.
+
+        A part ends at the next dot or slash, if one follows in the pattern or the key ends there.
+        """
+        kind, after = self.variables[index].kind, self.literals[index + 1]
+        is_last = index + 1 == len(self.variables) and not after
         return kind == "text" or (kind == "part" and not is_last and after[:1] not in (".", "/"))
 
     def add_choices(self, choices: Mapping[str, tuple[str, ...]]) -> Pattern:
-        """Return the pattern with the choices that another side of its rule has for a variable."""
+        """Return the pattern with the choices that another pattern of its rule has, by variable."""
         variables = tuple(
-            one._replace(kind="choice", choices=choices[one.name])
-            if one.kind in ("part", "text") and choices.get(one.name)
-            else one
-            for one in self.variables
+            variable._replace(kind="choice", choices=choices[variable.name])
+            if variable.kind in ("part", "text") and choices.get(variable.name)
+            else variable
+            for variable in self.variables
         )
         return self if variables == self.variables else replace(self, variables=variables)
 
@@ -163,7 +166,10 @@ class Pattern:
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        """The regular expression of the whole key, with a group for each variable."""
+        """The regular expression of the whole key, with a group for each variable.
+
+        A repeated variable refers back to its first group. Shifted numbers are compared later.
+        """
         groups: dict[str, int] = {}
         regex = re.escape(self.literals[0])
         for index, variable in enumerate(self.variables):
@@ -179,7 +185,11 @@ class Pattern:
         return re.compile(regex, re.DOTALL)
 
     def match(self, key: str) -> Values | None:
-        """Return the values of the variables in a key, or None if the pattern does not match it."""
+        """Return the values of the variables in a key, or None if the pattern does not match it.
+
+        A choice becomes its index, a shifted number is shifted back, and zeros of a number with a
+        width are removed. A variable that occurs twice must have one value.
+        """
         match = self._regex.fullmatch(key)
         if match is None:
             return None

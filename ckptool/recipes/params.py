@@ -19,11 +19,11 @@ from ckptool.files.place import place_of
 from ckptool.recipes.axes import MAX_SIZE
 from ckptool.words import listed, printable
 
-_MOST_BYTES = 1 << 20
+_MAX_CONFIG_BYTES = 1 << 20
 """Of a configuration."""
-_MOST_TEXT = 200
+_MAX_TERM_LENGTH = 200
 _CHECKPOINT = "checkpoint"
-_KEY = re.compile(r"([\w-]+\.json|checkpoint):(\w+(?:\.\w+)*)", re.ASCII)
+_CONFIG_KEY = re.compile(r"([\w-]+\.json|checkpoint):(\w+(?:\.\w+)*)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _OPERATORS: dict[type[ast.operator], tuple[str, Callable[[int, int], int]]] = {
     ast.Add: ("+", operator.add),
@@ -64,23 +64,25 @@ def parse_term(value: object) -> Term:
     """
     if type(value) is int and 0 <= value < MAX_SIZE:
         return value
-    if not isinstance(value, str) or len(value) > _MOST_TEXT:
-        raise UsageError(f"{printable(str(value))!r} is not a parameter", hint=_HINT)
+    if not isinstance(value, str) or len(value) > _MAX_TERM_LENGTH:
+        raise UsageError(f"{printable(str(value))!r} is not a parameter", hint=_HINT_TERM)
     if ":" in value:
-        match = _KEY.fullmatch(value.strip())
+        match = _CONFIG_KEY.fullmatch(value.strip())
         if match is None:
-            raise UsageError(f"{printable(value)!r} is not a key in a file", hint=_HINT)
+            raise UsageError(f"{printable(value)!r} is not a key in a file", hint=_HINT_TERM)
         return ConfigKey(match[1], tuple(match[2].split(".")))
     try:
         tree = ast.parse(value.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise UsageError(f"{printable(value)!r} is not arithmetic", hint=_HINT) from None
+        raise UsageError(f"{printable(value)!r} is not arithmetic", hint=_HINT_TERM) from None
     if not _is_arithmetic(tree):
-        raise UsageError(f"{printable(value)!r} is not arithmetic", hint=_HINT)
+        raise UsageError(f"{printable(value)!r} is not arithmetic", hint=_HINT_TERM)
     return Arithmetic(value.strip(), tree)
 
 
-_HINT = "write a number, config.json:KEY, checkpoint:KEY, or + - * // of parameters and numbers"
+_HINT_TERM = (
+    "write a number, config.json:KEY, checkpoint:KEY, or + - * // of parameters and numbers"
+)
 
 
 def _is_arithmetic(node: ast.expr) -> bool:
@@ -123,16 +125,25 @@ class Params:
         checkpoint: Checkpoint,
         configs: Iterable[Path],
     ) -> None:
-        """Compute the parameters of a recipe; `given` ones come first, then `configs`."""
+        """Compute the parameters of a recipe.
+
+        A value in `given` comes first. Otherwise the first definition (term) with a value counts.
+        Configurations are read next to the checkpoint, then from the folders or files `configs`.
+
+        Raises:
+            UsageError: if a value is not a whole number, or a configuration is not a JSON object.
+        """
         path = checkpoint.path
-        near = [path, os.path.dirname(path)] if path else []
-        self._places = [*near, *map(os.fspath, configs)]
+        own_paths = [path, os.path.dirname(path)] if path else []
+        self._config_paths = [*own_paths, *map(os.fspath, configs)]
         self._checkpoint = checkpoint
-        self._files: dict[str, Mapping[str, Any]] = {}
+        self._config_by_name: dict[str, Mapping[str, Any]] = {}
+        """The content of each configuration that was read."""
         self.values = {name: _parse_given(name, value) for name, value in given.items()}
         self.given = tuple(self.values)
         """Those that the user gave."""
         self.origins = dict.fromkeys(self.values, "")
+        """By parameter, the configuration that it is from, or ""."""
         for name in _order_by_dependency(terms):
             for term in terms[name] if name not in self.values else ():
                 value = self._evaluate_term(name, term)
@@ -178,26 +189,29 @@ class Params:
             raise UsageError(f"{term.text!r} divides by zero") from None
 
     def _read_config(self, name: str) -> Mapping[str, Any]:
-        """Return the content of a configuration, or of the checkpoint's values, by file name."""
+        """Return the content of a configuration by its file name.
+
+        `checkpoint` is the root of the checkpoint itself, and below it the first rank of several.
+        """
         if name == _CHECKPOINT:
             root = self._checkpoint.root
             ranks = list(_entries_of(root).values())
             first_rank = _entries_of(ranks[0]) if ranks and all(map(_entries_of, ranks)) else {}
             return {**first_rank, **_entries_of(root)}
-        if name not in self._files:
-            self._files[name] = self._read_json(name)
-        return self._files[name]
+        if name not in self._config_by_name:
+            self._config_by_name[name] = self._read_json(name)
+        return self._config_by_name[name]
 
     def _read_json(self, name: str) -> Mapping[str, Any]:
         """Return the content of a JSON file next to the checkpoint or in a given folder, or {}."""
-        for base in self._places:
+        for base in self._config_paths:
             path = base if os.path.basename(base) == name else os.path.join(base, name)
             place = place_of(path)
             if not place.is_file(path):
                 continue
             source = place.open(path)
             try:
-                content = json.loads(source.read(0, min(source.size, _MOST_BYTES + 1)))
+                content = json.loads(source.read(0, min(source.size, _MAX_CONFIG_BYTES + 1)))
             except (ValueError, RecursionError):
                 content = None
             finally:

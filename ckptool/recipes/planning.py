@@ -21,9 +21,9 @@ from ckptool.recipes.names import MAX_KEY, Pattern, Values, find_first_missing, 
 from ckptool.recipes.recipe import Recipe, RecipeRule
 from ckptool.words import counted, listed, printable
 
-_MOST_PIECES = 2_000_000
+_MAX_PIECES = 2_000_000
 """Parts of tensors that a plan has memory for."""
-_SAME = Equation.parse("... -> ...")
+_IDENTITY_EQUATION = Equation.parse("... -> ...")
 """What a rule without axes does, for messages."""
 
 
@@ -140,7 +140,7 @@ class Outcome(Generic[T]):
     """Of the rules that do more than rename."""
 
     def describe(self, rule: RecipeRule) -> Iterator[tuple[str, Use, int]]:
-        """Yield the groups of a rule, folded by layer: text, use, and number of tensors.
+        """Yield the groups of a rule, folded by layer: text, use, and number of source tensors.
 
         `{rank}/layers.{0..31}.wq [2, 4] x 2 -> layers.{0..31}.q [4, 4]`
         """
@@ -215,6 +215,8 @@ class _Template(NamedTuple):
 
 
 class _Member(NamedTuple, Generic[T]):
+    """A tensor with its key, in a group."""
+
     key: str
     tensor: T
 
@@ -232,8 +234,10 @@ class _Members(Generic[T]):
     """Tensors that a rule takes together."""
 
     def __init__(self, rule: RecipeRule, values: Values) -> None:
+        """Start without members; `values` are the common variables of all keys of the group."""
         self.rule, self.values = rule, values
         self.members: list[dict[tuple[int, ...], _Member[T]]] = [{} for _ in rule.left]
+        """For each key on the left, the members by their numbers in the stacked variables."""
 
     @property
     def keys(self) -> list[str]:
@@ -282,27 +286,36 @@ class _Planner(Generic[T]):
     def __init__(
         self, recipe: Recipe, params: Mapping[str, int], maker: Maker[T], file: str | None
     ) -> None:
+        """Take the recipe, its parameters, and the maker of tensors; errors name `file`."""
         self._recipe, self._params, self._maker, self._file = recipe, params, maker, file
         self._templates: dict[Any, _Template] = {}
-        self._known: dict[Any, T] = {}
-        self._pieces = 0
+        """By rule, equation, shapes and strides: the pieces, which many groups share."""
+        self._made_by_identity: dict[Any, T] = {}
+        """By template and sources, the tensor that was made, so that ties are kept."""
+        self._n_pieces = 0
+        """The number of pieces and tensors so far, which is limited."""
         self._plan: Plan[T]
+        """The plan, which `run` creates and all methods complete."""
 
     def run(self, tensors: Mapping[str, T]) -> Plan[T]:
         """Run all passes, and return the plan.
+
+        Keys that are tied to a missing key are added before (`aliases`), and left out of the result
+        after (`untied`). A rule that only keeps a key for the next pass does not count as a match.
 
         Raises:
             UsageError: if a rule matches no tensor, or a tensor no rule.
         """
         recipe = self._recipe
-        drop, is_path = recipe.drop[0], recipe.uses_paths
+        (drop, _), is_path = recipe.drop, recipe.uses_paths
+        source_ties, target_ties = recipe.tied
         dropped = {
             key for key in tensors if any(pattern.covers(key, is_path=is_path) for pattern in drop)
         }
         source = {key: tensor for key, tensor in tensors.items() if key not in dropped}
         self._plan = Plan(source, [key for key in tensors if key in dropped])
         current, untouched = dict(source), set(source)
-        for key, tied_key in recipe.tied[0].items():
+        for key, tied_key in source_ties.items():
             if key not in current and tied_key in current:
                 current[key] = current[tied_key]
                 self._plan.aliases.add(key)
@@ -326,7 +339,7 @@ class _Planner(Generic[T]):
         if source and untouched == source.keys():
             text = f"no tensor matches a rule of {printable(recipe.name)}"
             raise self._usage_error(f"{text}; the file has {listed(source, most=5)}")
-        for key, tied_key in recipe.tied[1].items():
+        for key, tied_key in target_ties.items():
             if (
                 key in current
                 and tied_key in current
@@ -348,17 +361,24 @@ class _Planner(Generic[T]):
             yield pattern.match if is_whole else pattern.match_last
 
     def _run_pass(self, rules: Sequence[RecipeRule], tensors: Mapping[str, T]) -> Outcome[T]:
-        """Apply the rules of one pass to all tensors; the first that matches takes a tensor."""
+        """Apply the rules of one pass to all tensors; the first that matches takes a tensor.
+
+        A rule that only renames takes each tensor alone, any other takes groups of tensors with
+        equal values of the common variables. A tensor without a rule keeps its key.
+
+        Raises:
+            UsageError: if a rule that is not optional matches no tensor.
+        """
         outcome = Outcome[T]()
         matchers = [
-            (match, rule, at, rule.common, rule.stacked[at], rule.renames)
+            (match, rule, side, rule.common, rule.stacked[side], rule.renames)
             for rule in rules
-            for at, match in enumerate(self._list_matchers(rule.left))
+            for side, match in enumerate(self._list_matchers(rule.left))
         ]
         groups: dict[Any, _Members[T]] = {}
         order: list[_Renamed[T] | _Members[T]] = []
         for key, tensor in tensors.items():
-            for match, rule, at, common, stacked, renames in matchers:
+            for match, rule, side, common, stacked, renames in matchers:
                 values = match(key)
                 if values is None:
                     continue
@@ -374,7 +394,7 @@ class _Planner(Generic[T]):
                     )
                     order.append(group)
                 self._add_member(
-                    group, at, [values[name] for name in stacked], _Member(key, tensor)
+                    group, side, [values[name] for name in stacked], _Member(key, tensor)
                 )
                 break
             else:
@@ -383,8 +403,10 @@ class _Planner(Generic[T]):
         for rule in rules:
             if rule.number not in outcome.counts and not rule.is_optional:
                 wanted = " and ".join(repr(printable(pattern.text)) for pattern in rule.left)
-                near = [key for pattern in rule.left for key in find_similar(pattern.text, tensors)]
-                text = f"no tensor matches {wanted}; the file has {listed(near or tensors)}"
+                similar = [
+                    key for pattern in rule.left for key in find_similar(pattern.text, tensors)
+                ]
+                text = f"no tensor matches {wanted}; the file has {listed(similar or tensors)}"
                 hint = "add ? to the key to make it optional"
                 raise self._usage_error(text, hint)
         return outcome
@@ -392,7 +414,12 @@ class _Planner(Generic[T]):
     def _add_member(
         self, group: _Members[T], side: int, numbers: Sequence[str | int], member: _Member[T]
     ) -> None:
-        """Add a tensor to its group, at its position in the stacked variables."""
+        """Add a tensor to its group, at its position in the stacked variables.
+
+        Raises:
+            UsageError: if a stacked variable is not a number.
+            NameCollision: if the position has a tensor already.
+        """
         members = group.members[side]
         if text_value := next((value for value in numbers if not is_number(value)), None):
             text = f"{printable(member.key)!r} would be joined with others, but "
@@ -410,7 +437,10 @@ class _Planner(Generic[T]):
     def _collect_results(
         self, order: Sequence[_Renamed[T] | _Members[T]], outcome: Outcome[T]
     ) -> None:
-        """Add the results of the rules to the outcome, in the order of the source."""
+        """Add the results of the rules to the outcome, in the order of the source.
+
+        `order` has renamed tensors and complete groups, to which their rules are applied here.
+        """
         tensors, counts = outcome.tensors, outcome.counts
         for entry in order:
             use: Use | None
@@ -442,7 +472,13 @@ class _Planner(Generic[T]):
         return NameCollision(f"{both} would both become {printable(key)!r}", file=self._file)
 
     def _apply_rule(self, group: _Members[T]) -> tuple[Use, list[list[tuple[str, T]]]]:
-        """Return the equation that fits a group, and the tensors that it makes for each key."""
+        """Return the equation that fits a group, and the tensors that it makes for each key.
+
+        The first equation of the rule with fitting shapes applies.
+
+        Raises:
+            UsageError: if none fits, with the reason for the first.
+        """
         rule, counts = group.rule, self._count_members(group)
         firsts = [members[(0,) * len(next(iter(members)))] for members in group.members]
         if not rule.takes_single or len(firsts) > 1:
@@ -454,14 +490,18 @@ class _Planner(Generic[T]):
             try:
                 return use, self._make_tensors(group, firsts, use, counts, sizes)
             except Misfit as misfit:
-                misfits.append(self._misfit_error(group, firsts, equation or _SAME, misfit, sizes))
+                misfits.append(
+                    self._misfit_error(group, firsts, equation or _IDENTITY_EQUATION, misfit, sizes)
+                )
         raise misfits[0]
 
     def _count_members(self, group: _Members[T]) -> dict[str, int]:
         """Return the number of values of each variable that only the source has.
 
+        It follows from the largest number among the members, or from the choices of the pattern.
+
         Raises:
-            UsageError: if a member of the group is missing.
+            UsageError: if a member below it is missing, or `--param` gives another number.
         """
         rule, counts = group.rule, dict[str, int]()
         if rule.takes_single and all(group.members):
@@ -475,8 +515,8 @@ class _Planner(Generic[T]):
             if missing is not None:
                 values = {**group.values, **dict(zip(names, missing, strict=True))}
                 key = pattern.fill(values)
-                is_taken = key in self._plan.source
-                state = "is used by another rule" if is_taken else "is missing"
+                is_in_source = key in self._plan.source
+                state = "is used by another rule" if is_in_source else "is missing"
                 text = f"{printable(key)!r} {state}, but belongs to {listed(group.keys)}"
                 raise self._usage_error(f"{text}: {rule.text}")
         for name, count in counts.items():
@@ -507,6 +547,12 @@ class _Planner(Generic[T]):
         sizes: dict[str, int],
     ) -> list[list[tuple[str, T]]]:
         """Return the tensors that an equation makes of a group, for each key on the right.
+
+        Without an equation, the first tensor gets all keys of the right side. With one, members of
+        different strides are put in row-major order, so that one template of pieces serves all.
+
+        Arguments are the first member for each key on the left, the number of values of each
+        stacked variable, and all known sizes of axes, which the equation completes.
 
         Raises:
             Misfit: if the equation does not fit their shapes.
@@ -548,24 +594,27 @@ class _Planner(Generic[T]):
             for number, pieces in pieces_by_number.items():
                 key = self._make_key(group, side, number)
                 members = [tensors[piece.key_index][piece.member] for piece in pieces]
-                place = id(template), side, number, tuple([member.place for member in members])
-                tensor = self._known.get(place)
+                identity = id(template), side, number, tuple([member.place for member in members])
+                tensor = self._made_by_identity.get(identity)
                 if tensor is None:  # Tied tensors stay tied.
-                    tensor = maker.make(key, shape, pieces, members, place)
-                    self._known[place] = tensor
+                    tensor = maker.make(key, shape, pieces, members, identity)
+                    self._made_by_identity[identity] = tensor
                 made[side].append((key, tensor))
         return made
 
-    def _make_key(self, group: _Members[T], at: int, number: tuple[int, ...]) -> str:
-        """Return the key of a result: `at` is the index of the side, `number` the new variables."""
-        names = group.rule.unstacked[at]
-        key = group.rule.right[at].fill({**group.values, **dict(zip(names, number, strict=True))})
+    def _make_key(self, group: _Members[T], side: int, number: tuple[int, ...]) -> str:
+        """Return the key of a result: of the pattern `side` on the right, with the `number`s."""
+        names, pattern = group.rule.unstacked[side], group.rule.right[side]
+        key = pattern.fill({**group.values, **dict(zip(names, number, strict=True))})
         if len(key) > MAX_KEY:
             raise self._usage_error(f"a key would have {len(key):,} characters: {group.rule.text}")
         return key
 
     def _check_same(self, group: _Members[T], axes: frozenset[str]) -> None:
-        """Refuse members that differ although the equation has no axis for their variables."""
+        """Refuse members that differ although the equation has no axis for their variables.
+
+        For example, ranks with copies of a norm: only the copy of the first rank is taken.
+        """
         for names, members in zip(group.rule.stacked, group.members, strict=True):
             if all(name in axes for name in names):
                 continue
@@ -580,7 +629,7 @@ class _Planner(Generic[T]):
     def _list_numbers(
         self, names: Sequence[str], pattern: Pattern, sizes: Mapping[str, int]
     ) -> list[tuple[int, ...]]:
-        """Return the values of the variables that only the target has.
+        """Return all combinations of values for `names`, the variables that only the target has.
 
         Raises:
             Misfit: if nothing defines the number of them.
@@ -600,9 +649,9 @@ class _Planner(Generic[T]):
         Raises:
             LimitExceeded: if there are too many.
         """
-        self._pieces += count
-        if self._pieces > _MOST_PIECES:
-            text = f"the recipe creates more than {_MOST_PIECES:,} tensors or parts of tensors"
+        self._n_pieces += count
+        if self._n_pieces > _MAX_PIECES:
+            text = f"the recipe creates more than {_MAX_PIECES:,} tensors or parts of tensors"
             raise LimitExceeded(text, file=self._file, hint="give smaller numbers with --param")
 
     def _make_template(
@@ -614,6 +663,9 @@ class _Planner(Generic[T]):
         sizes: dict[str, int],
     ) -> _Template:
         """Return the pieces of an equation for tensors of the shapes of `views`.
+
+        Each part on the left goes to its part on the right, once for each member on the left and
+        each tensor on the right: a variable of the key is an axis that is cut into tensors.
 
         Raises:
             Misfit: if the equation does not fit the shapes.
@@ -635,17 +687,15 @@ class _Planner(Generic[T]):
                 [
                     BoxAxis(
                         size,
-                        step * strides[source][dimension],
-                        target_part.axes[name][2] * steps[target][target_part.axes[name][1]],
+                        _step_of(source_part, name, strides[source]),
+                        _step_of(target_part, name, steps[target]),
                     )
-                    for name, (size, dimension, step) in source_part.axes.items()
+                    for name, (size, _, _) in source_part.axes.items()
                     if name in target_part.axes
                 ]
             )
-            start, place = (
-                _dot(source_part.starts, strides[source]),
-                _dot(target_part.starts, steps[target]),
-            )
+            part_source_start = _dot(source_part.starts, strides[source])
+            part_target_start = _dot(target_part.starts, steps[target])
             member_steps = [_step_of(target_part, name, steps[target]) for name in stacked]
             number_steps = [_step_of(source_part, name, strides[source]) for name in unstacked]
             members = [
@@ -653,9 +703,9 @@ class _Planner(Generic[T]):
             ]
             self._count_pieces(prod(map(len, members)) * len(pieces[target]))
             for member in product(*members):
-                target_start = place + _dot(member, member_steps)
+                target_start = part_target_start + _dot(member, member_steps)
                 for number, piece_list in pieces[target].items():
-                    source_start = start + _dot(number, number_steps)
+                    source_start = part_source_start + _dot(number, number_steps)
                     piece_list.append(Piece(source, member, source_start, target_start, axes))
         self._check_way_back(rule, equation, targets, counts, sizes)
         return _Template(targets, pieces)
@@ -668,7 +718,10 @@ class _Planner(Generic[T]):
         counts: Mapping[str, int],
         sizes: Mapping[str, int],
     ) -> None:
-        """Note the parameters that the inverse recipe needs in order to be planned."""
+        """Note the parameters that the inverse recipe needs, and padding that is cut off.
+
+        These are numbers of members that no axis has, and sizes that the inverse cannot solve.
+        """
         parts = (part for tensor in equation.list_left_parts(sizes) for part in tensor)
         if any(part.is_padding and part.numel for part in parts):
             self._plan.has_padding = True
@@ -694,7 +747,10 @@ class _Planner(Generic[T]):
         misfit: Misfit,
         sizes: Mapping[str, int],
     ) -> UsageError:
-        """Return the error about tensors that do not fit an equation, with all sizes."""
+        """Return the error about tensors that do not fit an equation, with all sizes.
+
+        A misfit concerns one tensor, or all of the group if its `tensor` is None.
+        """
         chosen = firsts if misfit.tensor is None else [firsts[misfit.tensor]]
         which = ", ".join(
             f"{printable(m.key)!r} of shape {list(m.tensor.sizes)}" for m in chosen[:4]
@@ -713,7 +769,7 @@ def _dot(numbers: Iterable[int], steps: Iterable[int]) -> int:
 
 
 def _step_of(part: Part, name: str, steps: Shape) -> int:
-    """Return the distance in the tensor between neighbors along the axis `name`, or 0."""
+    """Return the distance in the tensor between neighbors along an axis, or 0 without the axis."""
     if name not in part.axes:
         return 0
     _, dimension, step = part.axes[name]
@@ -721,7 +777,11 @@ def _step_of(part: Part, name: str, steps: Shape) -> int:
 
 
 def find_differences(forward: Plan[Any], back: Plan[Any]) -> Iterator[str]:
-    """Yield the first difference after the conversion and its inverse, as a phrase."""
+    """Yield the first difference after the conversion and its inverse, as a phrase.
+
+    The inverse has to use the same rules and equations on the same keys, and to give each tensor of
+    the source its dtype and shape. Tensors that it leaves out as tied are no difference.
+    """
     ties = back.untied
     for forward_pass, back_pass in zip(forward.outcomes, reversed(back.outcomes), strict=True):
         for before, after in (
@@ -746,13 +806,16 @@ def find_differences(forward: Plan[Any], back: Plan[Any]) -> Iterator[str]:
 
 
 def find_left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
-    """Return the keys that no rule of a recipe takes, or None if a rule matches no key."""
-    drop, is_path = recipe.drop[0], recipe.uses_paths
+    """Return the keys that no rule of a recipe takes, or None if a rule matches no key.
+
+    Only keys are read: rules are applied without shapes, and optional rules may match nothing.
+    """
+    (drop, _), is_path = recipe.drop, recipe.uses_paths
     current = [
         key for key in keys if not any(pattern.covers(key, is_path=is_path) for pattern in drop)
     ]
-    tied = recipe.tied[0]
-    current += [key for key, tied_key in tied.items() if key not in current and tied_key in current]
+    ties, _ = recipe.tied
+    current += [key for key, tied_key in ties.items() if key not in current and tied_key in current]
     untouched = set(current)
     for rules in recipe.passes:
         used, created = set[int](), dict[str, None]()
@@ -766,6 +829,7 @@ def find_left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
             if not recipe.keeps_for_next_pass(rule):
                 untouched.discard(key)
             for pattern, names in zip(rule.right, rule.unstacked, strict=True):
+                # The number of results is unknown without shapes, so the first stands for all.
                 created[pattern.fill({**values, **dict.fromkeys(names, 0)})] = None
         if any(rule.number not in used and not rule.is_optional for rule in rules):
             return None

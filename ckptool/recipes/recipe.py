@@ -20,9 +20,9 @@ from ckptool.recipes.names import Pattern, parse_patterns
 from ckptool.recipes.params import Term, parse_term, refuse_cycles
 from ckptool.words import listed, printable
 
-_MOST_BYTES = 1 << 18
+_MAX_RECIPE_BYTES = 1 << 18
 """The largest size of a recipe."""
-_MOST_RULES, _MOST_PARAMS, _MOST_PASSES, _MOST_WAYS, _MOST_KEYS = 2_000, 200, 16, 16, 64
+_MAX_RULES, _MAX_PARAMS, _MAX_PASSES, _MAX_ALTERNATIVES, _MAX_KEYS = 2_000, 200, 16, 16, 64
 _SHIPPED = Path(__file__).parent / "shipped"
 _FIELDS = {"about", "files", "rest", "drop", "params", "tied", "names", "tensors", "pass"}
 
@@ -51,19 +51,19 @@ class RecipeRule:
         Raises:
             UsageError: they are none, or do not fit together.
         """
-        every = parse_patterns([*left, *right])
-        made = cls(
-            tuple(every[: len(left)]),
-            tuple(every[len(left) :]),
+        patterns = parse_patterns([*left, *right])
+        rule = cls(
+            tuple(patterns[: len(left)]),
+            tuple(patterns[len(left) :]),
             tuple(map(Equation.parse, axes)),
-            any(one.is_optional for one in every),
+            any(pattern.is_optional for pattern in patterns),
             number,
         )
-        made._check_names()
-        made.invert()._check_names()
-        for equation in made.equations:
-            made._check_pairs(equation)
-        return made
+        rule._check_names()
+        rule.invert()._check_names()
+        for equation in rule.equations:
+            rule._check_pairs(equation)
+        return rule
 
     @property
     def text(self) -> str:
@@ -126,7 +126,7 @@ class RecipeRule:
         return replace(self, left=left, right=right)
 
     def _check_names(self) -> None:
-        """Refuse a rule of several keys that do not have all common variables, or no axes."""
+        """Refuse a left key that lacks a common variable, and several keys without an equation."""
         for pattern in self.left:
             if missing := [name for name in self.common if name not in pattern.names]:
                 text = f"{printable(pattern.text)!r} does not have the variable {listed(missing)}"
@@ -148,9 +148,9 @@ class RecipeRule:
                             f"{listed(duplicates)} is both a variable of the key and an axis"
                         )
             expanded = equation.expand_ellipsis([len(tensor) for tensor in equation.left])
-            made_tensors = {
-                pair[2] for pair in self.pair_parts(expanded, dict.fromkeys(expanded.axes, 2))
-            }
+            # The sizes do not matter for the pairs, so each axis gets size 2.
+            pairs = self.pair_parts(expanded, dict.fromkeys(expanded.axes, 2))
+            made_tensors = {tensor for _, _, tensor, _ in pairs}
             if len(made_tensors) < len(self.right):
                 raise Misfit("a tensor on the right has only padding")
         except Misfit as misfit:
@@ -203,13 +203,13 @@ class Recipe:
         try:
             file = FileSource(path)
             try:
-                data = file.read(0, min(file.size, _MOST_BYTES + 1))
+                data = file.read(0, min(file.size, _MAX_RECIPE_BYTES + 1))
             finally:
                 file.close()
         except UnreadableFile as error:
             raise UsageError(error.message, file=path, hint=error.hint) from error
-        if len(data) > _MOST_BYTES:
-            raise UsageError(f"the recipe is larger than {_MOST_BYTES:,} bytes", file=path)
+        if len(data) > _MAX_RECIPE_BYTES:
+            raise UsageError(f"the recipe is larger than {_MAX_RECIPE_BYTES:,} bytes", file=path)
         try:
             return cls.parse(data.decode(), name=path.stem, is_json=path.suffix == ".json")
         except UnicodeDecodeError:
@@ -225,8 +225,10 @@ class Recipe:
         Raises:
             UsageError: it is wrong; the message has the line or the rule.
         """
-        if len(text) > _MOST_BYTES:
-            raise UsageError(f"the recipe {printable(name)} has more than {_MOST_BYTES:,} bytes")
+        if len(text) > _MAX_RECIPE_BYTES:
+            raise UsageError(
+                f"the recipe {printable(name)} has more than {_MAX_RECIPE_BYTES:,} bytes"
+            )
         is_json = is_json or text.lstrip()[:1] == "{"
         try:
             data = json.loads(text) if is_json else tomllib.loads(text)
@@ -278,8 +280,8 @@ class Recipe:
         This allows for keys of several versions. Such a rule does not count as a match.
         """
         variables = rule.left[0].variables
-        is_any = rule.left == rule.right and any(one.kind == "text" for one in variables)
-        return is_any and rule.renames and len(self.passes) > 1
+        has_text = any(variable.kind == "text" for variable in variables)
+        return rule.left == rule.right and has_text and rule.renames and len(self.passes) > 1
 
     def find_unfinished(self, keys: Iterable[str]) -> list[str]:
         """Return the keys that still contain a path, if the target has none."""
@@ -291,9 +293,9 @@ class Recipe:
     def words(self) -> frozenset[str]:
         """All possible parameter names."""
         rules = [rule for rules in self.passes for rule in rules]
-        axes = (name for rule in rules for one in rule.equations for name in one.axes)
-        keys = [one for rule in rules for one in (*rule.left, *rule.right)]
-        variables = (v for one in keys for v in one.variables)
+        axes = (name for rule in rules for equation in rule.equations for name in equation.axes)
+        patterns = [pattern for rule in rules for pattern in (*rule.left, *rule.right)]
+        variables = (variable for pattern in patterns for variable in pattern.variables)
         words = (word.lstrip("-") for v in variables for word in (v.name, v.shift))
         return frozenset((*self.params, *axes, *words))
 
@@ -302,6 +304,7 @@ class _Reader:
     """A parser of recipes in TOML or JSON."""
 
     def __init__(self, text: str, name: str) -> None:
+        """Take the text, in which errors are located, and the name of the recipe."""
         self._text, self._name = text, name
 
     def parse_recipe(self, data: Any) -> Recipe:
@@ -317,8 +320,8 @@ class _Reader:
                 raise UsageError(f'rest is {printable(rest)!r}, expected "refuse" or "keep"')
         passes = data.get("pass", [data])
         with self._locate_errors("pass"):
-            if not isinstance(passes, list) or not 1 <= len(passes) <= _MOST_PASSES:
-                raise UsageError(f"pass is not a list of 1 to {_MOST_PASSES} tables")
+            if not isinstance(passes, list) or not 1 <= len(passes) <= _MAX_PASSES:
+                raise UsageError(f"pass is not a list of 1 to {_MAX_PASSES} tables")
             if "pass" in data and not data.keys().isdisjoint(("names", "tensors")):
                 raise UsageError("names and tensors are outside the passes")
         recipe = Recipe(
@@ -360,8 +363,8 @@ class _Reader:
             tensors, names = data.get("tensors", []), data.get("names", {})
             if not isinstance(tensors, list) or not isinstance(names, dict):
                 raise UsageError("tensors is not a list of tables, or names is not a table")
-            if len(tensors) + len(names) > _MOST_RULES:
-                raise UsageError(f"a pass has more than {_MOST_RULES:,} rules")
+            if len(tensors) + len(names) > _MAX_RULES:
+                raise UsageError(f"a pass has more than {_MAX_RULES:,} rules")
         rules: list[RecipeRule] = []
         for table in tensors:
             with self._locate_errors("tensors", *self._first_key(table)):
@@ -369,7 +372,7 @@ class _Reader:
                 left, right = (_read_texts(table, key) for key in ("from", "to"))
                 if not left or not right:
                     raise UsageError("a rule needs from and to")
-                equations = _read_texts(table, "axes", _MOST_WAYS)
+                equations = _read_texts(table, "axes", _MAX_ALTERNATIVES)
                 rules.append(RecipeRule.parse(left, right, equations, len(rules)))
         for old, new in names.items():
             with self._locate_errors("names", old):
@@ -389,16 +392,16 @@ class _Reader:
         """Return the definitions of each parameter."""
         params: dict[str, tuple[Term, ...]] = {}
         with self._locate_errors("params"):
-            if not isinstance(data, dict) or len(data) > _MOST_PARAMS:
-                raise UsageError(f"params is not a table of at most {_MOST_PARAMS} parameters")
+            if not isinstance(data, dict) or len(data) > _MAX_PARAMS:
+                raise UsageError(f"params is not a table of at most {_MAX_PARAMS} parameters")
             for name, value in data.items():
                 definitions = value if isinstance(value, list) else [value]
                 if (
                     not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
-                    or len(definitions) > _MOST_WAYS
+                    or len(definitions) > _MAX_ALTERNATIVES
                 ):
                     text = f"{printable(name)!r} is not the name of a parameter"
-                    raise UsageError(f"{text}, or has more than {_MOST_WAYS} definitions")
+                    raise UsageError(f"{text}, or has more than {_MAX_ALTERNATIVES} definitions")
                 params[name] = tuple(map(parse_term, definitions))
             refuse_cycles(params)
         return params
@@ -428,7 +431,7 @@ class _Reader:
     @staticmethod
     def _parse_drop(value: Any) -> tuple[Pattern, ...]:
         """Return the patterns of the keys to leave out."""
-        return tuple(map(Pattern.parse, _read_texts({"drop": value}, "drop", _MOST_RULES)))
+        return tuple(map(Pattern.parse, _read_texts({"drop": value}, "drop", _MAX_RULES)))
 
     @staticmethod
     def _parse_tied(table: Any) -> dict[str, str]:
@@ -436,7 +439,7 @@ class _Reader:
         is_table = isinstance(table, dict) and all(
             isinstance(target, str) for target in table.values()
         )
-        if not is_table or len(table) > _MOST_RULES:
+        if not is_table or len(table) > _MAX_RULES:
             raise UsageError('"tied" is not a table of keys')
         if chained := [key for key, target in table.items() if target in table]:
             raise UsageError(f"{listed(chained)} is tied to a key that is itself tied")
@@ -459,7 +462,7 @@ def _read_text(data: Any, key: str) -> str | None:
     return value
 
 
-def _read_texts(data: Any, key: str, max_count: int = _MOST_KEYS) -> list[str]:
+def _read_texts(data: Any, key: str, max_count: int = _MAX_KEYS) -> list[str]:
     """Return a string, or a list of strings, as a list."""
     value = data.get(key, [])
     texts = [value] if isinstance(value, str) else value

@@ -32,8 +32,8 @@ from ckptool.transforms.casting import find_optimizer_paths, refuse_dependent_te
 from ckptool.transforms.names import NamePlan, move_metadata
 from ckptool.words import counted, listed, printable, shell
 
-_MOST_ALIKE = 16
-"""Keys that only differ in numbers, of which a recipe is proposed."""
+_MAX_KEYS_PER_KIND = 16
+"""The number of keys of one kind, which only differ in numbers, that a proposal looks at."""
 
 
 @pause_gc()
@@ -86,18 +86,22 @@ def relayout(
 
 
 def _select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorRef]:
-    """Return the tensors by path: those of models, and others that a rule with a path matches."""
+    """Return the tensors by path: those of models, and others that a rule with a path matches.
+
+    Tensors of optimizers are never included.
+    """
     models = [section.path for section in checkpoint.sections if section.kind in MODEL_KINDS]
     optimizer_paths = find_optimizer_paths(checkpoint)
     rules = (rule for rules in recipe.passes for rule in rules)
-    patterns = [*recipe.drop[0], *(pattern for rule in rules for pattern in rule.left)]
-    wanted = [pattern for pattern in patterns if "/" in pattern.text]
+    source_drop, _ = recipe.drop
+    patterns = [*source_drop, *(pattern for rule in rules for pattern in rule.left)]
+    path_patterns = [pattern for pattern in patterns if "/" in pattern.text]
     tensors: dict[str, TensorRef] = {}
     for path, tensor in checkpoint.tensors():
         name = name_of(path)
         is_in_model = any(is_within(path, model) for model in models)
         if path not in optimizer_paths and (
-            is_in_model or any(pattern.covers(name) for pattern in wanted)
+            is_in_model or any(pattern.covers(name) for pattern in path_patterns)
         ):
             if name in tensors:
                 list(checkpoint.tensors)  # Raises: two tensors have one path.
@@ -155,6 +159,8 @@ def merge_entries(
 ) -> dict[Any, Any]:
     """Return the entries of the new state dict: the tensors of the result, and the old values.
 
+    Values are the entries of `node` that are not tensors, without those that the recipe drops.
+
     Args:
         recipe: The recipe.
         result: The result of the recipe.
@@ -165,7 +171,7 @@ def merge_entries(
     Raises:
         NameCollision: if a tensor gets the key of a value.
     """
-    drop = recipe.drop[0]
+    drop, _ = recipe.drop  # of the source
     values = {
         key: entry
         for key, entry in node.items()
@@ -184,7 +190,8 @@ def _rearrange_moments(
     """Return the new tensors of the optimizer by the identities of the old ones.
 
     A tensor in the state of a changed parameter, with the parameter's shape, goes through the same
-    rules. None: the parameter is unknown, the shapes differ, or a tensor was split or joined.
+    rules, all of which are optional. Scalars, and the state of unchanged parameters, stay. Returns
+    None if a parameter is unknown, its shape differs, or a tensor was split or joined.
     """
     changed = {
         old: key
@@ -196,22 +203,22 @@ def _rearrange_moments(
     remaining = {id(checkpoint.tensors[path]) for path in find_optimizer_paths(checkpoint)}
     if not (remaining or any(section.kind == "optimizer" for section in checkpoint.sections)):
         return {}
-    by_moment: dict[str, dict[str, TensorRef]] = {}
+    parameters_by_moment: dict[str, dict[str, TensorRef]] = {}  # `exp_avg`: tensor by parameter
     for name, moment, tensor in find_moments(checkpoint.root, checkpoint.sections):
         is_known = isinstance(name, str)
         if is_known and (name not in changed or tensor.numel == 1):
             remaining.discard(id(tensor))
         elif is_known and tensor.sizes == result.source[name].sizes:
             remaining.discard(id(tensor))
-            by_moment.setdefault(moment, {})[name] = tensor
+            parameters_by_moment.setdefault(moment, {})[name] = tensor
     if remaining or not result.is_one_to_one:
         return None
     passes = tuple(
-        tuple(replace(rule, is_optional=True) for rule in passes) for passes in recipe.passes
+        tuple(replace(rule, is_optional=True) for rule in rules) for rules in recipe.passes
     )
     recipe = replace(recipe, passes=passes, drop=((), ()), tied=({}, {}), keeps_rest=True)
     replacements: dict[int, TensorRef] = {}
-    for tensors in by_moment.values():
+    for tensors in parameters_by_moment.values():
         rearranged = plan_recipe(
             recipe, tensors, params, TensorMaker(checkpoint.path), checkpoint.path
         ).tensors
@@ -257,7 +264,7 @@ def _report_changes(
 ) -> Iterator[Change]:
     """Yield the changes for the receipt: the result, the work of each rule, dropped tensors."""
     direction = " (reversed)" if recipe.is_reversed else ""
-    known = [
+    parameter_texts = [  # `heads 32 from config.json`
         f"{name} {value}"
         + (f" from {parameters.origins[name]}" if parameters.origins.get(name) else "")
         for name, value in parameters.values.items()
@@ -265,7 +272,9 @@ def _report_changes(
     count, n_results = len(result.source), len(result.tensors)
     tensors = counted(count, "tensor")
     text = f"{printable(recipe.name)}{direction}: rearranged {tensors} into {n_results:,}"
-    yield Change("recipe", text + (f" ({', '.join(known)})" if known else ""), count)
+    yield Change(
+        "recipe", text + (f" ({', '.join(parameter_texts)})" if parameter_texts else ""), count
+    )
     for outcome, rules in zip(result.outcomes, recipe.passes, strict=True):
         for rule in rules:
             taken, _ = outcome.counts.get(rule.number, (0, 0))
@@ -287,7 +296,8 @@ def _report_changes(
 def _report_reversibility(recipe: Recipe, result: Plan[TensorRef], parameters: Params) -> Change:
     """Return the change that states if the inverse recipe restores the source.
 
-    The inverse is planned over keys and shapes only.
+    The inverse is planned over keys and shapes only, with the parameters of the recipe and those
+    that only the inverse needs, which the change lists as options.
     """
     sketches = {
         key: Sketch(tensor.dtype, tensor.sizes, tensor.stride, tensor.place or id(tensor))
@@ -305,9 +315,9 @@ def _report_reversibility(recipe: Recipe, result: Plan[TensorRef], parameters: P
             reason = error.message
     if reason is not None:
         return Change("reversible", f"not reversible: {reason}")
-    given = {**{name: parameters.values[name] for name in parameters.given}, **result.needed}
+    needed_params = {name: parameters.values[name] for name in parameters.given} | result.needed
     option = "" if recipe.is_reversed else " with --reverse"
-    options = "".join(f" --param {name}={value}" for name, value in given.items())
+    options = "".join(f" --param {name}={value}" for name, value in needed_params.items())
     text = f"reversible{option}{options}"
     if result.dropped:
         text += f", except for {counted(len(result.dropped), 'dropped tensor')}"
@@ -340,12 +350,11 @@ def find_recipe(keys: Iterable[str], wanted: Iterable[str]) -> str | None:
     source_keys, target_keys = _sample_keys(keys), _sample_keys(wanted)
     matches = []
     for recipe, arguments in _iterate_directions():
-        left, right = (
-            _find_left_over(recipe, source_keys),
-            _find_left_over(recipe.invert(), target_keys),
-        )
+        left_in_source = _find_left_over(recipe, source_keys)
+        left_in_target = _find_left_over(recipe.invert(), target_keys)
         if any(
-            rest == other and (recipe.keeps_rest or not rest) for rest in left for other in right
+            keys_left in left_in_target and (recipe.keeps_rest or not keys_left)
+            for keys_left in left_in_source
         ):
             matches.append(arguments)
     return matches[0] if len(matches) == 1 else None
@@ -359,13 +368,16 @@ def _iterate_directions() -> Iterator[tuple[Recipe, str]]:
 
 
 def _find_left_over(recipe: Recipe, keys: Sequence[str]) -> list[set[str]]:
-    """Return the keys left over, read as one file and as the first of several files."""
+    """Return the keys left over if the keys are one file, and if they are the first of several.
+
+    A reading in which a rule matches nothing is left out.
+    """
     prefix = first_prefix(recipe)
-    found = (
-        find_left_over(recipe, [front + key for key in keys])
-        for front in dict.fromkeys(("", prefix))
+    left_over = (
+        find_left_over(recipe, [file_prefix + key for key in keys])
+        for file_prefix in dict.fromkeys(("", prefix))
     )
-    return [left for left in found if left is not None]
+    return [keys_left for keys_left in left_over if keys_left is not None]
 
 
 def _sample_keys(keys: Iterable[str]) -> list[str]:
@@ -373,6 +385,6 @@ def _sample_keys(keys: Iterable[str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for key in sorted(keys):
         alike = kinds.setdefault(re.sub(r"[0-9]+", "0", key), [])
-        if len(alike) < _MOST_ALIKE:
+        if len(alike) < _MAX_KEYS_PER_KIND:
             alike.append(key)
     return [key for alike in kinds.values() for key in alike]

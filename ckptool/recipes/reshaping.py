@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ckptool.core.addressing import NameIndex
 from ckptool.core.checkpoint import Change, Checkpoint
@@ -92,7 +92,7 @@ def _apply_rule(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpo
     Raises:
         UsageError: if the rule matches no tensor, or the file has the state of an optimizer.
     """
-    file, works = checkpoint.path, dict[int, SectionWork]()
+    file, works = checkpoint.path, dict[int, SectionWork]()  # by `id` of the state dict
     for section in list_distinct_sections(checkpoint.sections):
         if section.kind in MODEL_KINDS and (work := step(section, file)).used:
             works[id(section.holder)] = work
@@ -106,7 +106,9 @@ def _apply_rule(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpo
         raise UsageError(text, file=file, hint=hint)
     refuse_dependent_tensors(checkpoint, set().union(*(work.used for work in works.values())))
     changes = (change for work in works.values() for change in work.changes)
-    return replace_entries(checkpoint, {at: work.items for at, work in works.items()}, *changes)
+    return replace_entries(
+        checkpoint, {node_id: work.items for node_id, work in works.items()}, *changes
+    )
 
 
 def _parse_split(text: str) -> SectionRule:
@@ -126,19 +128,23 @@ def _parse_fuse(text: str) -> SectionRule:
 
 
 def _parse_sides(option: str, example: str, rule: str) -> tuple[list[Pattern], list[Pattern], int]:
-    """Parse `LEFT=>RIGHT@DIM`, one side of which has only one key: left, right, dimension."""
+    """Parse `LEFT=>RIGHT@DIM`, and return left, right and dimension.
+
+    One key is the whole tensor: on the left for `option` "split", on the right for "fuse". All keys
+    have equally many `*`, which match the same texts.
+    """
     names, _, dim = rule.rpartition("@")
     left, right = ([*map(str.strip, text.split(","))] for text in names.partition("=>")[::2])
     keys = [*left, *right]
-    sides = (left, right) if option == "split" else (right, left)
+    whole, parts = (left, right) if option == "split" else (right, left)
     has_dim = dim.isascii() and dim.isdigit() and len(dim) < 3
     has_equal_stars = all(keys) and len({text.count("*") for text in keys}) == 1
-    if not has_dim or not has_equal_stars or len(sides[0]) != 1 or len(sides[1]) < 2:
+    if not has_dim or not has_equal_stars or len(whole) != 1 or len(parts) < 2:
         text = f"{printable(rule)!r} does not name one whole tensor and its parts"
         raise UsageError(
             text, hint=f"use --{option} '{example}', with equally many * on both sides"
         )
-    if len(set(sides[1])) < len(sides[1]):
+    if len(set(parts)) < len(parts):
         raise UsageError(f"{printable(rule)!r} has a part twice")
     return [*map(_glob_pattern, left)], [*map(_glob_pattern, right)], int(dim)
 
@@ -146,9 +152,12 @@ def _parse_sides(option: str, example: str, rule: str) -> tuple[list[Pattern], l
 def _make_join_rule(
     whole: Pattern, parts: Sequence[Pattern], dim: int, *, are_equal: bool = False
 ) -> RecipeRule:
-    """Return the rule that joins parts along a dimension: `p0 ..., p1 ... -> (p0 + p1) ...`."""
-    front = tuple(f"d{at}" for at in range(dim))
-    sizes = tuple("part" if are_equal else f"p{at}" for at in range(len(parts)))
+    """Return the rule that joins parts along a dimension: `p0 ..., p1 ... -> (p0 + p1) ...`.
+
+    With `are_equal`, all parts have one size: its inverse splits a tensor into equal parts.
+    """
+    front = tuple(f"d{index}" for index in range(dim))
+    sizes = tuple("part" if are_equal else f"p{index}" for index in range(len(parts)))
     left = tuple((*front, size, "...") for size in sizes)
     right = (*front, f"({' + '.join(sizes)})", "...")
     text = f"{', '.join(map(' '.join, left))} -> {' '.join(right)}"
@@ -159,7 +168,7 @@ def _make_join_rule(
 def _glob_pattern(text: str) -> Pattern:
     """Return the pattern of a key in which each `*` is a variable."""
     literals = text.split("*")
-    variables = (Variable(f"x{at}", "text") for at in range(len(literals) - 1))
+    variables = (Variable(f"x{index}", "text") for index in range(len(literals) - 1))
     return Pattern(text, tuple(literals), tuple(variables))
 
 
@@ -214,7 +223,7 @@ class Concat(Step):
             UsageError: a rule matches nothing; there are no ranks; or these differ in their keys,
                 in a tensor that no rule names, or in another dimension.
         """
-        file, rules = checkpoint.path, [_parse_concat(rule) for rule in self.rules]
+        file = checkpoint.path
         ranks = checkpoint.root if isinstance(checkpoint.root, dict) else {}
         if not ranks or not all(map(is_rank_folder, ranks)):
             hint = "give the folder of one iteration, which has a folder mp_rank_00"
@@ -230,36 +239,7 @@ class Concat(Step):
             raise UsageError(
                 f"has tensors that only some ranks have: {few(sorted(differing_paths))}", file=file
             )
-        index, dims = NameIndex(models[0].items(), file), dict[int, int]()
-        for glob, dim in rules:
-            if not (matches := index.select(glob, endings=False)):
-                raise UsageError(f"no tensor of the model matches {printable(glob)!r}", file=file)
-            for position in matches:
-                dims.setdefault(position, dim)
-        joined_by_shards, joined, differing = (
-            dict[tuple[int, ...], TensorRef](),
-            dict[Path, TensorRef](),
-            [],
-        )
-        for position, (path, first) in enumerate(models[0].items()):
-            shards = [model[path] for model in models]
-            if position in dims:
-                key = (dims[position], *map(id, shards))  # Tied tensors stay tied.
-                if key not in joined_by_shards:
-                    joined_by_shards[key] = _join_ranks(
-                        name_of(path), dict(zip(ranks, shards, strict=True)), dims[position], file
-                    )
-                joined[path] = joined_by_shards[key]
-            elif not all(_is_same(first, shard) for shard in shards[1:]):
-                differing.append(name_of(path))
-        if differing:
-            what = f"but no rule joins them: {_list_families(differing)}"
-            hint = (
-                "add --concat 'GLOB=DIM' for each kind, with the dimension along which "
-                "Megatron split it"
-            )
-            text = f"its ranks differ in {counted(len(differing), 'tensor')}, {what}"
-            raise UsageError(text, file=file, hint=hint)
+        joined = self._join_models(dict(zip(ranks, models, strict=True)), file)
         left_out = [
             key for key, node in trees[0].items() if key != "model" and any(find_tensors([node]))
         ]
@@ -275,6 +255,45 @@ class Concat(Step):
             text = f"entries of single ranks ({listed(map(printable, map(str, left_out)))})"
             changes.append(Change("left-out", text, len(left_out)))
         return checkpoint.with_root(replace_tensors(root, joined), *changes)
+
+    def _join_models(
+        self, model_by_rank: Mapping[Any, Mapping[Path, TensorRef]], file: str
+    ) -> dict[Path, TensorRef]:
+        """Return the tensors that match a rule, by path, each joined from all ranks.
+
+        Raises:
+            UsageError: if a rule matches nothing, or a tensor differs that no rule matches.
+        """
+        first_model = next(iter(model_by_rank.values()))
+        index, dims = NameIndex(first_model.items(), file), dict[int, int]()
+        for glob, dim in map(_parse_concat, self.rules):
+            if not (matches := index.select(glob, endings=False)):
+                raise UsageError(f"no tensor of the model matches {printable(glob)!r}", file=file)
+            for position in matches:
+                dims.setdefault(position, dim)  # the first rule that matches decides
+        joined, differing = dict[Path, TensorRef](), list[str]()
+        joined_by_shards = dict[tuple[int, ...], TensorRef]()
+        for position, path in enumerate(first_model):
+            shards = {rank: model[path] for rank, model in model_by_rank.items()}
+            first, *others = shards.values()
+            if position in dims:
+                key = (dims[position], *map(id, shards.values()))  # Tied tensors stay tied.
+                if key not in joined_by_shards:
+                    joined_tensor = _join_ranks(name_of(path), shards, dims[position], file)
+                    joined_by_shards[key] = joined_tensor
+                joined[path] = joined_by_shards[key]
+            elif not all(_is_same(first, other) for other in others):
+                differing.append(name_of(path))
+        if differing:
+            text = (
+                f"its ranks differ in {counted(len(differing), 'tensor')}, but no rule joins them"
+            )
+            hint = (
+                "add --concat 'GLOB=DIM' for each kind, with the dimension along which "
+                "Megatron split it"
+            )
+            raise UsageError(f"{text}: {_list_families(differing)}", file=file, hint=hint)
+        return joined
 
 
 def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> None:
