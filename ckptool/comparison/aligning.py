@@ -35,7 +35,7 @@ from ckptool.transforms.name_rules import AppliedRules, Rule
 from ckptool.transforms.names import find_new_names, unwrap_modules
 from ckptool.words import listed, printable
 
-_SORTS = {"state_dict": "model", "module": "model"}
+_PAIRED_KIND = {"state_dict": "model", "module": "model"}
 """Kinds of section that may be paired with each other, others only with their own kind."""
 
 Couple = tuple[Section, Section]
@@ -54,7 +54,7 @@ class _NewNames:
     """For the comparison: without wrapper prefixes, then with the rules applied."""
 
 
-_AS_THEY_ARE = _NewNames({}, {})
+_UNCHANGED_NAMES = _NewNames({}, {})
 STRICT_HINT = "add --strict-names to compare the keys unchanged"
 RULES_HINT = "make the rules more specific"
 
@@ -66,7 +66,8 @@ class _SideNames:
     file: str
     strict: bool = False
     rules: AppliedRules = field(default_factory=lambda: AppliedRules(()))
-    _namings: list[tuple[frozenset[str], _NewNames]] = field(default_factory=list)
+    _names_of_models: list[tuple[frozenset[str], _NewNames]] = field(default_factory=list)
+    """The keys of each model so far, with their new names, for the optimizers."""
 
     def resolve_names(
         self, part: Section, stripped: Renamed, prefixed: Renamed | None = None
@@ -84,18 +85,24 @@ class _SideNames:
         where = printable(part.name) or "the root"
         check_collisions(part.node, renamed, file=self.file or None, location=where, hint=hint)
         resolved = _NewNames(stripped, renamed)
-        self._namings.append((frozenset(names), resolved))
+        self._names_of_models.append((frozenset(names), resolved))
         return resolved
 
     def resolve_optimizer_names(self, part: Section) -> _NewNames:
-        """Return the compared names of an optimizer: those of its model."""
+        """Return the compared names of an optimizer: those of its model.
+
+        If no model has its names, they are renamed like the keys of a model.
+        """
         names_of_optimizer = list_optimizer_names(part.node)
         shown = find_new_names(
-            names_of_optimizer, [(names, resolved.shown) for names, resolved in self._namings]
+            names_of_optimizer,
+            [(names, resolved.shown) for names, resolved in self._names_of_models],
         )
         if shown:
-            namings = [(names, resolved.compared) for names, resolved in self._namings]
-            return _NewNames(shown, find_new_names(names_of_optimizer, namings))
+            compared_names = [
+                (names, resolved.compared) for names, resolved in self._names_of_models
+            ]
+            return _NewNames(shown, find_new_names(names_of_optimizer, compared_names))
         stripped = self.strip(names_of_optimizer)
         return _NewNames(stripped, self._apply_rules(names_of_optimizer, stripped))
 
@@ -155,11 +162,9 @@ def align(
         NotFound: nothing is at `key`, or the file has no model, or several (`AmbiguousName`).
         LimitExceeded: a tree is nested or repeated more than the limits allow.
     """
+    error: NotFound | None = None
     if model_only:
-        (scope_a, scope_b), error = (
-            (_select_weights(checkpoint, key) for checkpoint in (a, b)),
-            None,
-        )
+        scope_a, scope_b = (_select_weights(checkpoint, key) for checkpoint in (a, b))
     else:
         scope_a, scope_b, error = _resolve_scopes(a, b, key)
     is_whole = error is None and not (scope_a.entry or scope_b.entry)
@@ -172,25 +177,26 @@ def align(
     ).run()
     if is_whole:
         return aligned
-    text = name_of(tuple(key)) if isinstance(key, (tuple, list)) else str(key)
+    name = name_of(tuple(key)) if isinstance(key, (tuple, list)) else str(key)
 
-    def is_selected(entry: DiffEntry, asked: DiffEntry | None) -> bool:
-        """Return True if an entry is at the path, or has the name, that was asked for."""
+    def is_selected(entry: DiffEntry, selected: DiffEntry | None) -> bool:
+        """Return True if an entry is at the selected path, or has the name if no path is known."""
         if error is None:
-            return asked is not None and entry.path == asked.path
-        return entry.name == text or entry.name.endswith(f"/{text}")
+            return selected is not None and entry.path == selected.path
+        return entry.name == name or entry.name.endswith(f"/{name}")
 
     pairs = [
-        p
-        for p in aligned.pairs
-        if is_selected(p.a, scope_a.entry) or is_selected(p.b, scope_b.entry)
+        pair
+        for pair in aligned.pairs
+        if is_selected(pair.a, scope_a.entry) or is_selected(pair.b, scope_b.entry)
     ]
     only_a = [entry for entry in aligned.only_a if is_selected(entry, scope_a.entry)]
     only_b = [entry for entry in aligned.only_b if is_selected(entry, scope_b.entry)]
+    # Two entries that were both selected are a pair, even if their names differ.
     if scope_a.entry and scope_b.entry and (only_a or only_b or not pairs):
         pairs, only_a, only_b = [Pair(scope_a.entry, scope_b.entry)], [], []
     if not (pairs or only_a or only_b):
-        raise error or NotFound(f"no entry is named {printable(text)!r}")
+        raise error or NotFound(f"no entry is named {printable(name)!r}")
     return replace(aligned, pairs=tuple(pairs), only_a=tuple(only_a), only_b=tuple(only_b))
 
 
@@ -204,10 +210,11 @@ class Scope:
 
 
 def _resolve_scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scope, NotFound | None]:
-    """Return the node at an address in each checkpoint; the roots without one.
+    """Return the compared node at `key` in each checkpoint, or the roots if `key` is None.
 
-    For an entry it is the section around it, in which it finds its pair. The error is raised later
-    if neither file has the address, nor a compared entry with this name.
+    For a single entry it is the section around it, in which it finds its pair. If only one file has
+    `key`, and the other is a flat state dict, the root of the other is compared. The third item is
+    the error to raise if neither file has `key`, nor a compared entry with this name.
 
     Raises:
         NotFound: a file that is not one flat state dict does not have the address.
@@ -216,17 +223,17 @@ def _resolve_scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scop
     if key is None:
         return Scope(a.root), Scope(b.root), None
     results = [(checkpoint, _find_scope(checkpoint, key)) for checkpoint in (a, b)]
-    nodes = [scope.root for _, scope in results if isinstance(scope, Scope)]
+    nodes = [result.root for _, result in results if isinstance(result, Scope)]
     is_entry = not (nodes and all(map(_is_container, nodes)))
     scopes: list[Scope] = []
     error = None
-    for checkpoint, scope in results:
-        if isinstance(scope, Scope):
-            scopes.append(_find_enclosing_section(checkpoint, scope) if is_entry else scope)
+    for checkpoint, result in results:
+        if isinstance(result, Scope):
+            scopes.append(_find_enclosing_section(checkpoint, result) if is_entry else result)
             continue
         if not is_entry and not is_flat(checkpoint.root):
-            raise scope
-        error = error or scope
+            raise result
+        error = error or result
         scopes.append(Scope(checkpoint.root))
     return scopes[0], scopes[1], None if nodes else error
 
@@ -280,18 +287,18 @@ class _Aligner:
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Alignment:
-        """Pair all sections, models before the optimizers that use their names."""
+        """Pair the sections and their entries, then all entries outside of paired sections."""
         parts_a, parts_b = _find_sections(self.a.root), _find_sections(self.b.root)
         couples = _pair_sections(parts_a, parts_b)
-        taken = {id(part) for couple in couples for part in couple}
-        names = self._resolve_all_names(couples, parts_a, parts_b, taken)
+        paired_ids = {id(part) for couple in couples for part in couple}
+        names = self._resolve_all_names(couples, parts_a, parts_b, paired_ids)
         for section_a, section_b in couples:
             self._pair_entries(section_a, section_b, names)
-        has_remaining = self._pair_remaining(parts_a, parts_b, taken, names)
+        has_remaining = self._pair_remaining(parts_a, parts_b, paired_ids, names)
         unpaired_names = [
             [
                 name_of(scope.base + part.path) or "the root"
-                for part in _find_unpaired(parts, "model", taken)
+                for part in _find_unpaired(parts, "model", paired_ids)
             ]
             for scope, parts in ((self.a, parts_a), (self.b, parts_b))
         ]
@@ -304,9 +311,16 @@ class _Aligner:
         )
 
     def _resolve_all_names(
-        self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
+        self,
+        couples: list[Couple],
+        parts_a: list[Section],
+        parts_b: list[Section],
+        paired_ids: set[int],
     ) -> dict[int, _NewNames]:
-        """Return the compared names of every section, by the section's identity."""
+        """Return the compared names of every section, by the section's identity.
+
+        Models come first, because optimizers use their names.
+        """
         resolved: dict[int, _NewNames] = {}
         for section_a, section_b in couples:
             if section_a.kind in MODEL_KINDS:
@@ -322,7 +336,7 @@ class _Aligner:
                 )
         for side, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
             for part in parts:
-                if part.kind in MODEL_KINDS and id(part) not in taken:
+                if part.kind in MODEL_KINDS and id(part) not in paired_ids:
                     resolved[id(part)] = side.resolve_names(
                         part, side.strip(list_wrappable_keys(part.node))
                     )
@@ -334,9 +348,10 @@ class _Aligner:
     def _choose_stripped_names(
         self, section_a: Section, section_b: Section
     ) -> tuple[Renamed, Renamed]:
-        """Remove wrapper prefixes from both sides, or from the sides where more names agree then.
+        """Return the new names, without wrapper prefixes, of the keys that change on each side.
 
-        A layer may be called `module` by its author, and be all that one file has.
+        Prefixes are removed from both sides, or only from sides where more names agree then: a
+        model may have a layer `module`, and a file nothing but this layer.
         """
         stripped_a = self.names_a.strip(list_wrappable_keys(section_a.node))
         stripped_b = self.names_b.strip(list_wrappable_keys(section_b.node))
@@ -380,7 +395,10 @@ class _Aligner:
     def _pair_entries(
         self, section_a: Section, section_b: Section, names: dict[int, _NewNames]
     ) -> None:
-        """Pair the entries of two sections, their holders, and their `_metadata`."""
+        """Pair the entries of two sections, and compare their holders and `_metadata`.
+
+        Names are shown with the path of A, unless only the scopes of the two files differ.
+        """
         base_a, base_b = self.a.base + section_a.path, self.b.base + section_b.path
         prefix = base_a if base_a == base_b else ()
         if base_a != base_b and section_a.path == section_b.path:
@@ -389,10 +407,10 @@ class _Aligner:
         for region, part, base in zip(
             regions, (section_a, section_b), (base_a, base_b), strict=True
         ):
-            _fill_region(region, part, base, names.get(id(part), _AS_THEY_ARE), outer=prefix)
+            _fill_region(region, part, base, names.get(id(part), _UNCHANGED_NAMES), outer=prefix)
             region.leaves.pop((), None)  # an object that is the section itself
             region.containers.pop((), None)
-        self._take(*regions)
+        self._pair_regions(*regions)
         if isinstance(section_a.holder, Opaque) and isinstance(section_b.holder, Opaque):
             name = name_of(prefix or base_a)
             a, b = _unwrap_module(section_a.holder), _unwrap_module(section_b.holder)
@@ -403,23 +421,23 @@ class _Aligner:
         self,
         parts_a: list[Section],
         parts_b: list[Section],
-        taken: set[int],
+        paired_ids: set[int],
         names: dict[int, _NewNames],
     ) -> bool:
         """Pair values and unpaired sections by path; return True if any exist."""
-        pools = Region(), Region()
+        regions = Region(), Region()
         outer = self.a.base if self.a.base == self.b.base else ()
-        for pool, scope, parts in zip(pools, (self.a, self.b), (parts_a, parts_b), strict=True):
+        for region, scope, parts in zip(regions, (self.a, self.b), (parts_a, parts_b), strict=True):
             skip = frozenset(part.path for part in parts)
-            pool.fill(scope.root, scope.base, outer=outer, skip=skip)
+            region.fill(scope.root, scope.base, outer=outer, skip=skip)
             for part in parts:
-                if id(part) not in taken:
-                    base, resolved = scope.base + part.path, names.get(id(part), _AS_THEY_ARE)
-                    _fill_region(pool, part, base, resolved, outer=outer, before=part.path)
-        self._take(*pools)
-        return any(pool.leaves for pool in pools)
+                if id(part) not in paired_ids:
+                    base, resolved = scope.base + part.path, names.get(id(part), _UNCHANGED_NAMES)
+                    _fill_region(region, part, base, resolved, outer=outer, before=part.path)
+        self._pair_regions(*regions)
+        return any(region.leaves for region in regions)
 
-    def _take(self, a: Region, b: Region) -> None:
+    def _pair_regions(self, a: Region, b: Region) -> None:
         """Pair the entries of two regions, and keep the result."""
         pairs, only_a, only_b = pair_regions(a, b)
         self.pairs.extend(pairs)
@@ -453,22 +471,22 @@ def _pair_sections(parts_a: list[Section], parts_b: list[Section]) -> list[Coupl
         for part in parts_a
         if (part.path, _normalize_kind(part)) in by_path
     ]
-    taken = {id(part) for couple in couples for part in couple}
-    for sort in dict.fromkeys(map(_normalize_kind, parts_a)):
-        unpaired = [_find_unpaired(parts, sort, taken) for parts in (parts_a, parts_b)]
+    paired_ids = {id(part) for couple in couples for part in couple}
+    for kind in dict.fromkeys(map(_normalize_kind, parts_a)):
+        unpaired = [_find_unpaired(parts, kind, paired_ids) for parts in (parts_a, parts_b)]
         if all(len({id(part.holder) for part in parts}) == 1 for parts in unpaired):
             couples.append((unpaired[0][0], unpaired[1][0]))
     return couples
 
 
-def _find_unpaired(parts: list[Section], sort: str, taken: set[int]) -> list[Section]:
-    """Return the sections of one sort whose identity is not in `taken`."""
-    return [part for part in parts if _normalize_kind(part) == sort and id(part) not in taken]
+def _find_unpaired(parts: list[Section], sort: str, paired_ids: set[int]) -> list[Section]:
+    """Return the sections of one sort whose identity is not in `paired_ids`."""
+    return [part for part in parts if _normalize_kind(part) == sort and id(part) not in paired_ids]
 
 
 def _normalize_kind(part: Section) -> str:
     """Return the kind that two sections must share to be paired."""
-    return _SORTS.get(part.kind, part.kind)
+    return _PAIRED_KIND.get(part.kind, part.kind)
 
 
 def _fill_region(
@@ -512,12 +530,12 @@ def _rename_optimizer_entry(path: Path, leaf: Any, renamed: Renamed) -> tuple[Pa
 
 
 def _unwrap_module(holder: Opaque) -> Opaque:
-    """Return a pickled module without the pickled wrappers around it."""
+    """Return a pickled module without the pickled wrappers around it; other objects unchanged."""
     if not is_module(holder):
         return holder
-    instead = unwrap_modules(holder).replacements
-    while id(holder) in instead:
-        holder = instead[id(holder)]
+    replacements = unwrap_modules(holder).replacements
+    while id(holder) in replacements:
+        holder = replacements[id(holder)]
     return holder
 
 
@@ -535,11 +553,11 @@ def _count_common_names(
     return sum(renamed_b.get(name, name) in names for name in section_b.node)
 
 
-def _describe_unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
+def _describe_unpaired(paths_a: list[str], paths_b: list[str]) -> Iterator[str]:
     """Yield a note on the paths of state dicts that have no pair, if both files have some."""
-    if left_a and left_b:
+    if paths_a and paths_b:
         yield (
-            f"A has the state dicts {listed(left_a)} and B has {listed(left_b)}: they are not "
+            f"A has the state dicts {listed(paths_a)} and B has {listed(paths_b)}: they are not "
             "compared, because their names do not match; add --key to choose one"
         )
 
@@ -599,7 +617,7 @@ class Region:
     containers: dict[Key, DiffEntry] = field(default_factory=dict)
     entered: dict[Key, str] = field(default_factory=dict)
     """The names of containers and of objects with entries of their own."""
-    _again: dict[Key, int] = field(default_factory=dict)
+    _repeats: dict[Key, int] = field(default_factory=dict)
 
     def fill(
         self,
@@ -612,10 +630,11 @@ class Region:
         changed: Changed = _keep_entry,
         weights: bool = False,
     ) -> None:
-        """Add the entries below `root`, whose path in the file is `base`.
+        """Add the entries and containers below `root`, whose path in the file is `base`.
 
         `before` is put before each key, and `outer` before that in names only; `skip` has the
-        paths below `root` that are left out. `weights` is True for the section of a model.
+        paths below `root` that are left out. `changed` renames entries. `weights` is True for the
+        section of a model.
         """
 
         def should_enter(path: Path, node: Any) -> bool:
@@ -639,7 +658,7 @@ class Region:
     def _add(self, key: Key, entry: DiffEntry) -> None:
         """Add an entry; a repeated key (two objects as keys of a dict) gets a number."""
         if key in self.leaves:
-            number = self._again[key] = self._again.get(key, 1) + 1
+            number = self._repeats[key] = self._repeats.get(key, 1) + 1
             key = (*key, ("again", number))
         self.leaves[key] = entry
 

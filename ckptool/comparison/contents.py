@@ -69,16 +69,18 @@ class Contents:
             UsageError: a tolerance is negative or not a number.
         """
         self._quick = quick
-        tolerant = atol is not None or rtol is not None
-        if tolerant:
+        has_tolerance = atol is not None or rtol is not None
+        if has_tolerance:
             atol, rtol = _ATOL if atol is None else atol, _RTOL if rtol is None else rtol
         self._options: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
-        self._comparer = self._make_comparer() if tolerant else None  # it may refuse them
+        self._comparer = self._make_comparer() if has_tolerance else None  # it may refuse them
         self._round_wider = rounded
-        self._tolerant = tolerant or equal_nan or rounded
+        self._needs_values = has_tolerance or equal_nan or rounded
+        """True if different bytes may count as equal, so that torch is needed to decide."""
         self._meter = meter
         self._repeated = RepeatedBytes(limits)
-        self._known: dict[Any, ValueComparison] = {}
+        self._result_by_pair: dict[Any, ValueComparison] = {}
+        """The results so far, which tied tensors share."""
         self.without_torch = False
         """True if values should be compared but torch is not installed."""
 
@@ -94,32 +96,37 @@ class Contents:
             CorruptFile: bytes cannot be read.
         """
         key = _pair_key(a, b), exact
-        verdict = self._known.get(key)
-        if verdict is None:
-            verdict = self._known[key] = self._compare_elements(path, a, b, exact)
-        return verdict
+        result = self._result_by_pair.get(key)
+        if result is None:
+            result = self._result_by_pair[key] = self._compare_elements(path, a, b, exact)
+        return result
 
     def _compare_elements(
         self, path: Path, a: TensorRef, b: TensorRef, exact: bool
     ) -> ValueComparison:
-        """Compare by stored checksum, then by bytes, then by value."""
+        """Compare by bytes, then by value if the bytes differ.
+
+        With `quick`, stored checksums come first, and values are not compared. With `rounded`, the
+        wider tensor is rounded before. Values of two dtypes that cannot be compared, as torch is
+        missing or a dtype is unknown, count as equal: the dtypes are reported as different.
+        """
         if self._quick:
-            stated = compare_checksums(a, b)
-            if stated is not None:
-                return ValueComparison(stated, by_checksum=True)
+            has_equal_checksum = compare_checksums(a, b)
+            if has_equal_checksum is not None:
+                return ValueComparison(has_equal_checksum, by_checksum=True)
         self._repeated.add(path, a)
         self._repeated.add(path, b)
         if self._round_wider:
             a, b = _round_to_narrower(a, b), _round_to_narrower(b, a)
-        same = a.dtype == b.dtype and has_same_content(a, b, self._meter.advance)
-        if same or self._quick:
-            return ValueComparison(same)
+        has_equal_bytes = a.dtype == b.dtype and has_same_content(a, b, self._meter.advance)
+        if has_equal_bytes or self._quick:
+            return ValueComparison(has_equal_bytes)
         difference = self._compute_difference(a, b, exact)
-        if difference is None:  # cannot tell if values of two dtypes are equal
+        if difference is None:
             return ValueComparison(a.dtype != b.dtype and not self._round_wider)
-        equal = (
-            difference.mismatched == 0 if exact or difference.close is None else difference.close
-        )
+        equal = difference.mismatched == 0
+        if not exact and difference.close is not None:  # there is a tolerance
+            equal = difference.close
         return ValueComparison(equal, difference=difference)
 
     def _make_comparer(self) -> Comparer:
@@ -135,7 +142,7 @@ class Contents:
         try:
             return self._comparer.compare(a, b, self._meter.advance)
         except TorchMissing:
-            if self._tolerant and not exact:
+            if self._needs_values and not exact:
                 raise  # cannot tell if values are close
             self.without_torch = True
         except UnsupportedFormat:  # a dtype without known values
@@ -144,7 +151,10 @@ class Contents:
 
 
 def _round_to_narrower(tensor: TensorRef, other: TensorRef) -> TensorRef:
-    """Return a tensor rounded to the dtype of another, as in torch, if that is narrower."""
+    """Return a tensor rounded to the dtype of another, as in torch, if that is narrower.
+
+    Otherwise it is returned unchanged. The rounding happens when the elements are read.
+    """
     stored, source, target = tensor.storage, tensor.dtype, other.dtype
     is_floating = source in FLOATS and target in FLOATS
     if stored is None or source == target or not is_floating or not is_exact(target, source):
@@ -161,8 +171,9 @@ def _pair_key(a: TensorRef, b: TensorRef) -> Any:
 Same = Callable[[DiffEntry, DiffEntry], bool]
 """Returns True if the elements of two tensors of one dtype and shape are equal."""
 Group = tuple[list[DiffEntry], list[DiffEntry]]
+"""Entries of A and of B."""
 
-_MOST_PARTS = 16
+_MAX_COMPONENTS = 16
 """Most last components of a key to compare, enough to distinguish layers."""
 
 
@@ -184,19 +195,19 @@ def find_renamed(
         LimitExceeded: strides repeat too many bytes.
         CorruptFile: bytes cannot be read.
     """
-    headers: dict[Any, Group] = {}
+    groups_by_header: dict[Any, Group] = {}  # by dtype and shape
     for side, entries in enumerate((only_a, only_b)):
         for entry in entries:
             if isinstance(entry.leaf, TensorRef) and entry.leaf.has_content:
-                kind = entry.leaf.dtype, entry.leaf.shape
-                headers.setdefault(kind, ([], []))[side].append(entry)
-    groups = [group for group in headers.values() if all(group)]
-    if not stated_only:
+                header = entry.leaf.dtype, entry.leaf.shape
+                groups_by_header.setdefault(header, ([], []))[side].append(entry)
+    groups = [group for group in groups_by_header.values() if all(group)]
+    if not stated_only:  # announce the bytes to read: to compare pairs, and for checksums
         for group in groups:
             meter.total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
-            unknown = {entry.leaf.place: entry.leaf for side in group for entry in side}
-            unread = (leaf for leaf in unknown.values() if _read_stored_crc32(leaf) is None)
-            meter.total += sum(leaf.nbytes for leaf in unread)
+            tensors = {entry.leaf.place: entry.leaf for side in group for entry in side}
+            unread = (tensor for tensor in tensors.values() if _read_stored_crc32(tensor) is None)
+            meter.total += sum(tensor.nbytes for tensor in unread)
     repeated, crc32s = RepeatedBytes(limits), dict[Any, int]()
 
     def compute_crc32(entry: DiffEntry) -> int | None:
@@ -215,13 +226,13 @@ def find_renamed(
         return crc32s[tensor.place]
 
     for group in groups:
-        contents: dict[int, Group] = {}
+        entries_by_crc32: dict[int, Group] = {}
         for side, entries in enumerate(group):
             for entry in entries:
                 checksum = compute_crc32(entry)
                 if checksum is not None:
-                    contents.setdefault(checksum, ([], []))[side].append(entry)
-        for entries_a, entries_b in contents.values():
+                    entries_by_crc32.setdefault(checksum, ([], []))[side].append(entry)
+        for entries_a, entries_b in entries_by_crc32.values():
             yield from (
                 pair
                 for pair in _pair_equal_contents(entries_a, entries_b)
@@ -239,9 +250,10 @@ def _read_stored_crc32(tensor: TensorRef) -> int | None:
 def _pair_equal_contents(
     entries_a: list[DiffEntry], entries_b: list[DiffEntry]
 ) -> Iterator[tuple[DiffEntry, DiffEntry]]:
-    """Yield pairs of entries with equal content: by their last components, then the only ones left.
+    """Yield pairs of entries with equal content, those with the most equal last components first.
 
-    A single element, or several equal ones (biases of zeros), must have equal last components.
+    If one entry of each side is left, they are a pair too, unless they are single elements: these
+    are often equal by chance. So are several entries (biases of zeros), which need equal ends.
     """
     if not entries_a or not entries_b:
         return
@@ -253,23 +265,23 @@ def _pair_equal_contents(
     for length in range(longest, 0, -1):
         if not entries_a or not entries_b:
             return
-        waiting: dict[tuple[str, ...], list[DiffEntry]] = {}
+        candidates_by_end: dict[tuple[str, ...], list[DiffEntry]] = {}
         for entry in reversed(entries_b):
             if len(components[id(entry)]) >= length:
-                waiting.setdefault(components[id(entry)][:length], []).append(entry)
-        taken: set[int] = set()
+                candidates_by_end.setdefault(components[id(entry)][:length], []).append(entry)
+        paired_ids: set[int] = set()
         for entry in entries_a:
-            candidates = waiting.get(components[id(entry)][:length])
+            candidates = candidates_by_end.get(components[id(entry)][:length])
             if candidates and len(components[id(entry)]) >= length:
                 other = candidates.pop()
-                taken.update((id(entry), id(other)))
+                paired_ids.update((id(entry), id(other)))
                 yield entry, other
-        entries_a = [entry for entry in entries_a if id(entry) not in taken]
-        entries_b = [entry for entry in entries_b if id(entry) not in taken]
+        entries_a = [entry for entry in entries_a if id(entry) not in paired_ids]
+        entries_b = [entry for entry in entries_b if id(entry) not in paired_ids]
     if len(entries_a) == len(entries_b) == 1 and entries_a[0].leaf.numel > 1:
         yield entries_a[0], entries_b[0]
 
 
 def _split_reversed(name: str) -> tuple[str, ...]:
     """Return the last components of a name, the last one first."""
-    return tuple(reversed(name.replace("/", ".").rsplit(".", _MOST_PARTS)[-_MOST_PARTS:]))
+    return tuple(reversed(name.replace("/", ".").rsplit(".", _MAX_COMPONENTS)[-_MAX_COMPONENTS:]))

@@ -360,7 +360,7 @@ class _Elements:
 
 @dataclass
 class _Comparison:
-    """One comparison: the pairs, and the differences so far."""
+    """One comparison: the pairs, the options of `diff`, and the differences so far."""
 
     aligned: Alignment
     contents: Contents
@@ -371,18 +371,21 @@ class _Comparison:
     ignore_dtype: bool
     limits: Limits
     changed: list[Changed] = field(default_factory=list)
+    """The pairs that differ and have a tensor."""
     values: list[Changed] = field(default_factory=list)
+    """The other pairs that differ."""
     renamed: list[Renamed] = field(default_factory=list)
-    tally: Counter[str] = field(default_factory=Counter)
-    listed: set[int] = field(default_factory=set)
+    counts_by_kind: Counter[str] = field(default_factory=Counter)
+    """By status of `STATUSES`, and by name of a count in `Diff`."""
+    listed_ids: set[int] = field(default_factory=set)
     """Identities of the tensors that are separate entries."""
-    gone: set[int] = field(default_factory=set)
+    renamed_ids: set[int] = field(default_factory=set)
     """Identities of the renamed entries."""
 
     def compare(self) -> None:
         """Compare every pair, of tensors and of other entries."""
         for pair in self.aligned.pairs:
-            self.listed.update(
+            self.listed_ids.update(
                 id(entry.leaf) for entry in (pair.a, pair.b) if isinstance(entry.leaf, TensorRef)
             )
         for pair in self.aligned.pairs:
@@ -392,18 +395,22 @@ class _Comparison:
                 self._compare_others(pair)
 
     def _compare_tensors(self, pair: Pair, a: TensorRef, b: TensorRef) -> None:
-        """Compare two tensors by header and elements, and note the differences."""
+        """Compare two tensors by header and elements, and note the differences.
+
+        With `structure`, only headers are compared. With `ignore_dtype`, a different dtype is no
+        difference if the elements were compared.
+        """
         differences = _compare_headers(a, b)
         result = (
             self._compare_quantizers(a, b) if self.structure else self._compare_elements(pair, a, b)
         )
         if self.ignore_dtype and result.verdict is not None and "dtype" in differences:
             differences.remove("dtype")
-            self.tally["of_other_types"] += 1
+            self.counts_by_kind["of_other_types"] += 1
         if result.verdict is not None:
-            self.tally["elements"] += a.numel
-            self.tally["by_checksum" if result.verdict.by_checksum else "read"] += 1
-            self.tally["in_value_only"] += (
+            self.counts_by_kind["elements"] += a.numel
+            self.counts_by_kind["by_checksum" if result.verdict.by_checksum else "read"] += 1
+            self.counts_by_kind["in_value_only"] += (
                 result.verdict.is_equal_in_value_only and a.dtype == b.dtype
             )
         if not result.equal:
@@ -431,15 +438,20 @@ class _Comparison:
         return _Elements(verdict.equal, verdict, verdict.is_close)
 
     def _compare_parts(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
-        """Compare two tensors that are made of others; the figures are of one part."""
+        """Compare two tensors that are made of others; the figures are of the last compared part.
+
+        That is the part that differs, unless the difference is not in the elements of an array.
+        """
         verdicts: list[ValueComparison] = []
-        same = self._make_element_comparer(pair, verdicts)
-        difference = find_first_difference(a, b, same, devices=False, limits=self.limits)
+        has_equal_elements = self._make_element_comparer(pair, verdicts)
+        difference = find_first_difference(
+            a, b, has_equal_elements, devices=False, limits=self.limits
+        )
         last = verdicts[-1] if verdicts else None
         if difference is not None and last is not None and last.equal:
             last = None  # the difference is elsewhere
-        close = difference is None and any(verdict.is_close for verdict in verdicts)
-        return _Elements(difference is None, last, close, difference)
+        is_close = difference is None and any(verdict.is_close for verdict in verdicts)
+        return _Elements(difference is None, last, is_close, difference)
 
     def _make_element_comparer(self, pair: Pair, verdicts: list[ValueComparison]) -> Same:
         """Return a function that compares arrays inside a pair, and keeps their verdicts."""
@@ -452,7 +464,10 @@ class _Comparison:
         return are_equal
 
     def _compare_others(self, pair: Pair) -> None:
-        """Note how and where two entries differ that are not both tensors."""
+        """Note how and where two entries differ that are not both tensors.
+
+        Differences in values are looked for first, then those in devices only.
+        """
         a, b = pair.a.leaf, pair.b.leaf
         verdicts: list[ValueComparison] = []
         differences: list[str] = []
@@ -462,13 +477,13 @@ class _Comparison:
         elif isinstance(a, DeviceValue):
             differences = ["device"] if a.tag != b.tag else []
         elif not self.structure:
-            for word, same in (
+            for word, has_equal_elements in (
                 ("value", self._make_element_comparer(pair, verdicts)),
                 ("device", None),
             ):
                 difference = find_first_difference(
-                    a, b, same, items=is_set(a), devices=word == "device", listed=self.listed,
-                    limits=self.limits,
+                    a, b, has_equal_elements, items=is_set(a), devices=word == "device",
+                    listed=self.listed_ids, limits=self.limits,
                 )  # fmt: skip
                 if difference is not None:
                     differences = [word]
@@ -477,11 +492,14 @@ class _Comparison:
         self._note(pair, differences, _Elements(close=close, unlike=difference))
 
     def _note(self, pair: Pair, differences: list[str], result: _Elements) -> None:
-        """Count a pair, and keep it if it differs."""
+        """Count a pair, and keep it if it differs.
+
+        Devices and `requires_grad` (`TAGS`) alone count only with `strict`.
+        """
         counts = self.strict or not TAGS.issuperset(differences)
         if not differences or not counts:
-            self.tally["equal"] += 1
-            self.tally["close"] += result.close
+            self.counts_by_kind["equal"] += 1
+            self.counts_by_kind["close"] += result.close
         if not differences:
             return
         first = result.unlike
@@ -496,9 +514,9 @@ class _Comparison:
             None if first is None else first.change,
             pair.a.is_weight,
         )
-        self.tally[row.status if counts else "tagged"] += 1
-        tensors = "tensor" in (row.a.sort, row.b.sort)
-        (self.changed if tensors else self.values).append(row)
+        self.counts_by_kind[row.status if counts else "tagged"] += 1
+        has_tensor = "tensor" in (row.a.sort, row.b.sort)
+        (self.changed if has_tensor else self.values).append(row)
 
     def rename(self) -> None:
         """Find renamed tensors among the entries of only one side."""
@@ -511,7 +529,7 @@ class _Comparison:
         for entry, partner in find_renamed(
             *unpaired, are_equal, self.meter, stated_only=quick, limits=self.limits
         ):
-            self.gone.update((id(entry), id(partner)))
+            self.renamed_ids.update((id(entry), id(partner)))
             differences = tuple(
                 _compare_headers(entry.leaf, partner.leaf) + _compare_tags(entry.leaf, partner.leaf)
             )
@@ -524,11 +542,15 @@ class _Comparison:
     def make_result(self, a: Checkpoint, b: Checkpoint, sort: str, max_diffs: int | None) -> Diff:
         """Return the result of the comparison."""
         only_a, only_b = (
-            tuple(_make_side(entry, entry.name) for entry in entries if id(entry) not in self.gone)
+            tuple(
+                _make_side(entry, entry.name)
+                for entry in entries
+                if id(entry) not in self.renamed_ids
+            )
             for entries in (self.aligned.only_a, self.aligned.only_b)
         )
-        self.tally.update({"A": len(only_b), "D": len(only_a), "R": len(self.renamed)})
-        counts = {status: self.tally[status] for status in STATUSES}
+        self.counts_by_kind.update({"A": len(only_b), "D": len(only_a), "R": len(self.renamed)})
+        counts = {status: self.counts_by_kind[status] for status in STATUSES}
         return Diff(
             a=without_query(a.path),
             b=without_query(b.path),
@@ -544,13 +566,13 @@ class _Comparison:
             renamed=tuple(self.renamed),
             changed_in_all=len(self.changed),
             counts=counts,
-            tagged=self.tally["tagged"],
+            tagged=self.counts_by_kind["tagged"],
             common=len(self.aligned.pairs),
-            equal=self.tally["equal"],
-            close=self.tally["close"],
-            by_checksum=self.tally["by_checksum"],
-            read=self.tally["read"],
-            elements=self.tally["elements"],
+            equal=self.counts_by_kind["equal"],
+            close=self.counts_by_kind["close"],
+            by_checksum=self.counts_by_kind["by_checksum"],
+            read=self.counts_by_kind["read"],
+            elements=self.counts_by_kind["elements"],
             structure=self.structure,
             sort=sort,
             notes=(*self.aligned.notes, *self._describe_limits()),
@@ -563,10 +585,10 @@ class _Comparison:
                 "torch is not installed, so values are not compared: "
                 "tensors with different bytes count as different"
             )
-        other_dtypes = self.tally["of_other_types"]
+        other_dtypes = self.counts_by_kind["of_other_types"]
         if other_dtypes:
             yield f"{counted(other_dtypes, 'tensor')} compared regardless of dtype"
-        zero_signs = self.tally["in_value_only"]
+        zero_signs = self.counts_by_kind["in_value_only"]
         if zero_signs:
             verb = "differs" if zero_signs == 1 else "differ"
             yield f"{counted(zero_signs, 'tensor')} {verb} in bits but not in value (-0.0 and 0.0)"
