@@ -59,9 +59,9 @@ Report = Callable[[Gather], Iterable[Change]]
 """Returns the changes that are known only when every byte was computed, after a write."""
 
 
-def gather_alone(own: Any) -> list[Any]:
-    """Gather from the only process, which has written the whole file."""
-    return [own]
+def gather_alone(value: Any) -> list[Any]:
+    """Return the value of the only process, which has written the whole file."""
+    return [value]
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,10 @@ def map_to_bare_names(names: Collection[str]) -> dict[str, str]:
 
 
 def find_common_wrapper(bare: Mapping[str, str]) -> str:
-    """Return the wrapper prefix that every key of a state dict has, by its bare names."""
+    """Return the wrapper prefix that every key of a state dict has, else an empty text.
+
+    `bare` has the name without wrapper prefixes by key.
+    """
     prefixes = {
         name.removesuffix(bare_name) for name, bare_name in bare.items() if name.endswith(bare_name)
     }

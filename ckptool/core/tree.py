@@ -458,7 +458,10 @@ def _list_contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None
 
 
 def list_items(node: Opaque) -> list[tuple[Any, Any]]:
-    """Return the items of an object like a list or dict (`defaultdict`, `deque`), keys first."""
+    """Return the keys (or indexes) and values of an object like a dict or list (`deque`).
+
+    They are in the steps that changed the object, or in the argument of a `Counter`.
+    """
     items: list[tuple[Any, Any]] = []
     if _is_counter(node):
         items.extend(node.args[0].items())

@@ -52,7 +52,7 @@ class EditState(Enum):
     """The progress of an edit."""
 
     OLD = "the file is unchanged"
-    CUT = "the file has part of the edit"
+    INTERRUPTED = "the file has part of the edit"
     NEW = "the file has the whole edit"
 
 
@@ -145,12 +145,12 @@ class Edit:
         if content == self.new and status.st_size == self.new_size:
             return EditState.NEW
         self._check_sectors(content, path)
-        return EditState.CUT
+        return EditState.INTERRUPTED
 
     def _other_file_error(self, fd: int, path: str) -> CorruptFile:
         """Return the error for a file that was not edited itself, for example a copy."""
         with suppress(CorruptFile):
-            if self.state(fd, path, is_moved=True) is EditState.CUT:
+            if self.state(fd, path, is_moved=True) is EditState.INTERRUPTED:
                 return _moved_error(path)
         return _foreign_error(path, "the file was replaced")
 

@@ -68,7 +68,7 @@ def open_recovered(path: str) -> FileSource:
             _check_access(path)
             _settle_edit(edit, state, fd)
         except OSError:
-            if state is not EditState.CUT:
+            if state is not EditState.INTERRUPTED:
                 return FileSource(path)
             warn(f"{path}: reading its {_describe_old(edit)}, which cannot be restored here")
             return FileSource(path, size=edit.size, head=edit.old)
@@ -151,7 +151,7 @@ def recover(
 
 def _settle_edit(edit: Edit, state: EditState, fd: int) -> None:
     """Undo an incomplete edit; sync a complete one before the journal is removed."""
-    if state is EditState.CUT:
+    if state is EditState.INTERRUPTED:
         edit.undo(fd)
     else:
         os.fsync(fd)

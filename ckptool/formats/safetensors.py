@@ -306,7 +306,10 @@ def _to_header_shape(tensor: TensorRef) -> tuple[int, ...]:
 
 
 def _plan_pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
-    """Yield the ranges to copy and the blocks to stream, in order; join neighbors."""
+    """Yield ranges to copy, with neighbors joined, and tensors to stream, in order.
+
+    A tensor is streamed if its elements are not in this form in the file; empty ones are left out.
+    """
     written = (tensor for tensor in tensors if tensor.nbytes)
     for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
         if verbatim:

@@ -105,7 +105,10 @@ class ZipPlace:
         return self.payload + self.size + self.descriptor_size
 
     def pack_zip64_field(self, *, local: bool) -> bytes:
-        """Return the zip64 field: sizes that do not fit (0 packed in a local header), offset."""
+        """Return the zip64 field with the sizes and the offset that do not fit, or nothing.
+
+        The packed size is 0 in a local header, because the data descriptor has it.
+        """
         values = []
         if self.size >= SEE_ZIP64:
             values += [self.size, 0 if local else self.size]

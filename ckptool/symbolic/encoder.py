@@ -287,7 +287,7 @@ class _Encoder:
         self.push(*self.list_items(node), *attributes)
 
     def list_items(self, node: Any) -> list[Any]:
-        """Return the work that sets the items of the dict on the stack."""
+        """Return the nodes and opcodes that set the items of the dict on the stack."""
         if not node:
             return []
         work: list[Any] = [_MARK]
@@ -316,6 +316,7 @@ class _Encoder:
         self.memoize(id(node))
 
     def write_size(self, node: Size) -> None:
+        """Write a `torch.Size` as a call."""
         if not self.write_reference(id(node)):
             self.write_call(Global("torch", "Size"), (tuple(node),), node)
 

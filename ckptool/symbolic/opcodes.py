@@ -52,6 +52,7 @@ def _make_constant_handler(make: Callable[[], Any]) -> Handler:
     """Return a handler that pushes `make()`."""
 
     def push(machine: Machine, position: int) -> int:
+        """Push a new object."""
         machine.stack.append(make())
         return position
 
@@ -63,6 +64,7 @@ def _make_number_handler(layout: str) -> Handler:
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def push(machine: Machine, position: int) -> int:
+        """Push the number at `position`."""
         machine.stack.append(unpack(machine.data, position)[0])
         return position + size
 
@@ -76,6 +78,7 @@ def _make_sized_handler(width: int, make: Make) -> Handler:
     """Return a handler that reads a length and as many bytes, and pushes `make(bytes)`."""
 
     def push(machine: Machine, position: int) -> int:
+        """Read a length of `width` bytes and as many bytes, and push the object made of them."""
         start = position + width
         length = int.from_bytes(machine.data[position:start], "little")
         machine.stack.append(make(machine, machine.read_exactly(start, length)))
@@ -88,6 +91,7 @@ def _make_line_handler(make: Make) -> Handler:
     """Return a handler that reads a line and pushes `make(line)`."""
 
     def push(machine: Machine, position: int) -> int:
+        """Read a line, and push the object made of it."""
         text, position = machine.read_line(position)
         machine.stack.append(make(machine, text))
         return position

@@ -435,7 +435,7 @@ def _make_device_from_cpu(machine: Machine, args: Any) -> TensorRef:
 
 
 def _make_numpy_handler(name: str) -> Callable[[Machine, Any], TensorRef]:
-    """Return the handler of a function that makes a device tensor from a numpy array."""
+    """Return the handler of a function of torch/_utils.py, for a device tensor made from numpy."""
 
     def make_tensor(machine: Machine, args: Any) -> TensorRef:
         """Handle `_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad)`.

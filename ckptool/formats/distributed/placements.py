@@ -185,6 +185,7 @@ def find_owned_rows(
         if not is_known or not 1 <= factor <= _MAX_RUNS:
             why = ": a sum is pending" if kind.endswith("Partial") else ""
             raise UnsupportedFormat(f"its placement {printable(kind)} is not supported{why}")
+        # `Shard` has one part. Each part is divided among all ranks.
         parts = (_take_share(owned[axis], factor, part) for part in range(factor))
         owned[axis] = [run for part in parts for run in _take_share(part, ranks, rank)]
         if prod(map(len, owned)) > _MAX_RUNS:

@@ -102,8 +102,8 @@ class Gguf(Format):
         """Return the tensors by name, from the header only, with shapes in torch's order."""
         source = probe.require_source()
         header = _Header(source, probe.limits, is_header=True)
-        facts, entries = header.read()
-        alignment = facts.get(_ALIGNMENT_KEY, 32)
+        metadata, entries = header.read()
+        alignment = metadata.get(_ALIGNMENT_KEY, 32)
         if type(alignment) is not int or alignment < 1:
             raise CorruptFile(f"the alignment is {printable(repr(alignment))}")
         start = -(-header.position // alignment) * alignment
@@ -112,7 +112,7 @@ class Gguf(Format):
             if entry.name in root:
                 raise CorruptFile(f"tensor {printable(entry.name)!r} occurs twice")
             root[entry.name] = _make_tensor(source, start, entry)
-        texts = {key: str(value) for key, value in facts.items() if key.startswith("general.")}
+        texts = {key: str(value) for key, value in metadata.items() if key.startswith("general.")}
         return Checkpoint(
             root,
             self.name,
@@ -141,13 +141,13 @@ class _Header(Cursor):
             message = "is big-endian" if is_big_endian else f"is of version {version}"
             raise UnsupportedFormat(f"{message}, which is not supported")
         tensors, pairs = self.read_numbers("<QQ")
-        facts = {}
+        metadata = {}
         for _ in range(pairs):
             key = self._read_text()
             value = self._read_value(*self.read_numbers("<I"))
             if value is not None:
-                facts[key] = value
-        return facts, [self._read_entry() for _ in range(tensors)]
+                metadata[key] = value
+        return metadata, [self._read_entry() for _ in range(tensors)]
 
     def _read_entry(self) -> _Entry:
         """Return the next tensor of the header."""

@@ -102,6 +102,7 @@ class _Stream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        """Read into a buffer, less at the end; return the number of bytes."""
         count = max(0, min(len(buffer), self._data.length - self._position))
         self._data.read_into(memoryview(buffer)[:count], self._position)
         self._position += count

@@ -396,7 +396,8 @@ class _Data:
     def _read_strings(self, key: bytes, entry: _Entry) -> tuple[list[int], bytes]:
         """Return the lengths of the texts of a variable, and the bytes covered by its CRC-32C.
 
-        A length is a varint in the file, but a four-byte number in the CRC-32C.
+        A length is a varint in the file, but a four-byte number in the CRC-32C. Four bytes between
+        lengths and texts are a checksum of the lengths.
         """
         data = self._locate_bytes(entry)
         raw, at, lengths = data.read(), 0, list[int]()
