@@ -207,7 +207,7 @@ class NameIndex:
         for path, node in self.nodes:
             if path and type(path[-1]) is str:
                 keys = keys_by_path.setdefault(path[:-1], ([], []))
-                keys[type(node) is not TensorRef].append(path[-1])
+                keys[0 if type(node) is TensorRef else 1].append(path[-1])
         # An index of leaves has containers only in the paths.
         parents, seen = list(keys_by_path), set(self._paths)
         while parents:

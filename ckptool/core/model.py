@@ -428,7 +428,7 @@ class TensorRef(Result):
 
     @property
     def local(self) -> TensorRef | None:
-        """The first component of a tensor without a storage: the local part of a DTensor."""
+        """The first tensor inside one without a storage, such as the local part of a DTensor."""
         return next(self.tensors_inside(), None) if self.storage is None else None
 
     @property

@@ -505,17 +505,19 @@ def _find_models(root: Any, path: Path = ()) -> list[Section]:
         if section.kind in MODEL_KINDS:
             model = Section(path + section.path, section.kind, section.node, section.holder)
             models.setdefault(id(section.holder), model)
-    with_names = list(filter(_has_model_name, models.values()))
-    with_model_key = [candidate for candidate in with_names if _MODEL_KEY.search(candidate.name)]
+    with_model_name = list(filter(_has_model_name, models.values()))
+    with_weight_key = [
+        candidate for candidate in with_model_name if _MODEL_KEY.search(candidate.name)
+    ]
     if (
-        len(with_model_key) == 1
-        and with_model_key[0].path
-        and _MODEL_NAME.fullmatch(str(with_model_key[0].path[-1]))
+        len(with_weight_key) == 1
+        and with_weight_key[0].path
+        and _MODEL_NAME.fullmatch(str(with_weight_key[0].path[-1]))
     ):
-        return with_model_key
+        return with_weight_key
     return (
-        with_names
-        if any("ema" not in candidate.name.lower() for candidate in with_names)
+        with_model_name
+        if any("ema" not in candidate.name.lower() for candidate in with_model_name)
         else list(models.values())
     )
 

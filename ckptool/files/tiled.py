@@ -138,6 +138,7 @@ class _Runs:
         """
         stop = offset + len(buffer)
         count = range(self._count)
+        # From the first run that ends after `offset`, to the first that begins at `stop` or later.
         number = bisect_right(count, offset - self._length, key=self._start)
         beyond = bisect_left(count, stop, key=self._start)
         if number >= beyond:

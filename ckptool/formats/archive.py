@@ -126,6 +126,7 @@ def _find_end64(data: ByteRange, end: End) -> End | None:
         raise CorruptFile(f"the zip64 end record cannot be at offset {offset:,}")
     fields = END64.unpack(data.read(offset, END64.size))
     signature, own_size, _, _, disk, first_disk, on_disk, entries, length, start = fields
+    # The size in the record is that of the bytes after its first 12.
     if signature != b"PK\x06\x06" or offset + own_size + 12 != position:
         before = position - END64.size
         if before > offset and data.read(before, 4) == b"PK\x06\x06":

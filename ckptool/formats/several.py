@@ -32,7 +32,7 @@ _JOINED_FORMATS = ("safetensors", *TORCH_FILES)
 def open_parts(
     source: Source | Sequence[str | os.PathLike[str]], *, salvage: bool = False
 ) -> AbstractContextManager[Checkpoint]:
-    """Yield the checkpoint of `open_or_reuse`, or the joined one for a list of paths.
+    """Return a context manager for the checkpoint of a path, or the joined one of several paths.
 
     Paths may have keys (`KEY=FILE`), which become keys of the root; may be all rank files of a set;
     or are parts of one state dict.

@@ -531,7 +531,10 @@ _TYPE_V2 = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
 def _make_inner_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
-    """Return the function and arguments that rebuild a tensor without layers around it."""
+    """Return the function and arguments that rebuild a tensor without layers around it.
+
+    A tensor of a device without storages is rebuilt from its carrier, a CPU tensor or numpy array.
+    """
     parts = ref.parts or {}
     carrier = parts.get("carrier")
     if carrier is not None:

@@ -46,6 +46,7 @@ class Watcher(Machine):
         self.at = 0
         """The position of the current opcode, if it may report something."""
         self.frame_end = 0
+        """The end of the last frame that was stated."""
         self.cut = False
         """True if a line ended with the data, and may continue after it."""
 
@@ -155,7 +156,10 @@ def _parse_element_width(dtype: Any) -> int:
 
 
 def _load_persistent(pids: list[Any], pid: Any) -> Any:
-    """Return the object of a persistent id: a class with its source text, or a storage."""
+    """Return the object of a persistent id: a class with its source text, or a storage.
+
+    The id is added to `pids`.
+    """
     pids.append(pid)
     match pid:
         case ("module", Global() as cls, *_) | (Global() as cls, _, _):  # (of torch 0.1's tar)

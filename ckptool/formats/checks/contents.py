@@ -174,6 +174,7 @@ def _are_array_classes(classes: Sequence[Any]) -> bool:
         isinstance(cls, Global)
         and (
             cls.module.startswith("numpy.")
+            # Derived classes are elsewhere, and have other names.
             or (cls.module == "numpy") is (cls.name in _ARRAY_CLASSES)
         )
         for cls in classes
@@ -316,7 +317,7 @@ def _check_archive(probe: Probe) -> Findings:
         return Findings(find_header_problems(data, refused=True))
     except CheckpointError:
         return Findings()
-    if not archive.sources:
+    if not archive.sources:  # it is not a zip
         return Findings()
     stated = [record for record in archive.records.values() if record.crc32 is not None]
     foreign = tuple(Finding("foreign", text) for text in archive.notes)

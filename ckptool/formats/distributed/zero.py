@@ -308,32 +308,12 @@ def _join_files(
         states = _read_universal(step.folder, groups, limits)
     else:
         states = _collect_states(groups, rank_states, files, has_slices=step.has_slices)
-    for group in groups:
-        for name in group.shapes:
-            states[name] |= {
-                key: _copy_group_node(f"{name}/{key}", node) for key, node in group.others.items()
-            }
-    optimizer = {
-        "state": states,
-        "param_groups": _name_param_groups(
-            rank_states[0], [list(group.shapes) for group in groups]
-        ),
-        **{
-            key: _unwrap_enum(node)
-            for key, node in rank_states[0].items()
-            if key not in _LAYOUT_KEYS
-        },
-    }
     notes = [f"joined {counted(len(step.files), 'DeepSpeed file')}"]
-    kept = {key for group in groups for key in group.vectors}
-    items = (
-        item for state in _split_base_state(rank_states[0])[0].values() for item in state.items()
-    )
-    skipped = {str(key) for key, node in items if _has_dimensions(node) and key not in kept}
+    skipped = _find_skipped_kinds(rank_states[0], groups)
     if skipped and optims:
-        notes.append(f"left out the 8-bit optimizer state: {listed(sorted(skipped))}")
+        notes.append(f"left out the 8-bit optimizer state: {listed(skipped)}")
     entries = {key: node for key, node in first.items() if key not in _SHAPE_KEYS}
-    entries["optimizer"] = optimizer
+    entries["optimizer"] = _make_optimizer(rank_states[0], groups, states)
     if not step.has_slices:
         return _make_checkpoint(copy_with_items(first, entries), notes)
     weights = _cast_masters(module, states)
@@ -343,6 +323,29 @@ def _join_files(
         changes=weights.changes,
         reports=weights.reports,
     )
+
+
+def _make_optimizer(
+    rank_state: Mapping[Any, Any], groups: Sequence[_Group], states: dict[str, dict[Any, Any]]
+) -> dict[str, Any]:
+    """Return the optimizer state by parameter name; `states` get the values of their groups."""
+    for group in groups:
+        for name in group.shapes:
+            states[name] |= {
+                key: _copy_group_node(f"{name}/{key}", node) for key, node in group.others.items()
+            }
+    return {
+        "state": states,
+        "param_groups": _name_param_groups(rank_state, [list(group.shapes) for group in groups]),
+        **{key: _unwrap_enum(node) for key, node in rank_state.items() if key not in _LAYOUT_KEYS},
+    }
+
+
+def _find_skipped_kinds(rank_state: Mapping[Any, Any], groups: Sequence[_Group]) -> list[str]:
+    """Return the keys of tensors in the optimizer state that no group has: 8-bit states."""
+    kept = {key for group in groups for key in group.vectors}
+    items = (item for state in _split_base_state(rank_state)[0].values() for item in state.items())
+    return sorted({str(key) for key, node in items if _has_dimensions(node) and key not in kept})
 
 
 def _make_checkpoint(root: Any, notes: Sequence[str]) -> Checkpoint:
@@ -357,16 +360,18 @@ def _check_alike(
 
     Options and steps must agree; a checksum that a file does not state is ignored.
     """
-    stated = rank_states[0].get("partition_count")
+    stated = rank_states[0].get("partition_count")  # a number, or one for each group
     world = max(stated, default=None) if isinstance(stated, list) else stated
     if type(world) is int:
         names = {rank: os.path.basename(file) for rank, file in enumerate(files)}
         _check_ranks(step, names, world)
     first = _list_fingerprints(rank_states[0])
     for state, file in zip(rank_states[1:], files[1:], strict=True):
-        marks = _list_fingerprints(state)
-        pairs = zip(first, marks, strict=False)
-        if len(marks) != len(first) or any(None not in pair and len({*pair}) > 1 for pair in pairs):
+        others = _list_fingerprints(state)
+        pairs = zip(first, others, strict=False)
+        if len(others) != len(first) or any(
+            None not in pair and len({*pair}) > 1 for pair in pairs
+        ):
             what = (
                 f"has other optimizer options, or another step, than {os.path.basename(files[0])}"
             )

@@ -145,7 +145,7 @@ class _Reader(Cursor):
         code = self.read_bytes(1)[0]
         if code in _CONSTANT_VALUES:
             return _CONSTANT_VALUES[code]
-        if code <= 0x7F or code >= 0xE0:
+        if code <= 0x7F or code >= 0xE0:  # 0 to 127, or -32 to -1
             return code - 256 * (code >= 0xE0)
         if code in _NUMBER_LAYOUTS:
             return self.read_numbers(_NUMBER_LAYOUTS[code])[0]
@@ -160,7 +160,11 @@ class _Reader(Cursor):
         return self._read_sized(kind, self.read_numbers(layout)[0], depth)
 
     def _read_sized(self, kind: str, length: int, depth: int) -> Any:
-        """Return the text, bytes, list, map or extension of the stated length."""
+        """Return the text, bytes, list, map or extension of the stated length.
+
+        A list becomes a dict with its positions as text keys. A map with chunks of an array becomes
+        one array.
+        """
         if kind in ("text", "bytes"):
             raw = self.read_bytes(length)
             return raw.decode("utf-8", "replace") if kind == "text" else raw
@@ -200,7 +204,7 @@ class _Reader(Cursor):
 
         With a dtype that torch does not have, return a note, which is also added to `unknown`.
         """
-        if self.read_bytes(1) != b"\x93":
+        if self.read_bytes(1) != b"\x93":  # a list of three
             raise self._damaged_error("an array does not consist of a shape, a type and bytes")
         shape, dtype = self._check_shape(self.read_value(depth + 1)), self.read_value(depth + 1)
         kind, layout = _SIZED_KINDS.get(self.read_bytes(1)[0], ("", ""))

@@ -442,7 +442,10 @@ def _make_part_key(key: bytes, extents: tuple[tuple[int, int], ...]) -> bytes:
 
 
 def _encode_ordered(number: int) -> bytes:
-    """Return a number as in LevelDB keys, so that bytes sort like the numbers."""
+    """Return a number as in LevelDB keys, so that bytes sort like the numbers.
+
+    As many bits are set at the start as there are bytes (core/lib/strings/ordered_code.cc).
+    """
     if number < 64:
         return bytes((0x80 ^ number & 0xFF,))
     width = (number.bit_length() + 7) // 7
