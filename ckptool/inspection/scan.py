@@ -42,40 +42,45 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_class, parse_storage_pid
 from ckptool.symbolic.watching import JOBLIB_ARRAY
 
-_WINDOW = 1 << 20
-_DEEPEST = 6
+_WINDOW_BYTES = 1 << 20
+"""Bytes of a file that are read at a time."""
+_MAX_DEPTH = 6
 """Most levels of archives in archives, and of pickles in pickles."""
-_MOST_INFLATED = 256 << 20
+_MAX_INFLATED_BYTES = 256 << 20
 """Most bytes to decompress from a file or record. Later bytes are unknown."""
-_STEP = 1 << 11
-_MOST_STREAMS = 1000
+_INFLATE_STEP_BYTES = 1 << 11
+"""Bytes that are decompressed at a time."""
+_MAX_STREAMS = 1000
+"""The largest number of reported streams, and of judged nested pickles."""
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
-_HEADER = re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06)")
-_LOCAL, _CENTRAL = struct.Struct("<6xHH8xI4xHH"), struct.Struct("<8xHH8xI4xH12xI")
+_ZIP_SIGNATURE = re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06)")
+_LOCAL_HEADER, _CENTRAL_HEADER = struct.Struct("<6xHH8xI4xHH"), struct.Struct("<8xHH8xI4xH12xI")
 """Of the headers of a zip: flags, method, packed size, length of the name; of a local one, of its
 extra field; of the directory's, the offset of the local one."""
-_HEAD = _CENTRAL.size + 1024
+_HEADER_BYTES = _CENTRAL_HEADER.size + 1024
 """Bytes read of a header and its name. The rest of a longer name is not shown."""
-_ZIP_END = 0x10000 + 22
+_ZIP_END_BYTES = 0x10000 + 22
 """Bytes at the end in which to look for the end record of a zip."""
-_UNREAD = [
+_UNSUPPORTED = [
     (row.magic, row.what)
     for row in MAGICS
     if re.search(r"a (7z|RAR) archive|encrypted|compressed with (zstd|lz4)", row.what)
 ]
+"""The magic and description of files that may contain a pickle but cannot be read."""
 _STORAGE_FOLDERS = ("data", "constants", "tensors")
-_SCRIPT = re.compile(r"(^|[/ ])code/__torch__\b|(^|[/ ])code/[^/]+\.(py|ts)$")
+_TORCHSCRIPT_RECORD = re.compile(r"(^|[/ ])code/__torch__\b|(^|[/ ])code/[^/]+\.(py|ts)$")
 """Records of TorchScript's own language."""
-_LAMBDA = re.compile(rb'"class_name"\s*:\s*"Lambda"|__lambda__')
-_LEGACY_PICKLES = 5
-_COMPRESSED: dict[bytes, Callable[[], Any]] = {
+_KERAS_LAMBDA = re.compile(rb'"class_name"\s*:\s*"Lambda"|__lambda__')
+_N_LEGACY_PICKLES = 5
+"""The pickles of a legacy stream: magic number, protocol, system, object, storage keys."""
+_INFLATER_BY_START: dict[bytes, Callable[[], Any]] = {
     rb"(?=\x1f\x8b|\x78[\x01\x5e\x9c\xda])": partial(zlib.decompressobj, 47),
     rb"ZF[\s\da-fA-FxX_+]{19} ?": zlib.decompressobj,  # of old joblib
     rb"(?=BZh)": bz2.BZ2Decompressor,
     rb"(?=\xfd7zXZ\0|\x5d\0\0)": lzma.LZMADecompressor,
 }
 """The decompressor of a stream, by its first bytes or the bytes before it."""
-_METHODS: dict[int, Callable[[], Any]] = {
+_INFLATER_BY_METHOD: dict[int, Callable[[], Any]] = {
     DEFLATED: partial(zlib.decompressobj, -15),
     12: bz2.BZ2Decompressor,
 }
@@ -252,15 +257,21 @@ class _Scanner:
     """Finds and judges the pickles of one file."""
 
     def __init__(self, file: str, limits: Limits, *, hidden: bool = True) -> None:
+        """Start without findings; `hidden` as in `scan`."""
         self.file = file
         self.limits = limits
         self.hidden = hidden
         self.streams: dict[Stream, None] = {}
+        """The streams to report, in the order of the file."""
         self.notes: list[str] = []
         self.code: list[str] = []
+        """The names of Python files."""
         self.pickles = 0
+        """The number of traced pickles."""
         self.depth = 0
+        """The number of pickles around this one, for bytes in an argument of a call."""
         self.judged: dict[bytes, tuple[str, tuple[SuspectCall, ...]]] = {}
+        """By bytes in arguments: their verdict and calls."""
 
     @property
     def verdict(self) -> str:
@@ -268,7 +279,7 @@ class _Scanner:
 
     def add_stream(self, stream: Stream) -> None:
         """Add a stream; in a full list, a worse one replaces the last, which keeps the verdict."""
-        if len(self.streams) < _MOST_STREAMS:
+        if len(self.streams) < _MAX_STREAMS:
             self.streams[stream] = None
         elif worst_verdict(stream.verdict, last := next(reversed(self.streams)).verdict) != last:
             self.streams.popitem()
@@ -285,11 +296,14 @@ class _Scanner:
     def scan_content(
         self, data: ByteRange, where: str, depth: int, trailing_bytes: _TrailingBytes | None = None
     ) -> set[str]:
-        """Scan `data` by its content; return the keys of the storages it refers to."""
+        """Scan `data` as pickles and as a container; return the keys of the storages it refers to.
+
+        Data that cannot be read is reported as a stream.
+        """
         keys = set[str]()
         try:
-            if depth > _DEEPEST:
-                raise LimitExceeded(f"archives are nested more than {_DEEPEST} levels deep")
+            if depth > _MAX_DEPTH:
+                raise LimitExceeded(f"archives are nested more than {_MAX_DEPTH} levels deep")
             keys = self._scan_pickles(data, where, trailing_bytes=trailing_bytes)
             self._scan_container(data, where, depth)
         except CheckpointError as error:
@@ -297,12 +311,16 @@ class _Scanner:
         return keys
 
     def _scan_container(self, data: ByteRange, where: str, depth: int) -> None:
-        """Scan the content of an archive, an array, a compressed stream or a Keras config."""
+        """Scan the content of an archive, an array, a compressed stream or a Keras config.
+
+        Several kinds may apply, because a file can begin like one and contain another. A Python
+        file is only listed.
+        """
         head = data.read(0, min(BLOCK, data.length))
         is_raw = not isinstance(
             data.source, InflatedSource
         )  # reading its end would decompress all of it
-        tail = data.read(max(data.length - _ZIP_END, 0)) if is_raw else b""
+        tail = data.read(max(data.length - _ZIP_END_BYTES, 0)) if is_raw else b""
         is_zip = head.startswith(b"PK\x03\x04")
         if is_zip or b"PK\x05\x06" in tail:
             self._scan_zip(data, where, depth)
@@ -310,7 +328,7 @@ class _Scanner:
             return
         if is_tar(head):
             if data.length != data.source.size:
-                if data.length > _MOST_INFLATED:
+                if data.length > _MAX_INFLATED_BYTES:
                     raise LimitExceeded("a tar inside an archive is too large to read")
                 data = self.wrap_memory(data.read())
             for name, member in read_members(data.source, self.limits).items():
@@ -319,17 +337,17 @@ class _Scanner:
             header = read_array_header(Record(where or self.file, data))
             if re.search(r"O|object|\\", header.descr):
                 self._scan_pickles(data, where, header.length)
-        for pattern, make_inflater in _COMPRESSED.items():
+        for pattern, make_inflater in _INFLATER_BY_START.items():
             if match := re.match(pattern, head):
                 packed = data.slice(match.end(), data.length - match.end())
                 is_certain = head[:1] not in b"\x78\x5d"  # two bytes may match by chance
                 inflated = self._inflate(packed, make_inflater, where, is_certain=is_certain)
                 self.scan_content(inflated, _join_names(where, "inflated"), depth + 1)
-        for magic, description in _UNREAD:
+        for magic, description in _UNSUPPORTED:
             if head.startswith(magic):
                 self.report_unread(where, f"{description} is not supported")
         is_config = head.lstrip()[:1] == b"{" or head.startswith(b"\x89HDF")
-        if is_config and _LAMBDA.search(data.read(0, min(data.length, 16 << 20))):
+        if is_config and _KERAS_LAMBDA.search(data.read(0, min(data.length, 16 << 20))):
             text = "keras.layers.Lambda: keras.models.load_model runs the code in it"
             self.add_stream(
                 Stream(where, 0, RUNS, (SuspectCall(text, 0, "a Keras config", RUNS),), told=1)
@@ -349,19 +367,27 @@ class _Scanner:
         """Judge consecutive pickles, and return the keys of the storages that they refer to.
 
         `trailing_bytes` returns the number of bytes after a pickle; no other bytes are allowed.
+        Bytes that are not a pickle end the search. After the five pickles of a legacy stream, the
+        bytes of its storages are skipped, unless a pickle is in their place.
         """
         position, keys = start, set[str]()
+        # A safetensors file may begin with bytes that look like the start of a pickle.
         is_header_length = start == 0 and _is_safetensors(data, self.limits)
         chunk, base = b"", start
         roots, storage_sizes = list[Any](), dict[str, int]()
         while position < data.length:
             if position - base >= len(chunk):
-                chunk, base = data.read(position, min(_WINDOW, data.length - position)), position
+                chunk, base = (
+                    data.read(position, min(_WINDOW_BYTES, data.length - position)),
+                    position,
+                )
             run = self._trace_pickle(chunk, position - base, base)
-            is_short = run.failed is TruncatedFile or (run.failed and run.cut)
-            if is_short and base + len(chunk) < data.length:
+            is_cut_off = run.failed is TruncatedFile or (run.failed and run.cut)
+            if is_cut_off and base + len(chunk) < data.length:
                 refuse_bomb(data, self.limits.max_header_inflation)
-                length = min(_WINDOW if position > base else len(chunk) * 8, data.length - position)
+                length = min(
+                    _WINDOW_BYTES if position > base else len(chunk) * 8, data.length - position
+                )
                 if length > self.limits.max_pickle_bytes:
                     if is_header_length:
                         break
@@ -382,9 +408,9 @@ class _Scanner:
             position = base + run.end
             if trailing_bytes is not None:
                 position += trailing_bytes(data, run.root, position)
-            roots = [*roots, run.root][-_LEGACY_PICKLES:]
+            roots = [*roots, run.root][-_N_LEGACY_PICKLES:]
             storage_sizes = storages or storage_sizes
-            if len(roots) == _LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
+            if len(roots) == _N_LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
                 extra = self._trace_pickle(chunk, position - base, base)
                 if extra.seen:  # a pickle in place of the storages
                     self._add_traced(extra, where, position)
@@ -404,7 +430,10 @@ class _Scanner:
         return sizes
 
     def _trace_pickle(self, chunk: bytes, start: int, base: int) -> Judge:
-        """Trace one pickle, also as joblib reads it if it has joblib arrays."""
+        """Trace the pickle at `start` of `chunk`, also as joblib reads it if it has joblib arrays.
+
+        `base` is the position of `chunk` in the data.
+        """
         make_judge = partial(
             Judge, chunk, self.judge_nested, base, file=self.file, limits=self.limits
         )
@@ -430,12 +459,12 @@ class _Scanner:
     def judge_nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:
         """Return the verdict and calls of bytes that a pickle passes to a function, each once."""
         if raw not in self.judged:
-            if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MOST_STREAMS:
+            if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MAX_STREAMS:
                 return CANNOT_TELL, ()
             inner = _Scanner(self.file, self.limits)
             inner.depth, inner.judged = self.depth + 1, self.judged
             inner.scan_content(self.wrap_memory(raw), "", 1)
-            calls = tuple(call for stream in inner.streams for call in stream.calls)[:_MOST_STREAMS]
+            calls = tuple(call for stream in inner.streams for call in stream.calls)[:_MAX_STREAMS]
             self.pickles += inner.pickles
             self.judged[raw] = inner.verdict, calls
         return self.judged[raw]
@@ -443,17 +472,20 @@ class _Scanner:
     # Zips
 
     def _scan_zip(self, data: ByteRange, where: str, depth: int) -> None:
-        """Scan the records of a zip; if it is inconsistent, also those only headers point to."""
-        records, is_odd = list[tuple[str, ByteRange]](), True
+        """Scan the records of a zip; if it is inconsistent, also those only headers point to.
+
+        Pickles come first: the storages that they refer to are tensor data, and are not scanned.
+        """
+        records, is_inconsistent = list[tuple[str, ByteRange]](), True
         try:
             archive = read_zip(data, self.limits)
             prefix = f"{archive.folder}/" if archive.folder else ""
             records = [(prefix + entry.name, entry.data) for entry in archive.records.values()]
-            is_odd = bool(archive.dead_bytes or archive.notes)  # of records outside the folder
+            is_inconsistent = bool(archive.dead_bytes or archive.notes)
         except CheckpointError as error:
             if "one behind another" not in error.message:
                 self.notes.append(_join_names(where, error.message))
-        if is_odd and self.hidden:
+        if is_inconsistent and self.hidden:
             records += self._find_records_by_headers(data, where)
         records.sort(key=lambda record: not record[0].endswith(".pkl"))
         seen_ranges, storage_paths = set[tuple[int, ...]](), set[str]()
@@ -467,14 +499,19 @@ class _Scanner:
                 folder = name[: name.rfind("/") + 1]
                 paths = (f"{folder}{part}/{key}" for part in _STORAGE_FOLDERS for key in keys)
                 storage_paths.update(path for path in paths if not path.endswith(".pkl"))
-        if any(_SCRIPT.search(name) for name, _ in records):
-            self.code = [name for name in self.code if not _SCRIPT.search(name)]
+        if any(_TORCHSCRIPT_RECORD.search(name) for name, _ in records):
+            self.code = [name for name in self.code if not _TORCHSCRIPT_RECORD.search(name)]
             self.notes.append("TorchScript code is not Python and is not checked")
 
     def _find_records_by_headers(
         self, data: ByteRange, where: str
     ) -> Iterator[tuple[str, ByteRange]]:
-        """Yield name and bytes of the records that any zip header points to, local or central."""
+        """Yield name and bytes of the records that any zip header points to, local or central.
+
+        Headers of both kinds may contradict each other, and programs follow different ones. So each
+        name, compression method and largest size that a header states is tried. Without a valid
+        size, a record ends at the next header.
+        """
         header_positions = list[int]()
         data_starts = dict[int, int]()
         last_header_by_name = dict[str, int]()
@@ -482,20 +519,20 @@ class _Scanner:
         """Bytes of a record by the position of its local header, name and method."""
         for position, head in self._find_headers(data):
             header_positions.append(position)
-            layout = {b"PK\x03\x04": _LOCAL, b"PK\x01\x02": _CENTRAL}.get(head[:4])
+            layout = {b"PK\x03\x04": _LOCAL_HEADER, b"PK\x01\x02": _CENTRAL_HEADER}.get(head[:4])
             if layout is None or len(head) < layout.size:
                 continue
-            flags, method, packed, length, last = layout.unpack_from(head)
-            name = head[layout.size :][:length].decode("utf-8", "backslashreplace")
-            if layout is _LOCAL:
-                data_starts[position] = position + _LOCAL.size + length + last
+            flags, method, packed, name_length, last_field = layout.unpack_from(head)
+            name = head[layout.size :][:name_length].decode("utf-8", "backslashreplace")
+            if layout is _LOCAL_HEADER:  # the last field is the length of the extra field
+                data_starts[position] = position + _LOCAL_HEADER.size + name_length + last_field
                 last_header_by_name[name] = position
                 targets = {position}
-            else:
+            else:  # the last field is the position of the local header, maybe from the first one
                 targets = {
                     last_header_by_name.get(name, -1),
-                    last,
-                    last + next(iter(data_starts), 0),
+                    last_field,
+                    last_field + next(iter(data_starts), 0),
                 } & data_starts.keys()
             for header in targets:
                 known = packed_sizes.get((header, name, method), 0)
@@ -515,8 +552,11 @@ class _Scanner:
                 continue
             record = data.slice(begin, length)
             yield name, record
-            if method in _METHODS:
-                yield name, self._inflate(record, _METHODS[method], _join_names(where, name))
+            if method in _INFLATER_BY_METHOD:
+                yield (
+                    name,
+                    self._inflate(record, _INFLATER_BY_METHOD[method], _join_names(where, name)),
+                )
             elif method != STORED:
                 self.report_unread(
                     _join_names(where, name), f"compression method {method} is not supported"
@@ -524,11 +564,11 @@ class _Scanner:
 
     def _find_headers(self, data: ByteRange) -> Iterator[tuple[int, bytes]]:
         """Yield the position and the bytes of everything that looks like a zip header."""
-        for start in range(0, data.length, _WINDOW):
-            block = data.read(start, min(_WINDOW + 3, data.length - start))
-            for match in _HEADER.finditer(block):
+        for start in range(0, data.length, _WINDOW_BYTES):
+            block = data.read(start, min(_WINDOW_BYTES + 3, data.length - start))
+            for match in _ZIP_SIGNATURE.finditer(block):
                 position = start + match.start()
-                yield position, data.read(position, min(_HEAD, data.length - position))
+                yield position, data.read(position, min(_HEADER_BYTES, data.length - position))
 
     def _inflate(
         self,
@@ -538,15 +578,16 @@ class _Scanner:
         *,
         is_certain: bool = True,
     ) -> ByteRange:
-        """Return the decompressed bytes of all members of a stream.
+        """Return the decompressed bytes of all members of a stream, up to a limit or a fault.
 
         The steps are shorter than those of any reader, which may have read a pickle before it
-        meets a fault. `is_certain` reports faults: the bytes are not a stream by chance only.
+        meets a fault. A fault is only reported if `is_certain`: other bytes may look like a stream
+        by chance.
         """
         out, member_end, is_new = bytearray(), -1, False
-        inflater, blocks, pending = make_inflater(), data.iterate_blocks(_STEP), b""
+        inflater, blocks, pending = make_inflater(), data.iterate_blocks(_INFLATE_STEP_BYTES), b""
         try:
-            while len(out) < _MOST_INFLATED:
+            while len(out) < _MAX_INFLATED_BYTES:
                 block = pending or next(blocks, b"")
                 if not block and getattr(inflater, "needs_input", True):
                     break
@@ -554,14 +595,14 @@ class _Scanner:
                     pending = b""
                     continue
                 block, is_new = block.lstrip(b"\0") if is_new else block, False
-                out += inflater.decompress(block, _STEP)
+                out += inflater.decompress(block, _INFLATE_STEP_BYTES)
                 pending = getattr(inflater, "unconsumed_tail", b"")
                 if inflater.eof:
                     pending, member_end = inflater.unused_data, len(out)
                     inflater, is_new = make_inflater(), True
             else:
                 self.report_unread(
-                    where, f"it decompresses to more than {_MOST_INFLATED >> 20} MiB"
+                    where, f"it decompresses to more than {_MAX_INFLATED_BYTES >> 20} MiB"
                 )
         except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
             if is_certain and len(out) != member_end:  # not of bytes after a stream

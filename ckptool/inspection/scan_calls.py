@@ -73,18 +73,18 @@ _CLASS = re.compile(
     re.ASCII,
 )
 """How classes are spelled; those are left out that do something when made, wherever imported."""
-_METHOD = re.compile(rf"{_CLASS.pattern}(\.(?!__)\w+)?", re.ASCII)
+_CLASS_OR_METHOD = re.compile(rf"{_CLASS.pattern}(\.(?!__)\w+)?", re.ASCII)
 _PARTIAL, _LOADER = "functools.partial", "torch.storage._load_from_bytes"
-_UFUNCS = tuple(f"numpy.{where}_ufunc_reconstruct" for where in ("", "core.", "_core."))
+_UFUNC_FINDERS = tuple(f"numpy.{where}_ufunc_reconstruct" for where in ("", "core.", "_core."))
 _FINDERS = frozenset(
     {"builtins.getattr", "_operator.getitem", "operator.getitem", "logging.getLogger", _PARTIAL}
-    | {*_UFUNCS}
+    | {*_UFUNC_FINDERS}
 )
 """Functions whose result may be a function, or an object that the file did not make."""
-_APPLIER = re.compile(r"(\w+\.)+_rebuild_from_type(_v2)?")
+_CALLS_FIRST_ARGUMENT = re.compile(r"(\w+\.)+_rebuild_from_type(_v2)?")
 """Functions of torch, fastai and others that call their first argument, and set a state."""
 _MAPPINGS = ("builtins.dict", "collections.OrderedDict", "collections.defaultdict")
-_MOST_LISTED, _MOST_PARTS = 100, 2_000_000
+_MAX_LISTED_CALLS, _MAX_PARTS = 100, 2_000_000
 
 
 class SuspectCall(NamedTuple):
@@ -109,38 +109,43 @@ class Judge(Watcher):
     """One pickle and its verdict, traced to its end or to a fault."""
 
     def __init__(self, data: bytes, nested: _Nested, base: int = 0, **options: Any) -> None:
-        """Prepare to trace `data`, at offset `base` of the file; `options` are of `Watcher`.
+        """Take the bytes, at offset `base` of the file; `options` are of `Watcher`.
 
-        `nested` judges bytes in arguments, which may be pickles.
+        `nested` judges bytes in arguments, which may be pickles. `watch` traces the pickle.
         """
         super().__init__(data, **options)
         self.judge_nested = nested
         self.base = base
         self.verdict = DATA
+        """The worst verdict so far."""
         self.calls: list[SuspectCall] = []
+        """The first calls that run something, or with an unknown effect."""
         self.names: dict[str, None] = {}
+        """Classes and functions that are imported and not on torch's allow list."""
         self.run_count = 0
         """The number of calls that run something, including calls that are not listed."""
         self.seen = 0
         """The number of calls and known names, which other files do not have by chance."""
         self.danger = 0
         """1: the pickle names an unknown function; 2: it names one that may do harm."""
-        self.parts_left = _MOST_PARTS
+        self.parts_left = _MAX_PARTS
+        """The number of parts that may still be looked at, which bounds the time."""
         self.root: Any = None
+        """The object of the pickle; None if it has a fault."""
         self.end: int | None = None
         """The offset of its end; None if it has a fault."""
         self.fault = ""
+        """The message of the error at which tracing ended, or ""."""
         self.failed: type[CheckpointError] | None = None
+        """The class of that error."""
 
     def watch(self, start: int) -> Judge:
         """Trace the pickle at `start`, and return this object."""
         try:
             self.root, self.end = self.run(start)
         except CheckpointError as error:
-            self.fault, self.failed = (
-                error.message,
-                type(error),
-            )  # without its frames, which refer to this object
+            # The error itself has frames, which refer to this object.
+            self.fault, self.failed = error.message, type(error)
         return self
 
     def report(self, kind: str, node: Any, items: Any = None) -> Any:
@@ -158,7 +163,10 @@ class Judge(Watcher):
         return node
 
     def _judge_name(self, reference: Global) -> None:
-        """Judge a reference to a class or function."""
+        """Judge a reference to a class or function; each name counts once.
+
+        A name that goes through another module, such as `torch.os.system`, runs something.
+        """
         name = reference.qualified
         kind = _classify_name(name)
         if kind == DATA or name in self.names:
@@ -177,7 +185,7 @@ class Judge(Watcher):
         if verdict != self.verdict:
             self.verdict = worst_verdict(self.verdict, verdict)
         self.run_count += verdict == RUNS
-        if verdict in (RUNS, CANNOT_TELL) and len(self.calls) < _MOST_LISTED:
+        if verdict in (RUNS, CANNOT_TELL) and len(self.calls) < _MAX_LISTED_CALLS:
             from pickletools import code2op  # type: ignore[attr-defined]  # few files need it
 
             text, opcode = _format_step(kind, node, items), code2op[chr(self.data[self.at])].name
@@ -185,16 +193,20 @@ class Judge(Watcher):
 
     def _judge_nested_pickles(self, called: Opaque) -> None:
         """Judge pickles among the arguments of a call."""
-        for raw in _find_bytes(called.args) if len(self.calls) < _MOST_LISTED else ():
+        for raw in _find_bytes(called.args) if len(self.calls) < _MAX_LISTED_CALLS else ():
             verdict, calls = self.judge_nested(raw)
             self.verdict = worst_verdict(self.verdict, verdict)
             self.run_count += sum(call.verdict == RUNS for call in calls)
             prefix = f"in a pickle at {self.base + self.at:,}: "
-            room = max(_MOST_LISTED - len(self.calls), 0)
+            room = max(_MAX_LISTED_CALLS - len(self.calls), 0)
             self.calls += [call._replace(opcode=prefix + call.opcode) for call in calls[:room]]
 
     def judge_call(self, func: Any, args: Any, kwargs: Any = None, *, is_new: bool = False) -> str:
-        """Return the verdict on a call of `func`, or of `func.__new__` (`is_new`)."""
+        """Return the verdict on a call of `func`, or of `func.__new__` (`is_new`).
+
+        Known constructors are data or need code, if no argument may do harm when they call it. An
+        unknown class needs code, and an unknown function runs something.
+        """
         func = func if isinstance(func, Global) else _resolve_getattr(func)
         if not isinstance(func, Global):  # pickle fails too if it is not an object
             is_made = isinstance(func, Opaque) and not is_unknown(func)
@@ -227,11 +239,15 @@ class Judge(Watcher):
             is_counted = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
             is_fine = (is_class and (is_new or is_counted)) or (is_new and not (parts or kwargs))
         else:
-            is_fine = kind == "unknown" and (is_new or bool(_METHOD.fullmatch(func.name)))
+            is_fine = kind == "unknown" and (is_new or bool(_CLASS_OR_METHOD.fullmatch(func.name)))
         return NEEDS_CODE if is_fine and self.is_harmless((*parts, kwargs)) else RUNS
 
     def _judge_by_arguments(self, name: str, parts: tuple[Any, ...]) -> str:
-        """Return the verdict on a call whose arguments decide; "" for any other."""
+        """Return the verdict on a call with arguments that decide; "" for any other.
+
+        Each case is a function that data files call, in the form in which they call it. The same
+        function with other arguments runs something.
+        """
         match name, parts:
             case "builtins.getattr", (owner, str() as attribute, *_):
                 owner = _resolve_getattr(owner)
@@ -265,20 +281,24 @@ class Judge(Watcher):
                 return self.judge_call(cls, (*arguments,), is_new=True)
             case "copyreg.__newobj_ex__", (cls, tuple() as arguments, dict() as kwargs):
                 return self.judge_call(cls, arguments, kwargs, is_new=True)
-            case _, (str() as module, str()) if name in _UFUNCS:
+            case _, (str() as module, str()) if name in _UFUNC_FINDERS:
                 is_fine = module.partition(".")[0] in ("numpy", "scipy")
             case _, (Global() as func, tuple() as inner, *_) if (
                 name in JAX_ARRAYS and func.qualified in NUMPY_ARRAYS
             ):
                 return self.judge_call(func, inner)
-            case _, (func, _, inner, *_) if _APPLIER.fullmatch(name):
+            case _, (func, _, inner, *_) if _CALLS_FIRST_ARGUMENT.fullmatch(name):
                 return RUNS if _is_imported_object(Opaque(func)) else self.judge_call(func, inner)
             case _:
                 return ""
         return NEEDS_CODE if is_fine else RUNS
 
     def judge_change(self, kind: str, target: Any, items: Any) -> str:
-        """Return the verdict on items or a state that the pickle gives to `target`."""
+        """Return the verdict on items or a state that the pickle gives to `target`.
+
+        A change of a class, a function or an object of a library runs something, as does any change
+        after a state, which may have replaced the method that is called.
+        """
         if isinstance(target, Global):
             return RUNS
         if is_unknown(target):
@@ -434,30 +454,30 @@ def _format_step(kind: str, node: Any, items: Any) -> str:
     return f"{target}.__setstate__({to_python(items)})"
 
 
-_LONGEST, _WIDEST, _DEEPEST, _PIECES = 120, 6, 8, 200
+_MAX_TEXT_LENGTH, _MAX_ITEMS, _MAX_DEPTH, _MAX_NODES = 120, 6, 8, 200
 
 
 def to_python(value: Any) -> str:
     """Return a value as Python code, shortened to a few lines."""
-    budget = [_PIECES]
+    budget = [_MAX_NODES]
 
     def format_items(items: Collection[Any], depth: int) -> str:
         """Return the first items, separated by commas."""
-        shown = [format_node(item, depth + 1) for item in islice(items, _WIDEST)]
-        return ", ".join(shown + ["..."] * (len(items) > _WIDEST))
+        shown = [format_node(item, depth + 1) for item in islice(items, _MAX_ITEMS)]
+        return ", ".join(shown + ["..."] * (len(items) > _MAX_ITEMS))
 
     def format_node(node: Any, depth: int) -> str:
         """Return a node as Python code, or `...` below the deepest level."""
         budget[0] -= 1
-        if depth > _DEEPEST or budget[0] < 0:
+        if depth > _MAX_DEPTH or budget[0] < 0:
             return "..."
         match node:
             case Global():
                 return re.sub(r"^(posix|nt)\.", "os.", node.qualified)
             case str() | bytes():
-                return repr(node[:_LONGEST]) + "..." * (len(node) > _LONGEST)
+                return repr(node[:_MAX_TEXT_LENGTH]) + "..." * (len(node) > _MAX_TEXT_LENGTH)
             case int() if node.bit_length() > 999:  # Python refuses to print so many digits
-                return hex(node)[:_LONGEST] + "..."
+                return hex(node)[:_MAX_TEXT_LENGTH] + "..."
             case list():
                 return f"[{format_items(node, depth)}]"
             case tuple():
@@ -465,9 +485,9 @@ def to_python(value: Any) -> str:
             case dict():
                 pairs = [
                     f"{format_node(key, depth + 1)}: {format_node(item, depth + 1)}"
-                    for key, item in islice(node.items(), _WIDEST)
+                    for key, item in islice(node.items(), _MAX_ITEMS)
                 ]
-                return f"{{{', '.join(pairs + ['...'] * (len(node) > _WIDEST))}}}"
+                return f"{{{', '.join(pairs + ['...'] * (len(node) > _MAX_ITEMS))}}}"
             case Opaque(maker="persid"):
                 return "persistent_load(...)"
             case Opaque() if is_unknown(node):
@@ -482,6 +502,6 @@ def to_python(value: Any) -> str:
                 inner += f", **{format_node(node.kwargs, depth + 1)}" if node.kwargs else ""
                 new = ".__new__" * (node.maker == "newobj")
                 return f"{format_node(node.func, depth + 1)}{new}({inner})"
-        return repr(node)[:_LONGEST]
+        return repr(node)[:_MAX_TEXT_LENGTH]
 
     return format_node(value, 0)

@@ -241,13 +241,13 @@ def stats(
         if isinstance(patterns, str):
             raise UsageError(f"expected a list of globs, not {patterns!r}", hint=f"[{patterns!r}]")
     with open_or_reuse(source) as checkpoint:
-        below: Path = () if key is None else resolve(checkpoint, key)[0]
+        base_path: Path = () if key is None else resolve(checkpoint, key)[0]
         included, excluded = tuple(include), tuple(exclude)
         index = NameIndex(
             (
                 (path, leaf)
                 for path, leaf in walk(checkpoint.root, limits)
-                if isinstance(leaf, TensorRef) and is_within(path, below)
+                if isinstance(leaf, TensorRef) and is_within(path, base_path)
             ),
             checkpoint.path,
         )
@@ -255,7 +255,7 @@ def stats(
         leaves = list(selection.pick_from(index))
         if key is not None and not index.nodes:
             raise NotFound(
-                f"no tensor to measure under {printable(name_of(below))!r}",
+                f"no tensor to measure under {printable(name_of(base_path))!r}",
                 file=checkpoint.path or None,
                 hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
@@ -269,14 +269,16 @@ def stats(
         model_positions = [
             position
             for position, (path, _) in enumerate(leaves)
-            if not any(is_within(path, o) for o in optimizers)
+            if not any(is_within(path, optimizer) for optimizer in optimizers)
         ]
-        for number, flags, remark in _find_outliers(
-            [rows[position] for position in model_positions]
-        ):
-            row = rows[model_positions[number]]
-            rows[model_positions[number]] = replace(
-                row, flags=(*row.flags, *flags), remarks=(*row.remarks, remark)
+        # The state of optimizers is not compared.
+        model_rows = [rows[position] for position in model_positions]
+        for number, flags, remark in _find_outliers(model_rows):
+            position = model_positions[number]
+            rows[position] = replace(
+                rows[position],
+                flags=(*rows[position].flags, *flags),
+                remarks=(*rows[position].remarks, remark),
             )
         _note_codes(checkpoint, leaves, rows)
         unmatched = tuple(map(str, selection.unmatched))
@@ -287,20 +289,23 @@ def stats(
 def _note_codes(
     checkpoint: Checkpoint, leaves: Sequence[tuple[Path, TensorRef]], rows: list[TensorStats]
 ) -> None:
-    """Add a remark to the first weight of each scheme: its statistics are of codes."""
+    """Add a remark to the first quantized weight of each scheme: its statistics are of codes.
+
+    Codes are the integers of a weight that needs other tensors (scales) to be interpreted.
+    """
     positions = {id(tensor): position for position, (_, tensor) in reversed([*enumerate(leaves)])}
     for part in checkpoint.sections:
-        known = find_quantized(part.node) if part.kind in MODEL_KINDS else {}
-        first: dict[str, tuple[int, Quantized]] = {}
-        for name, quantized in known.items():
+        quantized_by_key = find_quantized(part.node) if part.kind in MODEL_KINDS else {}
+        first_by_scheme: dict[str, tuple[int, Quantized]] = {}
+        for name, quantized in quantized_by_key.items():
             if (
                 position := positions.get(id(part.node[name]))
             ) is not None and quantized.companions:
-                first.setdefault(quantized.scheme, (position, quantized))
-        for position, quantized in first.values():
-            count = sum(quantized.scheme == other.scheme for other in known.values())
-            alike = f", like {count - 1:,} more here" if count > 1 else ""
-            description = f"{str(quantized).removeprefix('is ')}{alike}"
+                first_by_scheme.setdefault(quantized.scheme, (position, quantized))
+        for position, quantized in first_by_scheme.values():
+            count = sum(quantized.scheme == other.scheme for other in quantized_by_key.values())
+            others = f", like {count - 1:,} more here" if count > 1 else ""
+            description = f"{str(quantized).removeprefix('is ')}{others}"
             remark = f"{description}: statistics of codes, without {listed(quantized.companions)}"
             rows[position] = replace(rows[position], remarks=(*rows[position].remarks, remark))
 
@@ -359,8 +364,8 @@ def _sum_up(rows: Iterable[TensorStats]) -> Totals:
     )
 
 
-_MOST_NAMED = 8
-_REMARKS: dict[str, Callable[[Measures], str]] = {
+_MAX_NAMED_TENSORS = 8
+_REMARK_BY_FLAG: dict[str, Callable[[Measures], str]] = {
     "nan": lambda found: (
         f"{found.nan:,} of {counted(found.elements, 'element')} {are(found.nan)} NaN"
     ),
@@ -413,21 +418,21 @@ def _merge_rows(label: str, members: Sequence[TensorStats]) -> TensorStats:
 
 
 def _describe_odd_members(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
-    """Yield remarks on the tensors with flags, if not all have them."""
-    for flag, describe in _REMARKS.items():
+    """Yield remarks on the tensors with a flag of `_REMARK_BY_FLAG`, if not all have it."""
+    for flag, describe in _REMARK_BY_FLAG.items():
         odd = [(row.name, row.measures) for row in members if row.measures and flag in row.flags]
         if len(odd) == len(members):
             continue
-        for name, measures in odd[:_MOST_NAMED]:
+        for name, measures in odd[:_MAX_NAMED_TENSORS]:
             yield f"{name}: {describe(measures)}"
-        if len(odd) > _MOST_NAMED:
-            yield f"{label}: {len(odd) - _MOST_NAMED:,} more have the flag {flag}"
+        if len(odd) > _MAX_NAMED_TENSORS:
+            yield f"{label}: {len(odd) - _MAX_NAMED_TENSORS:,} more have the flag {flag}"
 
 
 def _merge_measures(parts: Sequence[Measures]) -> Measures:
     """Return the statistics of all elements of several tensors.
 
-    The histograms are merged by the middle of each bin.
+    Mean and std are exact. The histograms are merged by the middle of each bin.
     """
     moments = Moments()
     for part in parts:
@@ -464,11 +469,11 @@ def _merge_histograms(parts: Sequence[Histogram], low: float, high: float) -> Hi
     return Histogram(low, high, tuple(counts))
 
 
-FEWEST = 3
+MIN_ROLE_TENSORS = 3
 """The fewest tensors of a role for which outliers are reported."""
 MAJORITY = 2 / 3
 """The share of equal tensors above which the others are outliers."""
-TIMES = 10
+OUTLIER_FACTOR = 10
 """The factor from the median at which a norm or standard deviation is an outlier."""
 
 Oddity = tuple[int, tuple[str, ...], str]
@@ -517,10 +522,10 @@ def _group_members(members: Role, key_of: Callable[[TensorStats], Hashable]) -> 
     groups: dict[Hashable, Role] = {}
     for member in members:
         groups.setdefault(key_of(member[1]), []).append(member)
-    return [group for group in groups.values() if len(group) >= FEWEST]
+    return [group for group in groups.values() if len(group) >= MIN_ROLE_TENSORS]
 
 
-_HEADERS: tuple[tuple[str, Callable[[TensorRow], Any], Callable[[Any], str]], ...] = (
+_COMPARED_PROPERTIES: tuple[tuple[str, Callable[[TensorRow], Any], Callable[[Any], str]], ...] = (
     ("dtype", lambda row: row.dtype, str),
     ("shape", lambda row: row.shape, format_shape),
     ("device", lambda row: row.device, lambda device: f"on {device}"),
@@ -529,16 +534,19 @@ _HEADERS: tuple[tuple[str, Callable[[TensorRow], Any], Callable[[Any], str]], ..
 
 
 def _find_header_outliers(role: Role, label: str) -> Iterator[Oddity]:
-    """Yield tensors with another dtype, shape or device than the majority of a role."""
-    for word, read, describe in _HEADERS:
-        values = [(position, read(row.row)) for position, row in role]
+    """Yield tensors with another dtype, shape or device than the majority of a role.
+
+    Without a majority of two thirds, nothing is an outlier.
+    """
+    for property_name, read_property, describe in _COMPARED_PROPERTIES:
+        values = [(position, read_property(row.row)) for position, row in role]
         [(usual, count)] = Counter(value for _, value in values).most_common(1)
         if count < MAJORITY * len(role):
             continue
         for position, value in values:
             if value != usual:
                 remark = f"{describe(value)}, but {count:,} of {label} are {describe(usual)}"
-                yield position, (f"{word}-outlier",), remark
+                yield position, (f"{property_name}-outlier",), remark
 
 
 def _find_number_outliers(role: Role, label: str) -> Iterator[Oddity]:
@@ -548,19 +556,19 @@ def _find_number_outliers(role: Role, label: str) -> Iterator[Oddity]:
         for position, row in role
         if (measures := row.measures) is not None and measures.std is not None
     ]
-    if len(measured) < FEWEST:
+    if len(measured) < MIN_ROLE_TENSORS:
         return
-    usual = {word: median(figures[word] for _, figures in measured) for word in ("norm", "std")}
+    medians = {name: median(figures[name] for _, figures in measured) for name in ("norm", "std")}
     for position, figures in measured:
-        odd = [word for word in figures if _is_far(figures[word], usual[word])]
-        if odd:
-            facts = " and ".join(
-                f"{word} {figures[word]:.4g}, median {usual[word]:.4g}" for word in odd
+        outliers = [name for name in figures if _is_far(figures[name], medians[name])]
+        if outliers:
+            texts = " and ".join(
+                f"{name} {figures[name]:.4g}, median {medians[name]:.4g}" for name in outliers
             )
-            remark = f"{facts} ({counted(len(measured), 'tensor')} of {label})"
-            yield position, tuple(f"{word}-outlier" for word in odd), remark
+            remark = f"{texts} ({counted(len(measured), 'tensor')} of {label})"
+            yield position, tuple(f"{name}-outlier" for name in outliers), remark
 
 
 def _is_far(value: float, median_value: float) -> bool:
     """Return True if a value is far from the median. Zeros have their own flags."""
-    return value > 0 and not median_value / TIMES <= value <= median_value * TIMES
+    return value > 0 and not median_value / OUTLIER_FACTOR <= value <= median_value * OUTLIER_FACTOR

@@ -76,7 +76,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tensors.bytewise import count_nonfinite_elements, is_floating
 from ckptool.words import are, counted, listed
 
-_SETS = (
+_FILE_FINDERS = (
     (DCP_SAFETENSORS, find_part_files),
     (FSDP_RANKS, find_rank_files),
     (DEEPSPEED, find_step_files),
@@ -86,8 +86,8 @@ _SETS = (
 """Formats of several independent files, with the function that finds the files."""
 
 
-_HUB = re.compile(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)")
-_BLOB = re.compile(r"([0-9a-f]{64})")
+_HUB_FILE_NAME = re.compile(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)")
+_HASH_FILE_NAME = re.compile(r"([0-9a-f]{64})")
 
 _Mismatch = tuple[Checksum, int]
 """The stored checksum, and the different one of the bytes."""
@@ -118,19 +118,21 @@ def examine(
     except CorruptFile as error:  # of the journal of an interrupted edit
         check.blame(error)
         return check.verdict, None
-    with ExitStack() as opened:
-        opened.callback(probe.close)
+    with ExitStack() as stack:
+        stack.callback(probe.close)
         try:
             if probe.is_folder:
                 probe = resolve_model_file(probe)
-                opened.callback(probe.close)
+                stack.callback(probe.close)
                 check.verdict = Verdict(probe.path)
             index = probe.compute_once(open_index)
             if index is not None:
                 shards = {name: index.path_of(name) for name in index.shards}
                 check.check_set(probe, index.path, shards)
-            elif find := next((find for known, find in _SETS if known.recognize(probe)), None):
-                files = find(probe)
+            elif find_files := next(
+                (find for format, find in _FILE_FINDERS if format.recognize(probe)), None
+            ):
+                files = find_files(probe)
                 top = os.path.commonpath(list(map(os.path.dirname, files)))
                 shards = {os.path.relpath(file, top or "."): file for file in files}
                 check.check_set(probe, probe.path, shards)
@@ -147,7 +149,7 @@ def examine(
 
 @dataclass
 class _FileCheck:
-    """A check of one file or set of files, with its findings so far."""
+    """A check of one file or set of files; the verdict collects its findings."""
 
     verdict: Verdict
     limits: Limits
@@ -157,9 +159,13 @@ class _FileCheck:
     is_shard: bool = False
     """True for one file of a set, which is also checked as a set."""
     hashed: tuple[HashedTensor, ...] | None = None
+    """The content hashes of the tensors, if they were requested and the file opened."""
 
     def check_file(self, probe: Probe) -> None:
-        """Check one file, or the files of an unzipped checkpoint."""
+        """Check one file, or the files of an unzipped checkpoint.
+
+        If it does not open, the error is a problem, next to those of the structure.
+        """
         findings = checks.check_structure(probe)
         self.add_findings(findings)
         self.check_name(probe)
@@ -180,8 +186,8 @@ class _FileCheck:
         """
         name = os.path.basename(probe.path)
         blobs = (name, os.path.basename(os.path.realpath(probe.path)))
-        blob = next(filter(None, map(_BLOB.fullmatch, blobs)), None)
-        match = blob or _HUB.fullmatch(name)
+        blob = next(filter(None, map(_HASH_FILE_NAME.fullmatch, blobs)), None)
+        match = blob or _HUB_FILE_NAME.fullmatch(name)
         if match is None or probe.source is None:
             return
         if blob is None and (match[1].isdigit() or match[1].isalpha()):
@@ -217,7 +223,10 @@ class _FileCheck:
         self.check_content(checkpoint, probe, [])
 
     def check_shard(self, path: str, name: str) -> bool:
-        """Check a shard if it exists; return True if it has problems."""
+        """Check a shard if it exists, add its findings, and return True if it has problems.
+
+        A shard that is an index, or of an unsupported format, is not checked.
+        """
         if not os.path.isfile(path):
             return False
         with closing(Probe(path, self.limits)) as probe:
@@ -244,7 +253,10 @@ class _FileCheck:
     def check_content(
         self, checkpoint: Checkpoint | None, probe: Probe, mismatches: Sequence[_Mismatch]
     ) -> None:
-        """Check the content of an open checkpoint.
+        """Check the content of an open checkpoint, and add its format and sizes to the verdict.
+
+        `mismatches` are the wrong checksums, whose tensors can be named now. A checkpoint is None
+        if no reader recognizes the file any more.
 
         Raises:
             UnreadableFile: a file changed during the check.
@@ -299,7 +311,7 @@ class _FileCheck:
 
     def add(self, **additions: Any) -> None:
         """Add to the problems, notes and counts of the verdict."""
-        sums = {name: getattr(self.verdict, name) + count for name, count in additions.items()}
+        sums = {name: getattr(self.verdict, name) + added for name, added in additions.items()}
         self.verdict = replace(self.verdict, **sums)
 
     def add_findings(self, findings: Findings) -> None:
@@ -307,12 +319,16 @@ class _FileCheck:
         self.add(problems=findings.problems, notes=findings.notes, records=findings.records)
 
     def blame(self, error: CheckpointError, *, contradicted: bool = False) -> None:
-        """Add an error as a problem; if `contradicted`, also an unknown format.
+        """Add an error as a problem; if `contradicted`, also a missing file or an unknown format.
+
+        It is contradicted if an index lists the file, or if its structure was recognized.
 
         Raises:
             CheckpointError: the error itself, if it is not about the content of the file.
         """
-        kinds = {**_KINDS, **_CONTRADICTIONS} if contradicted else _KINDS
+        kinds = (
+            {**_KIND_BY_ERROR, **_KIND_BY_CONTRADICTED_ERROR} if contradicted else _KIND_BY_ERROR
+        )
         kind = next((word for known, word in kinds.items() if isinstance(error, known)), None)
         if kind is None:
             raise error
@@ -322,7 +338,7 @@ class _FileCheck:
         self.add(problems=(Finding(kind, text, hint=error.hint),))
 
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Mismatch]:
-        """Compute checksums, and return the mismatches."""
+        """Compute checksums, and return the mismatches; other problems of records are added."""
         meter = Meter(self.progress, sum(checksum.data.length for checksum in checksums))
         compute = (
             compute_crc32cs
@@ -382,14 +398,14 @@ def _describe_damage(
 NOT_CHECKPOINT = "not-a-checkpoint"
 """The kind of problem of a file that is not a checkpoint."""
 
-_KINDS: dict[type[CheckpointError], str] = {
+_KIND_BY_ERROR: dict[type[CheckpointError], str] = {
     TruncatedFile: "truncated",
     CorruptFile: "corrupt",
     LimitExceeded: "limit",
     NotACheckpoint: NOT_CHECKPOINT,
 }
 """The kind of problem for each error about the content of a file. The first match counts."""
-_CONTRADICTIONS: dict[type[CheckpointError], str] = {
+_KIND_BY_CONTRADICTED_ERROR: dict[type[CheckpointError], str] = {
     FileMissing: "missing-shard",
     UnsupportedFormat: "corrupt",
 }
@@ -512,11 +528,15 @@ class Verifier:
         """
         self.values, self.progress, self.limits = values, progress, limits
         self.manifest = None if manifest is None else os.fspath(manifest)
-        known = None if self.manifest is None else read_manifest(self.manifest, limits)
-        self._listed = dict(known or {})
-        self._writes = self.manifest is not None and known is None
-        self._seen: dict[str, tuple[HashedTensor, ...]] = {}
-        self._reason: str | None = None
+        expected = None if self.manifest is None else read_manifest(self.manifest, limits)
+        self._expected_by_file = dict(expected or {})
+        """The tensors that the manifest lists, by file."""
+        self._is_new_manifest = self.manifest is not None and expected is None
+        """True if `finish` writes the manifest."""
+        self._hashes_by_file: dict[str, tuple[HashedTensor, ...]] = {}
+        """The tensors of the files so far."""
+        self._not_written_reason: str | None = None
+        """The `reason` of the outcome, if a file has a problem or could not be checked."""
 
     def verify_all(
         self, paths: Iterable[str | os.PathLike[str]]
@@ -532,7 +552,8 @@ class Verifier:
                 find_checkpoints(path, self.limits) if os.path.isdir(path) else [path]
             )
             is_alone = len(names) == len(checkpoint_paths) == 1
-            has_result, unread = False, dict[str, list[Finding]]()
+            has_result = False
+            unread = dict[str, list[Finding]]()  # unsupported files by folder
             for checkpoint_path in checkpoint_paths:
                 result = self._try_verify(checkpoint_path, alone=is_alone)
                 if (
@@ -553,14 +574,16 @@ class Verifier:
             if not has_result:
                 yield self._try_verify(path, alone=is_alone)
             else:
-                yield from (Verdict(name, problems=tuple(found)) for name, found in unread.items())
+                yield from (
+                    Verdict(folder, problems=tuple(findings)) for folder, findings in unread.items()
+                )
 
     def _try_verify(self, path: str, *, alone: bool) -> Verdict | CheckpointError:
         """Return the verdict on a checkpoint, or the error if it cannot be checked."""
         try:
             return self.verify(path, alone=alone)
         except CheckpointError as error:
-            self._reason = self._reason or "error"
+            self._not_written_reason = self._not_written_reason or "error"
             if error.file is None:
                 error.file = path
             return error
@@ -583,20 +606,20 @@ class Verifier:
         if self.manifest is not None and tensors is not None:
             verdict = self._add_manifest_differences(verdict, tensors, self.manifest, alone=alone)
         if not verdict.ok:
-            self._reason = "problem"
+            self._not_written_reason = "problem"
         return verdict
 
     def _add_manifest_differences(
         self, verdict: Verdict, tensors: tuple[HashedTensor, ...], manifest: str, *, alone: bool
     ) -> Verdict:
-        """Return the verdict with the differences from the manifest."""
+        """Return the verdict with the differences from the manifest; unchanged if that is new."""
         name = manifest_name(verdict.file, manifest)
-        if alone and len(self._listed) == 1:
-            name = next(iter(self._listed))
-        self._seen[name] = tensors
-        if self._writes:
+        if alone and len(self._expected_by_file) == 1:
+            name = next(iter(self._expected_by_file))
+        self._hashes_by_file[name] = tensors
+        if self._is_new_manifest:
             return verdict
-        expected = self._listed.get(name)
+        expected = self._expected_by_file.get(name)
         if expected is None:
             text = f"the manifest does not list {name!r}"
             findings = Findings((Finding("manifest", text),))
@@ -618,28 +641,32 @@ class Verifier:
         """
         if self.manifest is None:
             return None
-        tensors = sum(map(len, self._seen.values()))
-        if not self._writes:
+        tensors = sum(map(len, self._hashes_by_file.values()))
+        if not self._is_new_manifest:
             return ManifestOutcome(
                 self.manifest,
                 "checked",
-                len(self._seen),
+                len(self._hashes_by_file),
                 tensors,
                 tuple(self._find_missing_files(self.manifest)),
             )
-        if self._reason is not None:
-            return ManifestOutcome(self.manifest, "not-written", 0, 0, reason=self._reason)
-        write_manifest(self.manifest, self._seen)
-        unhashed = sum(tensor.sha256 is None for file in self._seen.values() for tensor in file)
+        if self._not_written_reason is not None:
+            return ManifestOutcome(
+                self.manifest, "not-written", 0, 0, reason=self._not_written_reason
+            )
+        write_manifest(self.manifest, self._hashes_by_file)
+        unhashed = sum(
+            tensor.sha256 is None for file in self._hashes_by_file.values() for tensor in file
+        )
         return ManifestOutcome(
-            self.manifest, "written", len(self._seen), tensors, unhashed=unhashed
+            self.manifest, "written", len(self._hashes_by_file), tensors, unhashed=unhashed
         )
 
     def _find_missing_files(self, manifest: str) -> Iterator[Finding]:
         """Yield a problem for each file that the manifest lists but the folder lacks."""
         folder = os.path.dirname(manifest)
-        for name in self._listed:
-            if name not in self._seen and not os.path.exists(os.path.join(folder, name)):
+        for name in self._expected_by_file:
+            if name not in self._hashes_by_file and not os.path.exists(os.path.join(folder, name)):
                 yield Finding("missing", "the manifest lists it, but it is missing", (name,))
 
 
@@ -650,7 +677,7 @@ def _is_unsupported(result: Verdict | CheckpointError) -> bool:
     return any(problem.kind == NOT_CHECKPOINT for problem in result.problems)
 
 
-_INDEX = re.compile(r".+\.index(?:\.[^.]+)?\.json", re.IGNORECASE)
+_SHARD_INDEX_NAME = re.compile(r".+\.index(?:\.[^.]+)?\.json", re.IGNORECASE)
 
 _CHECKPOINT_NAMES = re.compile(
     r".+\.(?:pth|pt|pth\.tar|ckpt|safetensors|pt2|ptl|(?:safetensors|bin|pth?)\.index(?:\.[^.]+)?\.json)"
@@ -662,7 +689,7 @@ _CHECKPOINT_NAMES = re.compile(
 )
 """Names that only checkpoints have: reported even if the content is unrecognizable."""
 _AMBIGUOUS_NAMES = re.compile(r".+\.(?:bin|pkl|pickle)", re.IGNORECASE)
-_LIKELY = re.compile(
+_LIKELY_WORD = re.compile(
     r"(?:^|[^a-z])(?:model|net|weights?|params?|state|states|optim|optimizer|scheduler|lora|adapter"
     r"|diffusion|unet|vae|ema|rng|checkpoint|ckpt|epoch|step|iter|best|last|latest|final)s?"
     r"(?:[^a-z]|$)",
@@ -671,10 +698,10 @@ _LIKELY = re.compile(
 """Words in names of likely checkpoints."""
 _OTHER_NAMES = re.compile(r"token|vocab|spiece|sentencepiece|ggml|gguf|openvino", re.IGNORECASE)
 
-_POINTER = b"version https://git-lfs"
-_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|<\?xml)", re.IGNORECASE)
+_LFS_POINTER = b"version https://git-lfs"
+_HTML_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|<\?xml)", re.IGNORECASE)
 _GZIP = b"\x1f\x8b"
-_HEAD, _MOST_TEXT = 4096, 64 << 10
+_HEAD_BYTES, _MAX_TEXT_BYTES = 4096, 64 << 10
 
 _Identity = tuple[int, int]
 
@@ -685,20 +712,24 @@ def find_checkpoints(folder: str, limits: Limits) -> list[str]:
     Names that begin with a dot are skipped. A file with several names is returned once, by a
     checkpoint name if possible, and not by a link. Links are followed, each folder is entered once.
     """
-    files: dict[_Identity, str] = {}
-    shards: set[_Identity] = set()
+    path_by_identity: dict[_Identity, str] = {}
+    shard_identities: set[_Identity] = set()
     folders = []
     for path, identity in _walk_entries(folder, limits):
         if identity is None:
             folders.append(path)
             continue
-        if _INDEX.fullmatch(path):
+        if _SHARD_INDEX_NAME.fullmatch(path):
             for name in read_shard_names(path):
                 with suppress(OSError):
-                    shards.add(_read_identity(os.path.join(os.path.dirname(path), name)))
-        other = files.get(identity)
-        files[identity] = path if other is None else min(other, path, key=_name_preference)
-    unindexed = (path for identity, path in files.items() if identity not in shards)
+                    shard_identities.add(_read_identity(os.path.join(os.path.dirname(path), name)))
+        other = path_by_identity.get(identity)
+        path_by_identity[identity] = (
+            path if other is None else min(other, path, key=_name_preference)
+        )
+    unindexed = (
+        path for identity, path in path_by_identity.items() if identity not in shard_identities
+    )
     return sorted((*folders, *filter(_may_be_checkpoint, unindexed)))
 
 
@@ -712,14 +743,14 @@ def _walk_entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity 
 
     Also yield None for entries that cannot be read: opening them raises the error.
     """
-    entered: set[_Identity] = set()
+    entered_folders: set[_Identity] = set()
     pending, pending_links = [folder], list[str]()
     while pending or pending_links:  # folders first, then links to them
         current = pending.pop() if pending else pending_links.pop()
         identity = _read_identity(current)
-        if identity in entered:
+        if identity in entered_folders:
             continue
-        entered.add(identity)
+        entered_folders.add(identity)
         try:
             names = sorted(os.listdir(current))
         except OSError:
@@ -746,7 +777,10 @@ def _read_identity(path: str) -> _Identity:
 
 
 def _make_part_test(folder: str, limits: Limits) -> Callable[[str], object] | None:
-    """Return a test for files that belong to a folder checkpoint; None for other folders."""
+    """Return a test for files that belong to a folder checkpoint; None for other folders.
+
+    In an unzipped checkpoint, all files belong to it.
+    """
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
         if DCP.recognize(probe):
             return re.compile(r".+\.(distcp|metadata)|.*(pytorch_model_fsdp|optimizer)_0").fullmatch
@@ -765,7 +799,7 @@ def _make_part_test(folder: str, limits: Limits) -> Callable[[str], object] | No
 
 def _may_be_checkpoint(path: str) -> bool:
     """Return True if the name or the first bytes are those of a checkpoint."""
-    if should_be_checkpoint(path) or _INDEX.fullmatch(path) or path.endswith(".distcp"):
+    if should_be_checkpoint(path) or _SHARD_INDEX_NAME.fullmatch(path) or path.endswith(".distcp"):
         return True
     if path.endswith(".index"):
         return is_index(path)
@@ -777,7 +811,7 @@ def _read_head(path: str) -> tuple[bytes, int]:
     """Return the first bytes of a file and its size, -1 if it cannot be read."""
     try:
         with closing(FileSource(path)) as source:
-            return source.read(0, min(_HEAD, source.size)), source.size
+            return source.read(0, min(_HEAD_BYTES, source.size)), source.size
     except CheckpointError:
         return b"", -1
 
@@ -795,9 +829,9 @@ def should_be_checkpoint(path: str) -> bool:
     head, size = _read_head(path)
     if size < 0:
         return False
-    if not head or head.startswith(_POINTER) or _PAGE.match(head):
+    if not head or head.startswith(_LFS_POINTER) or _HTML_PAGE.match(head):
         return True
-    likely = _LIKELY.search(name.rpartition(".")[0]) and not _OTHER_NAMES.search(name)
+    likely = _LIKELY_WORD.search(name.rpartition(".")[0]) and not _OTHER_NAMES.search(name)
     return bool(likely) and (
         not head.strip(b"\0") or head.startswith(_GZIP) or _is_short_text(head, size)
     )
@@ -805,7 +839,7 @@ def should_be_checkpoint(path: str) -> bool:
 
 def _is_short_text(head: bytes, size: int) -> bool:
     """Return True for a short text, for example the response of a server."""
-    if size > _MOST_TEXT:
+    if size > _MAX_TEXT_BYTES:
         return False
     text = head.decode("utf-8", "replace")
     return all(char.isprintable() or char.isspace() for char in text) and "\ufffd" not in text[:-1]

@@ -42,7 +42,8 @@ def require_torch() -> None:
         ) from error
 
 
-_LOCK, _BEFORE = Lock(), list[int]()
+_LOCK, _THREADS_BEFORE = Lock(), list[int]()
+"""The numbers of threads before each running `use_one_thread`, under the lock."""
 
 
 @contextmanager
@@ -59,13 +60,15 @@ def use_one_thread() -> Iterator[None]:
     import torch
 
     with _LOCK:
-        _BEFORE.append(torch.get_num_threads())
+        _THREADS_BEFORE.append(torch.get_num_threads())
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        with _LOCK:  # the first had the number of before, and the last gives it back
-            torch.set_num_threads(_BEFORE.pop(1) if len(_BEFORE) > 1 else _BEFORE.pop())
+        with _LOCK:  # The first entry is the number before all calls: the last call restores it.
+            torch.set_num_threads(
+                _THREADS_BEFORE.pop(1) if len(_THREADS_BEFORE) > 1 else _THREADS_BEFORE.pop()
+            )
 
 
 def get_torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
@@ -159,6 +162,7 @@ class Placement:
             )
         self._map_location: Any = map_location
         self._checked: set[str] = set()
+        """Devices that are known to be available."""
 
     def target_of(self, tag: str) -> str | None:
         """Return the device for storages saved on `tag`; None if a function decides."""
@@ -176,8 +180,8 @@ class Placement:
             return
         import torch
 
-        nothing = torch.empty(0, device="cpu").untyped_storage()
-        _restore_storage(nothing, target, tag=tag, name=name, file=file)
+        empty = torch.empty(0, device="cpu").untyped_storage()
+        _restore_storage(empty, target, tag=tag, name=name, file=file)
         self._checked.add(target)
 
     def place(
@@ -194,6 +198,7 @@ class Placement:
 
 
 def _move_storage(storage: torch.UntypedStorage, target: str) -> torch.UntypedStorage:
+    """Move a storage to a device as `torch.load` does."""
     from torch.serialization import default_restore_location
 
     return _to_untyped(default_restore_location(storage, target))  # type: ignore[no-untyped-call]
@@ -226,7 +231,7 @@ def _to_untyped(storage: Any) -> torch.UntypedStorage:
 
 _ALIGNMENT = 64
 """Spans begin at a multiple of this, so that offsets stay whole in elements of any type."""
-_SHARED_READ = 8 << 20
+_MIN_SHARED_READ_BYTES = 8 << 20
 """Bytes from which a second thread takes half: touching new memory costs as much as copying."""
 _WRITABLE = 0x200  # PyBUF_WRITE
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -245,15 +250,20 @@ class StorageReader:
         """Map files privately if `mapped` is True and no byte changes; cast floats to `dtype`."""
         self._placement = placement
         self._mapped = mapped
-        self._dtype = dtype
+        self._requested_dtype = dtype
         self._spans: dict[int, tuple[int, int]] = {}
-        self._made: dict[tuple[int, str, str], tuple[Storage, torch.UntypedStorage]] = {}
-        self._maps: dict[int, mmap.mmap] = {}
+        """By `id` of a storage, the bytes to read (start, stop)."""
+        self._made_by_source: dict[tuple[int, str, str], tuple[Storage, torch.UntypedStorage]] = {}
+        """By storage (`id`), device, and dtype if bytes change: the storage and torch's storage."""
+        self._mapping_by_source: dict[int, mmap.mmap] = {}
 
     def announce_span(self, storage: Storage, span: tuple[int, int]) -> None:
-        """Announce a span of bytes (start, stop) that will be read; call it before `get`."""
+        """Announce a span of bytes (start, stop) that will be read; call it before `get`.
+
+        One storage has one span, which grows to contain all announced spans.
+        """
         span_so_far = self._spans.setdefault(id(storage), (0, 0))
-        if not span[1]:
+        if not span[1]:  # an empty tensor
             return
         start, stop = span[0] - span[0] % _ALIGNMENT, span[1]
         if span_so_far[1]:
@@ -274,11 +284,11 @@ class StorageReader:
         """
         start, stop = self._spans.get(id(storage), (0, storage.nbytes))
         dtype_info = BY_NAME[dtype]
-        needs_cast = cast and dtype_info.floating and self._dtype not in (None, dtype)
+        needs_cast = cast and dtype_info.floating and self._requested_dtype not in (None, dtype)
         needs_swap = storage.byteorder != sys.byteorder and dtype_info.swap_size > 1
         target = self._placement.target_of(device) or device
         key = (id(storage), target, dtype if needs_cast or needs_swap else "")
-        if key not in self._made:
+        if key not in self._made_by_source:
             file = storage.data.source.name if storage.data else None
             self._placement.check_device(device, name=name, file=file)
             loaded = self._load_storage(
@@ -288,18 +298,22 @@ class StorageReader:
                 loaded = self._cast_storage(loaded, dtype, name, file)
             if loaded.device.type != "meta":
                 loaded = self._placement.place(loaded, device, name=name, file=file)
-            self._made[key] = (storage, loaded)
-        return self._made[key][1], start // dtype_info.itemsize
+            self._made_by_source[key] = (storage, loaded)
+        return self._made_by_source[key][1], start // dtype_info.itemsize
 
     def forget(self) -> None:
         """Release the storages and mappings; tensors made from them keep theirs."""
-        self._made.clear()
-        self._maps.clear()
+        self._made_by_source.clear()
+        self._mapping_by_source.clear()
 
     def _load_storage(
         self, storage: Storage, start: int, stop: int, device: str, *, swap: int
     ) -> torch.UntypedStorage:
-        """Return the bytes `start` to `stop` of a storage: mapped, or read and swapped."""
+        """Return the bytes `start` to `stop` of a storage: mapped, or read and swapped.
+
+        `swap` is the size of the units with reversed bytes, or 1. For the meta device, or without
+        data in the file, the storage has no bytes.
+        """
         import torch
 
         size = stop - start
@@ -320,7 +334,7 @@ class StorageReader:
         import torch
 
         source = data.source
-        if id(source) not in self._maps:
+        if id(source) not in self._mapping_by_source:
             try:
                 mapping = mmap.mmap(fd, source.size, access=mmap.ACCESS_COPY)
             except ValueError as error:
@@ -328,28 +342,33 @@ class StorageReader:
                     f"was truncated after it was opened: it had {source.size:,} bytes",
                     file=source.name,
                 ) from error
-            self._maps[id(source)] = mapping
-        mapped = self._maps[id(source)]
+            self._mapping_by_source[id(source)] = mapping
+        mapped = self._mapping_by_source[id(source)]
         return torch.frombuffer(
             mapped, dtype=torch.uint8, count=data.length, offset=data.offset
         ).untyped_storage()
 
     def _cast_storage(
-        self, storage: torch.UntypedStorage, dtype: str, name: str, file: str | None
+        self, storage: torch.UntypedStorage, saved_dtype: str, name: str, file: str | None
     ) -> torch.UntypedStorage:
-        """Return the whole storage in the requested dtype, so that views and ties stay."""
+        """Return a storage of `saved_dtype` in the dtype requested of this reader.
+
+        All of its elements are cast, not those of one tensor, so that views and ties stay.
+        """
         import torch
 
-        saved_dtype = get_torch_dtype(dtype, file=file)
-        count = storage.nbytes() // BY_NAME[dtype].itemsize
-        flat = torch.empty((0,), dtype=saved_dtype, device=storage.device).set_(
-            storage, 0, (count,), (1,)
+        count = storage.nbytes() // BY_NAME[saved_dtype].itemsize
+        empty = torch.empty(
+            (0,), dtype=get_torch_dtype(saved_dtype, file=file), device=storage.device
         )
+        elements = empty.set_(storage, 0, (count,), (1,))  # a view of all elements
         try:
-            return flat.to(get_torch_dtype(self._dtype or dtype)).untyped_storage()
+            target_dtype = get_torch_dtype(self._requested_dtype or saved_dtype)
+            return elements.to(target_dtype).untyped_storage()
         except RuntimeError as error:
             raise UnsupportedFormat(
-                f"{describe_name(name)} is {dtype}, which torch cannot cast to {self._dtype}",
+                f"{describe_name(name)} is {saved_dtype}, which torch cannot cast to "
+                f"{self._requested_dtype}",
                 file=file,
                 hint="load it without dtype",
             ) from error
@@ -363,7 +382,7 @@ def view_memory(address: int, size: int) -> memoryview:
 
 def _read_into_view(view: memoryview, data: ByteRange, start: int) -> None:
     """Read bytes from `start` into a view; share a large read with a second thread."""
-    if len(view) < _SHARED_READ or not data.source.is_shared:
+    if len(view) < _MIN_SHARED_READ_BYTES or not data.source.is_shared:
         data.read_into(view, start)
         return
     half = len(view) // 2
@@ -376,6 +395,7 @@ def _read_into_view(view: memoryview, data: ByteRange, start: int) -> None:
 
 
 def _allocate_storage(size: int, device: str = "cpu") -> torch.UntypedStorage:
+    """Return a new storage; raise MemoryError if there is no memory for it."""
     import torch
 
     try:
@@ -387,7 +407,13 @@ def _allocate_storage(size: int, device: str = "cpu") -> torch.UntypedStorage:
 def _make_quantized(
     ref: TensorRef, quantizer: tuple[Any, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return an empty quantized tensor with the quantizer that `_rebuild_qtensor` was given."""
+    """Return an empty quantized tensor with the quantizer that `_rebuild_qtensor` was given.
+
+    `quantizer` is the scheme, then scale and zero point, or these per channel and the axis.
+
+    Raises:
+        ValueError: if the scheme is unknown, or the quantizer does not fit the shape.
+    """
     import torch
 
     scheme, *numbers = quantizer
@@ -419,12 +445,24 @@ def _make_quantized(
     )
 
 
-_OF_PARTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "meta")
+_KINDS_OF_PARTS = (
+    "sparse_coo",
+    "sparse_csr",
+    "sparse_csc",
+    "sparse_bsr",
+    "sparse_bsc",
+    "nested",
+    "meta",
+)
 """Kinds of tensors that have no storage of their own."""
 
 
 def _assemble_parts(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without storage of its own, made from its loaded parts."""
+    """Return a tensor without storage of its own, made from its loaded parts.
+
+    Its kind is meta, sparse or nested. Invariants are checked, unless the parts are on the meta
+    device and have no elements.
+    """
     import torch
 
     if ref.kind == "meta":
@@ -553,14 +591,17 @@ class Materializer:
         """
         require_torch()
         self._convert = convert
-        self._dtype = check_float_dtype(dtype)
-        self._storages = StorageReader(Placement(map_location), mapped=mmap, dtype=self._dtype)
-        self._made: dict[tuple[int, bool], tuple[TensorRef, torch.Tensor]] = {}
+        self._requested_dtype = check_float_dtype(dtype)
+        self._storage_reader = StorageReader(
+            Placement(map_location), mapped=mmap, dtype=self._requested_dtype
+        )
+        self._tensor_by_ref: dict[tuple[int, bool], tuple[TensorRef, torch.Tensor]] = {}
+        """By `id` of a `TensorRef` and `cast`: the reference, and its tensor."""
         for node in walk_everything(root):
             if isinstance(node, StorageRef):
-                self._storages.announce_span(node.storage, (0, node.storage.nbytes))
+                self._storage_reader.announce_span(node.storage, (0, node.storage.nbytes))
             elif isinstance(node, TensorRef) and node.storage is not None:
-                self._storages.announce_span(node.storage, node.reach)
+                self._storage_reader.announce_span(node.storage, node.reach)
 
     def make_tensor(self, ref: TensorRef, name: str = "", *, cast: bool = True) -> torch.Tensor:
         """Return the tensor of `ref`, always the same object for the same `ref`.
@@ -574,13 +615,13 @@ class Materializer:
             CorruptFile: torch rejects the description in the file.
             UnsupportedFormat: a wrapper (DTensor, ShardedTensor) of which this file has a part.
         """
-        cached = self._made.get((id(ref), cast))
+        cached = self._tensor_by_ref.get((id(ref), cast))
         if cached is not None:
             return cached[1]
         if is_one_part(ref):
             raise only_part_error(ref, name)
         tensor = self._assemble(ref.whole or ref, name, cast=cast)
-        self._made[id(ref), cast] = (ref, tensor)
+        self._tensor_by_ref[id(ref), cast] = (ref, tensor)
         for layer in ref.wrapping:
             set_attributes(tensor, self._load_attributes(layer), describe_name(name))
         return tensor
@@ -591,7 +632,7 @@ class Materializer:
         """Return a storage that is a value of the tree, typed or untyped as in the file."""
         import torch
 
-        loaded, _ = self._storages.get(
+        loaded, _ = self._storage_reader.get(
             ref.storage, ref.dtype, device=ref.storage.device, name=name, cast=False
         )
         if ref.untyped:
@@ -603,26 +644,29 @@ class Materializer:
 
     def forget(self) -> None:
         """Release all tensors and storages made so far; only the caller's references keep them."""
-        self._made.clear()
-        self._storages.forget()
+        self._tensor_by_ref.clear()
+        self._storage_reader.forget()
         self._convert = None
 
     def _assemble(self, ref: TensorRef, name: str, *, cast: bool) -> torch.Tensor:
-        """Return the tensor with its wrapping layers, but without their attributes."""
+        """Return the tensor with its wrapping layers, but without their attributes.
+
+        Raises:
+            CorruptFile: torch rejects the description in the file.
+        """
         import torch
 
-        casts = cast and self._dtype is not None and BY_NAME[ref.dtype].floating
-        dtype = get_torch_dtype(
-            self._dtype if casts and self._dtype else ref.dtype, file=_file_of(ref)
-        )
+        is_cast = cast and BY_NAME[ref.dtype].floating
+        dtype_name = (self._requested_dtype if is_cast else None) or ref.dtype
+        dtype = get_torch_dtype(dtype_name, file=_file_of(ref))
         # The scales of a quantized tensor are no weights: they keep their type.
         parts = self._load_parts(ref, name, cast=cast and ref.kind != "quantized")
         storage, offset = None, 0
         if ref.storage is not None:
-            storage, first = self._storages.get(
+            storage, first = self._storage_reader.get(
                 ref.storage, ref.dtype, device=ref.device, name=name, cast=cast
             )
-            offset = max(0, ref.offset - first)
+            offset = max(0, ref.offset - first)  # an empty tensor may be before the first
         try:
             if storage is None:
                 return _wrap_layers(_assemble_parts(ref, parts, dtype), ref)
@@ -642,7 +686,7 @@ class Materializer:
 
     def _load_parts(self, ref: TensorRef, name: str, *, cast: bool) -> dict[str, Any]:
         """Return the parts of a tensor with tensors loaded; empty if it has a storage only."""
-        if ref.kind not in _OF_PARTS and ref.kind != "quantized":
+        if ref.kind not in _KINDS_OF_PARTS and ref.kind != "quantized":
             return {}
         return {
             key: self._load_part(part, name, cast=cast) for key, part in (ref.parts or {}).items()
@@ -659,7 +703,10 @@ class Materializer:
         return part
 
     def _load_attributes(self, layer: Wrapping) -> dict[Any, Any]:
-        """Return the Python attributes in the state of a layer, with slots, values converted."""
+        """Return the Python attributes in the state of a layer, with values converted.
+
+        A class with slots has a state of two dicts: its `__dict__`, and the slots.
+        """
         convert = self._convert or (lambda state: self._load_part(state, "", cast=False))
         state = convert(layer.state)
         groups = state if isinstance(state, tuple) else (state,)

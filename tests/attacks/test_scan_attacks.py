@@ -781,7 +781,7 @@ def test_bombs_have_an_answer(what, data, tmp_path):
 
 
 def test_inflation_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(scanning, "_MOST_INFLATED", 1 << 20)
+    monkeypatch.setattr(scanning, "_MAX_INFLATED_BYTES", 1 << 20)
     for data in (
         gzip.compress(bytes(8 << 20)),
         bz2.compress(bytes(8 << 20)),

@@ -301,13 +301,13 @@ def test_a_file_cut_short_after_it_was_opened(tmp_path, mmap):
 
 
 def test_large_reads_are_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(MODULE, "_SHARED_READ", 100)
+    monkeypatch.setattr(MODULE, "_MIN_SHARED_READ_BYTES", 100)
     tree = {"odd": torch.arange(100_001, dtype=torch.uint8), "even": torch.arange(4000.0)}
     assert_same(ckptool.load(saved(tmp_path / "f.pt", tree)), tree)
 
 
 def test_an_error_in_the_second_thread_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(MODULE, "_SHARED_READ", 100)
+    monkeypatch.setattr(MODULE, "_MIN_SHARED_READ_BYTES", 100)
     file = saved(tmp_path / "f.pt", {"w": torch.zeros(100_000)})
     with open_checkpoint(file) as checkpoint:
         ref = checkpoint["w"]
