@@ -217,30 +217,31 @@ def make_bars(a: Checkpoint, b: Checkpoint, alignment: Alignment, diff: Diff) ->
         diff: The differences of as many entries.
     """
     changed = {row.a.name: row for row in diff.changed if row.counts}
-    renamed = [{row.a.name for row in diff.renamed}, {row.b.name for row in diff.renamed}]
-    drawn: dict[Path, Bar] = {}
+    renamed_in_a = {row.a.name for row in diff.renamed}
+    renamed_in_b = {row.b.name for row in diff.renamed}
+    bar_by_path: dict[Path, Bar] = {}
     for pair in alignment.pairs:
         if isinstance(pair.a.leaf, TensorRef):
             row = changed.get(name_of(pair.a.path))
             change = row.difference.rel_norm if row and row.difference else None
-            drawn[pair.a.path] = Bar(pair.name, row.status if row else "=", change)
+            bar_by_path[pair.a.path] = Bar(pair.name, row.status if row else "=", change)
     for entry in alignment.only_a:
         if isinstance(entry.leaf, TensorRef):
-            drawn[entry.path] = Bar(entry.name, "R" if entry.name in renamed[0] else "D")
+            bar_by_path[entry.path] = Bar(entry.name, "R" if entry.name in renamed_in_a else "D")
     added = {
         entry.path: Bar(entry.name, "A")
         for entry in alignment.only_b
-        if isinstance(entry.leaf, TensorRef) and entry.name not in renamed[1]
+        if isinstance(entry.leaf, TensorRef) and entry.name not in renamed_in_b
     }
-    partner = {pair.b.path: pair.a.path for pair in alignment.pairs}
-    after: dict[Path | None, list[Bar]] = {}
-    before = None
+    path_in_a = {pair.b.path: pair.a.path for pair in alignment.pairs}
+    added_after: dict[Path | None, list[Bar]] = {}
+    previous = None  # the path in A of the last tensor of B that A has too
     for path, _ in b.tensors():
-        before = partner.get(path, before)
+        previous = path_in_a.get(path, previous)
         if path in added:
-            after.setdefault(before, []).append(added[path])
-    ordered = after.get(None, [])
+            added_after.setdefault(previous, []).append(added[path])
+    ordered = added_after.get(None, [])
     for path, _ in a.tensors():
-        ordered += [drawn[path]] if path in drawn else []
-        ordered += after.get(path, ())
+        ordered += [bar_by_path[path]] if path in bar_by_path else []
+        ordered += added_after.get(path, ())
     return tuple(ordered)

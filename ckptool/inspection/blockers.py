@@ -25,12 +25,12 @@ from ckptool.formats.torchscript import PACKED, PACKED_WEIGHTS, RUN_IT, has_pack
 from ckptool.symbolic.encoder import find_blocked_names, find_blockers
 from ckptool.words import counted, printable, shell
 
-_GATHER = "gather the full tensors in the training job, and save them"
-_ZERO = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
-_OF_TOTAL = re.compile(
+_HINT_GATHER = "gather the full tensors in the training job, and save them"
+_ZERO_FILE_NAME = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
+_NAME_WITH_TOTAL = re.compile(
     r"world_size_(?P<n>\d+)_rank_(?P<at>\d+)|(?P<at2>\d+)[-_]of[-_](?P<n2>\d+)", re.IGNORECASE
 )
-_COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
+_NUMBERED_NAME = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
 """File names of Megatron, DeepSpeed and Llama, with the number of a rank."""
 _MOST_CALLS, _CALL_LENGTH = 5, 80
 """The most callables in a sentence, and the most characters of each call."""
@@ -184,20 +184,25 @@ def _detect_flat_parameters(checkpoint: Checkpoint) -> Finding | None:
 
 
 def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
-    """Detect one of several rank files by its content, its name or the files next to it."""
+    """Detect one of several rank files by its content, its name or the files next to it.
+
+    In order: Megatron ranks, a DeepSpeed file, `mp_world_size`, an FSDP rank file, a name with a
+    number and a total, and a name with a number. That name alone is only a note, unless the number
+    is not 0, or the file with the next number exists.
+    """
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     if len(root) > 1 and all(map(is_rank_folder, root)):
         remedy = f"ckptool convert {shell(checkpoint.path)} OUT --model-only --concat 'GLOB=DIM'"
         text = f"it has the parts of each matrix from {len(root)} ranks"
         return Finding("part", text, hint=f"join them with {remedy}")
-    world_size, counted_name = root.get("mp_world_size"), _COUNTED.search(name)
-    if _ZERO.search(name):
+    world_size, counted_name = root.get("mp_world_size"), _NUMBERED_NAME.search(name)
+    if _ZERO_FILE_NAME.search(name):
         text = "judging by its name, it has one rank's part of an optimizer state"
         return Finding("part", text, hint=_hint_for_rank_file(checkpoint.path))
     if type(world_size) is int and world_size > 1:
         text = f"it has one of {world_size} parts of each matrix: its mp_world_size is {world_size}"
-        return Finding("part", text, hint=_GATHER)
+        return Finding("part", text, hint=_HINT_GATHER)
     if type(world_size) is int:
         return None
     is_shard_of_set = parse_rank_name(name) and any(
@@ -206,7 +211,7 @@ def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
     if is_shard_of_set or SHARDING_INFO in checkpoint.details.header:
         remedy = f"open its folder to join all ranks: {printable(folder or '.')}"
         return Finding("part", "it has one rank's part of each tensor", hint=remedy)
-    total = _OF_TOTAL.search(name)
+    total = _NAME_WITH_TOTAL.search(name)
     if total and not shard_format_of(checkpoint.format):
         count = int(total["n"] or total["n2"])
         if count > 1:
@@ -228,7 +233,7 @@ def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
         return Finding(
             "part", text, hint="look for the other parts where you got this one", severity="note"
         )
-    return Finding("part", f"it is one of several parts: {why}", hint=_GATHER)
+    return Finding("part", f"it is one of several parts: {why}", hint=_HINT_GATHER)
 
 
 def find_layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:

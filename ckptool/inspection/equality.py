@@ -39,13 +39,13 @@ ITSELF = "."
 """The place of a difference that is not inside the two values."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_NO_PARTS = frozenset({"strided", "numpy", "meta"})
+_PLAIN_KINDS = frozenset({"strided", "numpy", "meta"})
 """Kinds that header and elements describe completely."""
-_IN_HEADER = frozenset({"args", "layout", "size"})
+_HEADER_PARTS = frozenset({"args", "layout", "size"})
 """Parts that only repeat the header."""
-_QUANTIZER = ("scheme", "scale", "zero_point", "axis")
+_QUANTIZER_ITEMS = ("scheme", "scale", "zero_point", "axis")
 """The torch names of the items of a quantizer (`torch._utils._rebuild_qtensor`)."""
-_VALUES = frozenset({"values", "buffer", "_local_tensor"})
+_VALUE_PARTS = frozenset({"values", "buffer", "_local_tensor"})
 """The part with the values of a tensor: sparse or jagged, nested, distributed."""
 
 
@@ -63,7 +63,7 @@ def type_name(node: Any) -> str:
 
 def is_made_of_parts(tensor: TensorRef) -> bool:
     """Return True if a tensor has parts other than its header and elements."""
-    return tensor.kind not in _NO_PARTS or any(map(_has_type_or_state, tensor.wrapping))
+    return tensor.kind not in _PLAIN_KINDS or any(map(_has_type_or_state, tensor.wrapping))
 
 
 def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
@@ -135,19 +135,26 @@ class _NodeComparison:
     def __init__(
         self, same: Same | None, devices: bool, listed: Container[int], limits: Limits
     ) -> None:
-        self._same = same
+        """Take the arguments of `find_first_difference`."""
+        self._has_equal_elements = same
         self._devices = devices
-        self._listed = listed
+        self._listed_ids = listed
         self._limits = limits
         self._compared_pairs: set[tuple[int, int]] = set()
+        """The identities of the pairs so far."""
         self._seen_ids: set[int] = set()
+        """The identities of the nodes of the first tree so far."""
         self._repeats = 0
-        self._kept: list[Any] = []
+        """How often a node of the first tree was in another pair than before."""
+        self._keep_alive: list[Any] = []
         """Objects made for the comparison, so that no later object gets their identity."""
 
     def run(self, a: Any, b: Any, *, items: bool) -> Unlike | None:
-        """Return the first difference in a walk over both trees; None if they are equal."""
-        todo: list[tuple[Any, Any, Link, bool]] = []
+        """Return the first difference in a walk over both trees; None if they are equal.
+
+        Inside a tensor, only its values have a tolerance; all other parts are compared exactly.
+        """
+        pending: list[tuple[Any, Any, Link, bool]] = []  # two nodes, their path, and `exact`
         trail: Link = None
         exact = False
         try:
@@ -155,10 +162,12 @@ class _NodeComparison:
             while True:
                 exact = exact or isinstance(a, TensorRef)
                 for key, value_a, value_b in reversed(steps):
-                    todo.append((value_a, value_b, (trail, key), exact and key not in _VALUES))
-                if not todo:
+                    pending.append(
+                        (value_a, value_b, (trail, key), exact and key not in _VALUE_PARTS)
+                    )
+                if not pending:
                     break
-                a, b, trail, exact = todo.pop()
+                a, b, trail, exact = pending.pop()
                 steps = self._compare_nodes(a, b, exact)
         except _Differ as differ:
             change = differ.args if len(set(differ.args)) > 1 else None
@@ -168,6 +177,8 @@ class _NodeComparison:
     def _compare_nodes(self, a: Any, b: Any, exact: bool, *, items: bool = True) -> list[Step]:
         """Compare two nodes, and return their parts to compare.
 
+        There are none if the nodes are one object, were compared before, or are listed tensors.
+
         Raises:
             _Differ: the nodes themselves differ.
         """
@@ -175,7 +186,7 @@ class _NodeComparison:
             return []
         if isinstance(a, DeviceValue) and isinstance(b, DeviceValue) and not self._devices:
             return []
-        if id(a) in self._listed and id(b) in self._listed:
+        if id(a) in self._listed_ids and id(b) in self._listed_ids:
             return []
         (head_a, parts_a), (head_b, parts_b) = _describe_node(a, items), _describe_node(b, items)
         if head_a != head_b:
@@ -187,7 +198,7 @@ class _NodeComparison:
                 steps += _pair_by_key(_list_attached_parts(a), _list_attached_parts(b))
             return steps
         if isinstance(a, (Opaque, TensorRef)):
-            self._kept += (parts_a, parts_b)
+            self._keep_alive += (parts_a, parts_b)
         if isinstance(a, TensorRef):
             return self._compare_tensor_parts(a, b, exact, _pair_by_key(parts_a, parts_b))
         if isinstance(a, StorageRef):
@@ -225,7 +236,7 @@ class _NodeComparison:
             steps += _pair_in_order(*layers)
         if a.kind == "quantized":  # what its codes mean comes first
             codes = raw_elements(a), raw_elements(b)
-            self._kept += codes
+            self._keep_alive += codes
             return [*steps, ("codes", *codes)]
         self._require_equal_elements(a, b, exact)
         counts = _count_entries(a), _count_entries(b)
@@ -237,9 +248,14 @@ class _NodeComparison:
     ) -> None:
         """Raise `_Differ` if the stored elements of two tensors or storages differ."""
         elements_a, elements_b = raw_elements(a), raw_elements(b)
-        if elements_a is not None and elements_b is not None and self._same is not None:
+        if (
+            elements_a is not None
+            and elements_b is not None
+            and self._has_equal_elements is not None
+        ):
             self._require(
-                elements_a.shape == elements_b.shape and self._same(elements_a, elements_b, exact)
+                elements_a.shape == elements_b.shape
+                and self._has_equal_elements(elements_a, elements_b, exact)
             )
 
 
@@ -290,11 +306,11 @@ def _normalize_value(value: Any) -> Any:
 
 def _list_tensor_parts(tensor: TensorRef) -> list[Part]:
     """Return the parts that do not repeat the header, the items of a quantizer by name."""
-    if tensor.kind in _NO_PARTS:
+    if tensor.kind in _PLAIN_KINDS:
         return []
-    parts = {key: part for key, part in (tensor.parts or {}).items() if key not in _IN_HEADER}
+    parts = {key: part for key, part in (tensor.parts or {}).items() if key not in _HEADER_PARTS}
     if isinstance(parts.get("quantizer"), tuple):
-        parts["quantizer"] = dict(zip(_QUANTIZER, parts["quantizer"], strict=False))
+        parts["quantizer"] = dict(zip(_QUANTIZER_ITEMS, parts["quantizer"], strict=False))
     return list(parts.items())
 
 
@@ -364,7 +380,7 @@ def _constructor_arguments(node: Opaque) -> Any:
     return node.args
 
 
-_LENGTH = 16
+_DIGEST_LENGTH = 16
 _CONTAINERS = (dict, list, tuple, Opaque, TensorRef)
 
 
@@ -377,10 +393,11 @@ class Fingerprints:
     def __init__(self, limits: Limits, listed: Container[int] = frozenset()) -> None:
         """Treat tensors with identities in `listed` as equal: they have a hash of their own."""
         self._repeated = RepeatedBytes(limits)
-        self._listed = listed
+        self._listed_ids = listed
         self._path: Path = ()
         self._digests: dict[int, bytes] = {}
-        self._made: dict[int, tuple[tuple[Any, ...], list[Part]]] = {}
+        self._described_by_id: dict[int, tuple[tuple[Any, ...], list[Part]]] = {}
+        """By `id` of a node, its properties and parts, which stay alive."""
 
     def compute(self, path: Path, root: Any) -> str:
         """Return the digest of a node, 16 hexadecimal digits; the tree must outlive this object.
@@ -392,15 +409,15 @@ class Fingerprints:
         stack: list[Any] = [root]
         while stack:
             node = stack[-1]
-            if id(node) not in self._made:
+            if id(node) not in self._described_by_id:
                 head, parts = _describe_node(node)
                 parts = [*parts, *_list_attached_parts(node)]
-                self._made[id(node)] = head, parts
+                self._described_by_id[id(node)] = head, parts
                 containers = (part for _, part in parts if isinstance(part, _CONTAINERS))
-                stack += [part for part in containers if id(part) not in self._made]
+                stack += [part for part in containers if id(part) not in self._described_by_id]
             elif id(stack.pop()) not in self._digests:
-                self._digests[id(node)] = self._digest(node, *self._made[id(node)])
-        return self._digests[id(root)].hex()[:_LENGTH]
+                self._digests[id(node)] = self._digest(node, *self._described_by_id[id(node)])
+        return self._digests[id(root)].hex()[:_DIGEST_LENGTH]
 
     def _digest(self, node: Any, head: tuple[Any, ...], parts: list[Part]) -> bytes:
         """Return the digest of a node from its properties and the digests of its parts."""
@@ -421,7 +438,7 @@ class Fingerprints:
     def _hash_elements(self, node: Any) -> str:
         """Return the content hash of a tensor's elements; "" if they are listed or missing."""
         raw = raw_elements(node) if isinstance(node, (TensorRef, StorageRef)) else None
-        if raw is None or id(raw) in self._listed:
+        if raw is None or id(raw) in self._listed_ids:
             return ""
         self._repeated.add(self._path, raw)
         return hash_content(raw)

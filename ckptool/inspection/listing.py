@@ -178,7 +178,7 @@ def list_tensors(
         UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
         AmbiguousName: a name matches several rows.
     """
-    globs, unless = tuple(include), tuple(exclude)
+    globs, excluded_globs = tuple(include), tuple(exclude)
     leaves: list[tuple[Path, TensorRef]] = []
     values: list[ValueRow] = []
     objects: list[tuple[Path, Any]] = []
@@ -186,8 +186,8 @@ def list_tensors(
         if hash:  # it reads all bytes
             checkpoint = checkpoint.with_late_values()
         index = NameIndex(walk(checkpoint.root, limits), checkpoint.path)
-        chosen = select(index, globs, unless, endings=True)
-        for path, leaf in chosen.pick_from(index):
+        selection = select(index, globs, excluded_globs, endings=True)
+        for path, leaf in selection.pick_from(index):
             if isinstance(leaf, TensorRef):
                 leaves.append((path, leaf))
             elif plain := to_plain_value(leaf):
@@ -218,7 +218,7 @@ def list_tensors(
             values=tuple(values),
             objects=tuple(object_rows),
             hashed=hash,
-            unmatched=tuple(map(str, chosen.unmatched)),
+            unmatched=tuple(map(str, selection.unmatched)),
             quantizers=tuple(
                 dict.fromkeys(q for part in checkpoint.sections for q in part.quantizers)
             ),
@@ -332,11 +332,15 @@ def _split_path(row: TensorRow) -> tuple[str, ...]:
 
 
 def _fold_module(
-    label: str, depth: int, rows: list[tuple[tuple[str, ...], TensorRow]], known: dict[Any, int]
+    label: str,
+    depth: int,
+    rows: list[tuple[tuple[str, ...], TensorRow]],
+    number_by_signature: dict[Any, int],
 ) -> tuple[TreeNode, int]:
     """Return the node of a module, and a number that equal subtrees share.
 
-    `depth` is the number of path components that belong to the module.
+    `depth` is the number of path components that belong to the module. A signature has the header
+    of the module's tensor, and the names and numbers of its children.
     """
     tensor = None
     rows_by_child: dict[str, list[tuple[tuple[str, ...], TensorRow]]] = {}
@@ -346,12 +350,12 @@ def _fold_module(
         else:
             rows_by_child.setdefault(parts[depth], []).append((parts, row))
     folded = [
-        (name, *_fold_module(name, depth + 1, child_rows, known))
+        (name, *_fold_module(name, depth + 1, child_rows, number_by_signature))
         for name, child_rows in rows_by_child.items()
     ]
     shape = (tensor.dtype, tensor.shape, tensor.device) if tensor else None
     signature = (shape, tuple((name, number) for name, _, number in folded))
-    number = known.setdefault(signature, len(known))
+    number = number_by_signature.setdefault(signature, len(number_by_signature))
     children = tuple(_merge_siblings(folded))
     node = TreeNode(
         label,
@@ -365,10 +369,13 @@ def _fold_module(
 
 
 def _merge_siblings(folded: list[tuple[str, TreeNode, int]]) -> Iterator[TreeNode]:
-    """Yield siblings, with equal numbered ones merged into the first of them."""
+    """Yield siblings, with equal numbered ones merged into the first of them.
+
+    Each sibling is given as its name, node, and the number that equal subtrees share.
+    """
     nodes = {name: node for name, node, _ in folded}
     for family in group_families(
-        (name, no if name.isdecimal() else name) for name, _, no in folded
+        (name, number if name.isdecimal() else name) for name, _, number in folded
     ):
         members = [nodes[name] for name in family.names]
         yield (

@@ -151,7 +151,7 @@ _Place = tuple[str | int, ...]
 """The path of a container."""
 _Group = dict[str | int, HashedTensor]
 """The tensors of one container by their keys without wrapper prefixes."""
-_MOST_COMPARED = 16
+_MAX_CANDIDATES = 16
 
 
 def compare_tensors(
@@ -168,15 +168,18 @@ def compare_tensors(
         (tensor, by_path[tensor.path]) for tensor in expected_tensors if tensor.path in by_path
     ]
     paired_paths = {tensor.path for tensor, _ in pairs}
-    ours, theirs = (
+    expected_groups, actual_groups = (
         _group_by_container(expected_tensors, paired_paths),
         _group_by_container(actual_tensors, paired_paths),
     )
     is_moved = False
-    for container, partner in _pair_containers(ours, theirs):
+    for container, partner in _pair_containers(expected_groups, actual_groups):
         is_moved = is_moved or container != partner
-        common = [name for name in ours[container] if name in theirs[partner]]
-        pairs.extend((ours[container].pop(name), theirs[partner].pop(name)) for name in common)
+        common = [name for name in expected_groups[container] if name in actual_groups[partner]]
+        pairs.extend(
+            (expected_groups[container].pop(name), actual_groups[partner].pop(name))
+            for name in common
+        )
     problems, notes = list[Finding](), list[str]()
     renamed = [
         (expected.name, actual.name) for expected, actual in pairs if expected.name != actual.name
@@ -188,17 +191,23 @@ def compare_tensors(
             f"{old} in the manifest is {new} in this file"
         )
     for kind, side, groups, text, where in (
-        ("missing", 0, ours, "in the manifest, but not in this file", "not in this file"),
-        ("extra", 1, theirs, "in this file, but not in the manifest", "not in the manifest"),
+        (
+            "missing",
+            0,
+            expected_groups,
+            "in the manifest, but not in this file",
+            "not in this file",
+        ),
+        ("extra", 1, actual_groups, "in this file, but not in the manifest", "not in the manifest"),
     ):
         paired = {pair[side].path[:-1] for pair in pairs}
-        elsewhere = Counter[str]()
+        moved_counts = Counter[str]()
         for container, group in groups.items():
             if is_moved and container not in paired:
-                elsewhere[name_of(container[:1])] += len(group)
+                moved_counts[name_of(container[:1])] += len(group)
             else:
                 problems += (Finding(kind, text, (tensor.name,)) for tensor in group.values())
-        for name, count in (+elsewhere).items():
+        for name, count in (+moved_counts).items():
             notes.append(f"{counted(count, 'tensor')} of {listed([name])} {are(count)} {where}")
     for pair in pairs:
         problems += _compare_tensor(*pair)
@@ -246,32 +255,38 @@ def _group_by_container(
 def _pair_containers(
     expected_groups: dict[_Place, _Group], actual_groups: dict[_Place, _Group]
 ) -> Iterator[tuple[_Place, _Place]]:
-    """Yield containers with equal paths, then those with most common content, then most keys."""
+    """Yield containers with equal paths, then those with most common content, then most keys.
+
+    A tensor votes for each pair of containers that have it, under the same key: first with the
+    same content, and then with any.
+    """
     yield from (
         (container, container) for container in actual_groups if container in expected_groups
     )
-    unpaired = {
+    unpaired_expected = {
         container: group
         for container, group in expected_groups.items()
         if container not in actual_groups
     }
-    unpaired_found = {
+    unpaired_actual = {
         container: group
         for container, group in actual_groups.items()
         if container not in expected_groups
     }
-    for content in (True, False):
+    for by_content in (True, False):
         candidates: dict[Any, list[_Place]] = {}
-        for expected, group in unpaired.items():
+        for expected, group in unpaired_expected.items():
             for key, tensor in group.items():
-                candidates.setdefault((key, content and tensor.sha256), []).append(expected)
+                candidates.setdefault((key, by_content and tensor.sha256), []).append(expected)
         votes = Counter(
             (expected, actual)
-            for actual, group in unpaired_found.items()
+            for actual, group in unpaired_actual.items()
             for key, tensor in group.items()
-            for expected in candidates.get((key, content and tensor.sha256), ())[:_MOST_COMPARED]
+            for expected in candidates.get((key, by_content and tensor.sha256), ())[
+                :_MAX_CANDIDATES
+            ]
         )
         for (expected, actual), _ in votes.most_common():
-            if expected in unpaired and actual in unpaired_found:
-                del unpaired[expected], unpaired_found[actual]
+            if expected in unpaired_expected and actual in unpaired_actual:
+                del unpaired_expected[expected], unpaired_actual[actual]
                 yield expected, actual

@@ -44,10 +44,10 @@ class ElementBuffer:
         import torch
 
         kind = BY_NAME[dtype]
-        self._size, self._swap = kind.itemsize, kind.swap_size
-        self._raw = bytearray(count * self._size)
-        self._tensor = torch.frombuffer(self._raw, dtype=seen_as or get_torch_dtype(dtype))
-        self._parts = self._size // self._tensor.element_size()
+        self._itemsize, self._swap_size = kind.itemsize, kind.swap_size
+        self._bytes = bytearray(count * self._itemsize)
+        self._tensor = torch.frombuffer(self._bytes, dtype=seen_as or get_torch_dtype(dtype))
+        self._numbers_per_element = self._itemsize // self._tensor.element_size()
 
     def read(self, run: Elements, start: int, count: int) -> torch.Tensor:
         """Return the `count` elements from `start`, in this machine's byte order.
@@ -56,10 +56,12 @@ class ElementBuffer:
         """
         import torch
 
-        run.data.read_into(memoryview(self._raw)[: count * self._size], start * self._size)
-        elements = self._tensor[: count * self._parts]
-        if run.byteorder != sys.byteorder and self._swap > 1:
-            rows = elements.view(torch.uint8).view(-1, self._swap)
+        run.data.read_into(
+            memoryview(self._bytes)[: count * self._itemsize], start * self._itemsize
+        )
+        elements = self._tensor[: count * self._numbers_per_element]
+        if run.byteorder != sys.byteorder and self._swap_size > 1:
+            rows = elements.view(torch.uint8).view(-1, self._swap_size)
             rows.copy_(rows.flip(1))
         if "neg" in run.flags:
             elements.neg_()
@@ -204,7 +206,7 @@ class Averager:
         return Storage(like.key, data, size, like.device, sys.byteorder)
 
     def _check_storages(self, runs: Sequence[Elements]) -> None:
-        """Compare the storages of the runs with the checksums in their files."""
+        """Compare the storages of the runs with the checksums in their files, once each."""
         for run in runs:
             if id(run.storage) in self._checked:
                 self._checked[id(run.storage)].check()
@@ -220,20 +222,22 @@ class Averager:
 
 
 class _Kernel:
+    """The arithmetic on a chunk of the elements of some runs, with reused buffers."""
+
     def __init__(self, sources: Sequence[str], target: str) -> None:
-        """Allocate memory for chunks of these dtypes."""
+        """Allocate memory for chunks of the dtypes of the runs, and of the `target` dtype."""
         require_torch()
         import torch
 
-        self._kind = target
-        self._others = any(source != target for source in sources)
+        self._target_dtype = target
+        self._has_other_dtypes = any(source != target for source in sources)
         wide = torch.complex128 if target.startswith("complex") else torch.float64
         self._buffers = {name: ElementBuffer(name, CHUNK) for name in sources}
-        self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
-        self._target = torch.frombuffer(self._made, dtype=get_torch_dtype(target))
-        self._widest = not {"float64", "complex128"}.isdisjoint(sources)
-        self._sum = torch.empty(CHUNK, dtype=wide, device="cpu")
-        self._next = torch.empty(CHUNK, dtype=wide, device="cpu")
+        self._target_bytes = bytearray(CHUNK * BY_NAME[target].itemsize)
+        self._target = torch.frombuffer(self._target_bytes, dtype=get_torch_dtype(target))
+        self._may_overflow_sum = not {"float64", "complex128"}.isdisjoint(sources)
+        self._sum_buffer = torch.empty(CHUNK, dtype=wide, device="cpu")
+        self._addend_buffer = torch.empty(CHUNK, dtype=wide, device="cpu")
 
     def cosine_between(self, runs: Sequence[Elements]) -> float:
         """Return the cosine of the angle between two runs."""
@@ -241,7 +245,7 @@ class _Kernel:
         products = [0.0, 0.0, 0.0]
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
-            a, b = self._sum[:size], self._next[:size]
+            a, b = self._sum_buffer[:size], self._addend_buffer[:size]
             a.copy_(self._buffers[runs[0].dtype].read(runs[0], start, size))
             b.copy_(self._buffers[runs[1].dtype].read(runs[1], start, size))
             for index, (left, right) in enumerate(((a, b), (a, a), (b, b))):
@@ -263,22 +267,24 @@ class _Kernel:
         count = stop - start
         mean, target = self._sum_runs(runs, mix, start, count), self._target[:count]
         _view_as_real(mean).div_(mix.total)  # by a complex number there would be no -0.0
-        if self._widest and not bool(mean.isfinite().all()):  # the sum may be beyond float64
+        if self._may_overflow_sum and not bool(
+            mean.isfinite().all()
+        ):  # the sum may be beyond float64
             scale = 2.0 ** math.frexp(sum(map(abs, mix.weights)))[1]
             mean = self._sum_runs(runs, mix, start, count, 1 / scale)
             _view_as_real(mean).div_(mix.total).mul_(scale)
         target.copy_(mean)
-        if self._others or not mix.bounded:
+        if self._has_other_dtypes or not mix.bounded:
             self._refuse_overflow(
                 _view_as_real(mean), _view_as_real(target).to(_view_as_real(mean).dtype)
             )
-        return memoryview(self._made)[: count * self._target.element_size()]
+        return memoryview(self._target_bytes)[: count * self._target.element_size()]
 
     def _sum_runs(
         self, runs: Sequence[Elements], mix: _Mix, start: int, count: int, scale: float = 1.0
     ) -> torch.Tensor:
         """Return the weighted sum of the runs' elements, each weight multiplied by `scale`."""
-        total, following = self._sum[:count], self._next[:count]
+        total, following = self._sum_buffer[:count], self._addend_buffer[:count]
         for index, run in enumerate(runs):
             addend = following if index else total  # a sum that begins with 0.0 has no -0.0
             addend.copy_(self._buffers[run.dtype].read(run, start, count))
@@ -291,9 +297,9 @@ class _Kernel:
 
     def _refuse_overflow(self, mean: torch.Tensor, rounded: torch.Tensor) -> None:
         """Raise `OverflowError` if an element is finite in `mean` but overflows in `rounded`."""
-        float_type = FLOATS.get(self._kind)
+        float_type = FLOATS.get(self._target_dtype)
         over = mean.isfinite() & ~rounded.isfinite()
-        over |= mean.isfinite() & (mean.abs() > SATURATES.get(self._kind, float("inf")))
+        over |= mean.isfinite() & (mean.abs() > SATURATES.get(self._target_dtype, float("inf")))
         if float_type is not None and not float_type.signed:
             over |= mean < 0
         if bool(over.any()):

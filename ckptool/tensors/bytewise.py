@@ -15,9 +15,9 @@ from ckptool.files import ByteRange
 from ckptool.files.source import BytesDone
 from ckptool.files.threads import run_in_order
 
-_STEP = 512 << 10
+_STEP_BYTES = 512 << 10
 """Bytes compared at a time: those of both sides are still in the processor's cache."""
-_LARGE = 4 << 20
+_MIN_PARALLEL_BYTES = 4 << 20
 """Bytes from which a second thread takes its part."""
 
 
@@ -101,16 +101,16 @@ def _has_same_bytes(a: ByteRange, b: ByteRange, on_progress: BytesDone | None) -
 
     def compare_step(start: int) -> int:
         """Return the size of the step at `start` if its bytes are equal, else 0."""
-        size = min(_STEP, a.length - start)
+        size = min(_STEP_BYTES, a.length - start)
         if len(buffers.__dict__.get("one", "")) != size:
             buffers.one, buffers.other = bytearray(size), bytearray(size)
         a.read_into(memoryview(buffers.one), start)
         b.read_into(memoryview(buffers.other), start)
         return size if buffers.one == buffers.other else 0  # views are compared byte by byte
 
-    starts = range(0, a.length, _STEP)
-    divided = a.length >= _LARGE and a.source.is_shared and b.source.is_shared
-    for size in (run_in_order if divided else map)(compare_step, starts):
+    starts = range(0, a.length, _STEP_BYTES)
+    is_parallel = a.length >= _MIN_PARALLEL_BYTES and a.source.is_shared and b.source.is_shared
+    for size in (run_in_order if is_parallel else map)(compare_step, starts):
         if not size:
             return False
         if on_progress is not None:
@@ -137,14 +137,14 @@ def _has_same_blocks(a: Iterator[bytes], b: Iterator[bytes], on_progress: BytesD
 # each number of a piece, and a search in it says whether there can be any. Only where there can be,
 # each number is looked at. Types of one byte have few codes, which are counted.
 
-_LETTERS = {2: "H", 4: "I", 8: "Q"}
+_ARRAY_CODE_BY_SIZE = {2: "H", 4: "I", 8: "Q"}
 """The code of an unsigned number of so many bytes (`array`)."""
-_PIECE = 64 << 10
+_PIECE_BYTES = 64 << 10
 """Bytes looked at as one: they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _FloatFormat:
     """An IEEE 754 format, sizes in bits; an element consists of `parts` numbers."""
 
     width: int
@@ -158,7 +158,7 @@ class _Form:
 
     def to_integers(self, piece: bytes) -> array[int]:
         """Return the bits of each number in a block of bytes."""
-        numbers = array(_LETTERS[self.width // 8], piece)
+        numbers = array(_ARRAY_CODE_BY_SIZE[self.width // 8], piece)
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers
@@ -180,16 +180,16 @@ class _Form:
         return nan, infinite
 
 
-_FORMS = {
-    "float64": _Form(64, 52),
-    "float32": _Form(32, 23),
-    "float16": _Form(16, 10),
-    "bfloat16": _Form(16, 7),
-    "complex128": _Form(64, 52, 2),
-    "complex64": _Form(32, 23, 2),
-    "complex32": _Form(16, 10, 2),
+_FORMAT_BY_DTYPE = {
+    "float64": _FloatFormat(64, 52),
+    "float32": _FloatFormat(32, 23),
+    "float16": _FloatFormat(16, 10),
+    "bfloat16": _FloatFormat(16, 7),
+    "complex128": _FloatFormat(64, 52, 2),
+    "complex64": _FloatFormat(32, 23, 2),
+    "complex32": _FloatFormat(16, 10, 2),
 }
-_CODES = {
+_NONFINITE_CODES = {
     "float8_e5m2": (b"\x7d\x7e\x7f\xfd\xfe\xff", b"\x7c\xfc"),
     "float8_e4m3fn": (b"\x7f\xff", b""),
     "float8_e4m3fnuz": (b"\x80", b""),
@@ -201,7 +201,7 @@ _CODES = {
 
 def is_floating(dtype: str) -> bool:
     """Return True if numbers of a dtype can be NaN or infinite."""
-    return dtype in _FORMS or dtype in _CODES
+    return dtype in _FORMAT_BY_DTYPE or dtype in _NONFINITE_CODES
 
 
 def is_infinity_or_zero(ref: TensorRef) -> bool:
@@ -209,15 +209,15 @@ def is_infinity_or_zero(ref: TensorRef) -> bool:
 
     The search stops at the first other number. False for complex dtypes and tensors without bytes.
     """
-    form = _FORMS.get(ref.dtype)
+    form = _FORMAT_BY_DTYPE.get(ref.dtype)
     if form is None or form.parts > 1 or not ref.has_content:
         return False
     sign = 1 << form.width - 1
     allowed = {0, sign, form.infinity, sign | form.infinity}
     return all(
-        allowed.issuperset(form.to_integers(block[start : start + _PIECE]))
+        allowed.issuperset(form.to_integers(block[start : start + _PIECE_BYTES]))
         for block in ref.unrepeated.content()
-        for start in range(0, len(block), _PIECE)
+        for start in range(0, len(block), _PIECE_BYTES)
     )
 
 
@@ -234,13 +234,13 @@ def count_nonfinite_elements(
         return 0, 0
     nan = infinite = 0
     for block in once.content():
-        for start in range(0, len(block), _PIECE):
-            piece = block[start : start + _PIECE]
-            if ref.dtype in _FORMS:
-                counts = _FORMS[ref.dtype].count_nonfinite(piece)
+        for start in range(0, len(block), _PIECE_BYTES):
+            piece = block[start : start + _PIECE_BYTES]
+            if ref.dtype in _FORMAT_BY_DTYPE:
+                counts = _FORMAT_BY_DTYPE[ref.dtype].count_nonfinite(piece)
                 nan, infinite = nan + counts[0], infinite + counts[1]
             else:
-                nans, infinities = _CODES[ref.dtype]
+                nans, infinities = _NONFINITE_CODES[ref.dtype]
                 nan += sum(piece.count(code) for code in nans if code in piece)
                 infinite += sum(piece.count(code) for code in infinities if code in piece)
         if on_progress is not None:

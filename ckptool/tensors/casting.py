@@ -175,37 +175,50 @@ class _Run:
         self._caster = caster
         self._data = data
         self._checked = check_storage(storage, data)
-        self._swap = storage.byteorder != sys.byteorder
-        self._size = data.length // BY_NAME[caster.source].itemsize
+        self._needs_swap = storage.byteorder != sys.byteorder
+        self._count = data.length // BY_NAME[caster.source].itemsize
         self._name = views[0][0] if views else ""
         spans = [view.span for _, view in views if view.numel]
-        self._first = min((first for first, _ in spans), default=0)
-        self._last = max((last for _, last in spans), default=0)
-        self._counted = bytearray(-(-self._size // CHUNK))
-        self._refused: NotRepresentable | None = None
+        self._first_covered = min((first for first, _ in spans), default=0)
+        self._end_covered = max((last for _, last in spans), default=0)
+        self._counted_chunks = bytearray(-(-self._count // CHUNK))
+        """1 for each chunk with losses that were counted: a chunk may be read several times."""
+        self._overflow_error: NotRepresentable | None = None
+        """The error of an earlier read, which each later read raises again."""
 
     def fill(self, offset: int, buffer: memoryview) -> None:
-        """Write the bytes of the cast storage from `offset` into `buffer`."""
-        if self._refused is not None:
-            raise self._refused
+        """Write the bytes of the cast storage from `offset` into `buffer`.
+
+        Also counts losses, and checks the CRC-32 of the bytes read.
+
+        Raises:
+            NotRepresentable: a value overflows, which is not allowed.
+            CorruptFile: the bytes do not match the CRC-32 of the storage.
+        """
+        if self._overflow_error is not None:
+            raise self._overflow_error
         size = BY_NAME[self._caster.target].itemsize
         # A chunk fits the processor's cache, so that its CRC-32 costs no second read from memory;
         # the source's checksum is compared here because nobody else reads its bytes.
         is_checked = self._checked.is_known
         kernel, crc, begin, last = self._caster.kernel, 0, None, 0
-        for start, last, room, skipped in iterate_chunks(offset, buffer, size, self._size, CHUNK):
+        for start, last, room, skipped in iterate_chunks(offset, buffer, size, self._count, CHUNK):
             begin = start if begin is None else begin
             crc = kernel.read(self._data, start, last, None if is_checked else crc)
             if len(room) == (last - start) * size:
-                kernel.cast(swap=self._swap, into=room)
+                kernel.cast(swap=self._needs_swap, into=room)
             else:
-                room[:] = kernel.cast(swap=self._swap)[skipped : skipped + len(room)]
+                room[:] = kernel.cast(swap=self._needs_swap)[skipped : skipped + len(room)]
             self._count_losses(kernel, start, last)
         if not is_checked:
             self._check_part(begin or 0, last, crc, regular=offset % BLOCK == 0)
 
     def _check_part(self, first: int, last: int, crc: int, *, regular: bool) -> None:
-        """Check the CRC-32 of the part just read, or of the whole storage if it is no block."""
+        """Check the CRC-32 of the elements from `first` to `last`, which were just read.
+
+        Blocks of regular size add up to the checksum of the storage. Any other part is checked by
+        reading the whole storage.
+        """
         size = BY_NAME[self._caster.source].itemsize
         length = (last - first) * size
         block = BLOCK // BY_NAME[self._caster.target].itemsize * size
@@ -221,9 +234,9 @@ class _Run:
             NotRepresentable: a value overflows, which is not allowed.
         """
         with self._caster.lock:
-            if self._counted[start // CHUNK]:
+            if self._counted_chunks[start // CHUNK]:
                 return
-            self._counted[start // CHUNK] = True
+            self._counted_chunks[start // CHUNK] = True
         losses = self._count_losses_in_views(kernel, start, stop)
         if losses.elements:
             with self._caster.lock:
@@ -231,18 +244,18 @@ class _Run:
         if losses.overflow and not self._caster.allow_overflow:
             self._checked.check()  # a damaged file is not to blame on its numbers
             total = Losses()
-            for first in range(0, self._size, CHUNK):
-                kernel.read(self._data, first, min(first + CHUNK, self._size))
-                kernel.cast(swap=self._swap)
+            for first in range(0, self._count, CHUNK):
+                kernel.read(self._data, first, min(first + CHUNK, self._count))
+                kernel.cast(swap=self._needs_swap)
                 total.add(
-                    self._count_losses_in_views(kernel, first, min(first + CHUNK, self._size))
+                    self._count_losses_in_views(kernel, first, min(first + CHUNK, self._count))
                 )
-            self._refused = self._caster.overflow_error(self._name, total)
-            raise self._refused
+            self._overflow_error = self._caster.overflow_error(self._name, total)
+            raise self._overflow_error
 
     def _count_losses_in_views(self, kernel: Kernel, start: int, stop: int) -> Losses:
         """Return the losses of the chunk from `start`, limited to elements that views cover."""
-        low, high = max(start, self._first), min(stop, self._last)
+        low, high = max(start, self._first_covered), min(stop, self._end_covered)
         return kernel.count_losses(low - start, high - start) if low < high else Losses()
 
 
@@ -306,27 +319,30 @@ class Kernel:
         require_torch()
         import torch
 
-        self._exact = is_exact(source, target)
-        self._kind = FLOATS[target]
-        self._limit = SATURATES.get(target, float("inf"))
+        self._is_exact = is_exact(source, target)
+        self._target_format = FLOATS[target]
+        self._saturation_limit = SATURATES.get(target, float("inf"))
         self._itemsize = BY_NAME[source].itemsize
         # A type that has all values of both, in which they can be compared, and its bits.
         double = source == "float64"
-        self._wide = torch.float64 if double else torch.float32
-        self._bits = torch.int64 if double else torch.int32
-        self._size, self._back = (
-            torch.empty(CHUNK, dtype=self._wide, device="cpu") for _ in range(2)
+        self._wide_dtype = torch.float64 if double else torch.float32
+        self._wide_bits_dtype = torch.int64 if double else torch.int32
+        self._magnitude_buffer, self._restored_buffer = (
+            torch.empty(CHUNK, dtype=self._wide_dtype, device="cpu") for _ in range(2)
         )
-        self._raw = bytearray(CHUNK * self._itemsize)
-        self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
-        self._source = torch.frombuffer(self._raw, dtype=get_torch_dtype(source))
-        self._own = self._target = torch.frombuffer(self._made, dtype=get_torch_dtype(target))
+        self._source_bytes = bytearray(CHUNK * self._itemsize)
+        self._target_bytes = bytearray(CHUNK * BY_NAME[target].itemsize)
+        self._source = torch.frombuffer(self._source_bytes, dtype=get_torch_dtype(source))
+        # `_target` is the memory of the last cast: the own buffer, or one given by the caller.
+        self._own_target = self._target = torch.frombuffer(
+            self._target_bytes, dtype=get_torch_dtype(target)
+        )
         self._count = 0
 
     def read(self, data: ByteRange, start: int, stop: int, crc: int | None = None) -> int:
         """Read the elements `start` to `stop`; return their CRC-32, continued from `crc`."""
         self._count = stop - start
-        raw = memoryview(self._raw)[: self._count * self._itemsize]
+        raw = memoryview(self._source_bytes)[: self._count * self._itemsize]
         data.read_into(raw, start * self._itemsize)
         return 0 if crc is None else zlib.crc32(raw, crc)
 
@@ -335,13 +351,15 @@ class Kernel:
         import torch
 
         source, size = self._source[: self._count], self._itemsize
-        target_dtype = self._own.dtype
-        self._target = self._own if into is None else torch.frombuffer(into, dtype=target_dtype)
+        target_dtype = self._own_target.dtype
+        self._target = (
+            self._own_target if into is None else torch.frombuffer(into, dtype=target_dtype)
+        )
         if swap and size > 1:
             rows = source.view(torch.uint8).view(-1, size)
             rows.copy_(rows.flip(1))
         self._target[: self._count].copy_(source)
-        return into or memoryview(self._made)[: self._count * target_dtype.itemsize]
+        return into or memoryview(self._target_bytes)[: self._count * target_dtype.itemsize]
 
     def count_losses(self, low: int, high: int) -> Losses:
         """Return the losses of the elements `low` to `high` of the chunk that was just cast.
@@ -350,18 +368,18 @@ class Kernel:
         """
         import torch
 
-        if self._exact or low == high:
+        if self._is_exact or low == high:
             return Losses(high - low)
-        old = self._source[low:high].to(self._wide)
-        restored = self._back[: high - low].copy_(self._target[low:high])
-        kind, size = self._kind, torch.abs(old, out=self._size[: high - low])
+        old = self._source[low:high].to(self._wide_dtype)
+        restored = self._restored_buffer[: high - low].copy_(self._target[low:high])
+        kind, size = self._target_format, torch.abs(old, out=self._magnitude_buffer[: high - low])
         smallest, largest = (end.item() for end in torch.aminmax(size))
         if not largest <= kind.largest or not (kind.signed or float(old.min()) >= 0):
             return self._classify_losses(old, restored)
         underflow = 0
         if smallest < 2.0**kind.lowest and kind.signed:
             underflow = _count_nonzero(old) - _count_nonzero(restored)
-        changed = _count_nonzero(restored.sub_(old).view(self._bits))
+        changed = _count_nonzero(restored.sub_(old).view(self._wide_bits_dtype))
         return Losses(high - low, 0, underflow, changed - underflow)
 
     def count_losses_of(self, elements: torch.Tensor) -> Losses:
@@ -376,10 +394,10 @@ class Kernel:
         import torch
 
         size, finite = old.abs(), torch.isfinite(old)
-        overflowed = finite & (~torch.isfinite(restored) | (size > self._limit))
-        if not self._kind.infinite:
+        overflowed = finite & (~torch.isfinite(restored) | (size > self._saturation_limit))
+        if not self._target_format.infinite:
             overflowed |= torch.isinf(old)
-        if not self._kind.signed:
+        if not self._target_format.signed:
             overflowed |= old < 0
         finite_in_both = finite & ~overflowed
         vanished = finite_in_both & (old != 0) & (restored == 0)

@@ -25,18 +25,18 @@ BLOCK = 4 * CHUNK
 """Elements that a thread is given at a time."""
 
 _COMPLEX = frozenset(("complex32", "complex64", "complex128"))
-_WHOLE = frozenset(
+_INTEGERS = frozenset(
     ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 )
-_LONG = frozenset(("uint64", "int64"))
+_LONG_INTEGERS = frozenset(("uint64", "int64"))
 _SMALL = frozenset(name for name in FLOATS if BY_NAME[name].itemsize == 1)
 _STAND_INS = {
     **dict.fromkeys(_SMALL, "float32"),
-    **dict.fromkeys(_WHOLE, "float64"),
+    **dict.fromkeys(_INTEGERS, "float64"),
     "complex32": "complex64",
 }
 """Dtypes for the calculation, if torch cannot calculate in the dtype of the elements."""
-COMPARED = frozenset(("float64", "float32", "float16", "bfloat16", *_COMPLEX, *_WHOLE, *_SMALL))
+COMPARED = frozenset(("float64", "float32", "float16", "bfloat16", *_COMPLEX, *_INTEGERS, *_SMALL))
 """The dtypes with one number per element."""
 
 
@@ -116,7 +116,7 @@ class Comparer:
                 raise UnsupportedFormat(f"{tensor.dtype} elements cannot be compared as numbers")
         count = a.numel
         if not count:
-            return _Sums().to_difference(0, has_tolerance=self._tolerance.asked)
+            return _Sums().to_difference(0, has_tolerance=self._tolerance.was_given)
         run_a, run_b = _run_side_by_side(a, b)
         total, kernels = _Sums(), self._kernels.setdefault((a.dtype, b.dtype), [])
 
@@ -141,7 +141,7 @@ class Comparer:
                     total.add(sums)
                 if on_progress is not None:
                     on_progress(min(BLOCK, count - first) * a.itemsize)
-        return total.to_difference(count, has_tolerance=self._tolerance.asked)
+        return total.to_difference(count, has_tolerance=self._tolerance.was_given)
 
 
 def _run_side_by_side(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
@@ -161,7 +161,7 @@ class _Tolerance:
     atol: float
     rtol: float
     equal_nan: bool
-    asked: bool
+    was_given: bool
     """True if a tolerance was given."""
 
 
@@ -257,13 +257,13 @@ class _Kernel:
         import torch
 
         type_a, type_b = (get_torch_dtype(_STAND_INS.get(dtype, dtype)) for dtype in (a, b))
-        self._type = torch.promote_types(type_a, type_b)
-        self._long = {a, b} <= _WHOLE and not _LONG.isdisjoint((a, b))
-        self._plain = not (self._type.is_complex or self._long)
-        is_wide = self._type.is_complex or self._type == torch.float64
+        self._common_dtype = torch.promote_types(type_a, type_b)
+        self._has_long_integers = {a, b} <= _INTEGERS and not _LONG_INTEGERS.isdisjoint((a, b))
+        self._can_compare_fast = not (self._common_dtype.is_complex or self._has_long_integers)
+        is_wide = self._common_dtype.is_complex or self._common_dtype == torch.float64
         chunk_dtype = torch.float64 if is_wide else torch.float32
-        self._wide = torch.complex128 if self._type.is_complex else torch.float64
-        self._least = 1e-300 if is_wide else 1e-33
+        self._wide_dtype = torch.complex128 if self._common_dtype.is_complex else torch.float64
+        self._smallest_sum = 1e-300 if is_wide else 1e-33
         """Sums of squares up to this may have lost some of them."""
         self._buffers = ElementBuffer(a, CHUNK), ElementBuffer(b, CHUNK)
         self._a, self._b, self._gap = (
@@ -279,15 +279,21 @@ class _Kernel:
         """Return the sums over the elements from `start` up to `stop`, at most a chunk."""
         count = stop - start
         x, y = self._buffers[0].read(a, start, count), self._buffers[1].read(b, start, count)
-        sums = (self._compare_fast(x, y) if self._plain else None) or self._compare_exactly(x, y)
+        sums = (
+            self._compare_fast(x, y) if self._can_compare_fast else None
+        ) or self._compare_exactly(x, y)
         self.ratio, self.close = max(self.ratio, sums.ratio), self.close and sums.close
         return sums
 
     def _compare_fast(self, x: torch.Tensor, y: torch.Tensor) -> _Sums | None:
-        """Return the sums; None if a number or a square is infinite, NaN or too small."""
+        """Return the sums; None if a number or a square is infinite, NaN or too small.
+
+        Works in float32 or float64, with in-place operations. Each of the three buffers is reused
+        for squares after its numbers were used, and filled again if they are needed once more.
+        """
         import torch
 
-        count, smallest = x.numel(), self._least
+        count, smallest = x.numel(), self._smallest_sum
         a, b = self._a[:count].copy_(x), self._b[:count].copy_(y)
         gap = torch.sub(a, b, out=self._gap[:count]).abs_()
         total, largest = gap.sum().item(), gap.amax().item()
@@ -303,12 +309,14 @@ class _Kernel:
             return None
         ratio, sums = self.ratio, _Sums()
         if ratio < math.inf:
-            # Squares of small numbers are a guess: what is nearly as far is calculated.
+            # Squares show if any element can exceed the ratio so far: |a - b|^2 > ratio^2 |b|^2.
+            # They are inexact for small numbers, so close cases are calculated.
             excess = gap.sub_(b, alpha=min(ratio * ratio, 1e30)).amax().item()
             if not excess < -1e-44:
                 gaps = torch.sub(x.to(a.dtype), b.copy_(y), out=gap).abs_()
                 ratios = gaps.div_(b.abs_()).nan_to_num_(0.0, math.inf)
                 ratio = max(ratio, ratios.amax().item())
+        # From |a - b|^2 = |a|^2 + |b|^2 - 2ab, unless the norms differ so much that digits are lost.
         product = (squares_a + squares_b - squares) / 2
         if squares_a > 4 * squares_b or squares_b > 4 * squares_a:
             product = a.copy_(x).mul_(b.copy_(y)).sum().item()
@@ -319,18 +327,18 @@ class _Kernel:
 
     def _compare_exactly(self, x: torch.Tensor, y: torch.Tensor) -> _Sums:
         """Return the sums of any numbers, in float64 or complex128."""
-        if self._long:  # float64 does not have them all, but it has their differences
+        if self._has_long_integers:  # float64 does not have them all, but it has their differences
             (x_high, x_low), (y_high, y_low) = _split_halves(x), _split_halves(y)
             a, b = _join_halves(x_high, x_low), _join_halves(y_high, y_low)
             gap = _join_halves(x_high - y_high, x_low - y_low)
         else:
-            a, b = x.to(self._wide), y.to(self._wide)
+            a, b = x.to(self._wide_dtype), y.to(self._wide_dtype)
             gap = a - b
         nan_a, nan_b = a.isnan(), b.isnan()
-        is_different = gap.ne(0) if self._long else a.ne(b)
+        is_different = gap.ne(0) if self._has_long_integers else a.ne(b)
         if self._tolerance.equal_nan:
             is_different &= ~(nan_a & nan_b)
-        close = self._is_close(x, y, gap.abs() if self._long else None, b)
+        close = self._is_close(x, y, gap.abs() if self._has_long_integers else None, b)
         finite = a.isfinite() & b.isfinite()
         is_equal = a.eq(b) | (nan_a & nan_b)
         sums = _Sums(
@@ -360,13 +368,13 @@ class _Kernel:
         import torch
 
         tolerance = self._tolerance
-        if not (tolerance.asked and self.close):
+        if not (tolerance.was_given and self.close):
             return True
-        if gap is not None and (self._long or gap.dtype == self._type):
+        if gap is not None and (self._has_long_integers or gap.dtype == self._common_dtype):
             excess = gap.sub(b.abs().mul_(tolerance.rtol).add_(tolerance.atol)).amax().item()
-            if excess <= 0 or self._long:
+            if excess <= 0 or self._has_long_integers:
                 return excess <= 0
-        x, y = x.to(self._type), y.to(self._type)
+        x, y = x.to(self._common_dtype), y.to(self._common_dtype)
         return torch.allclose(x, y, tolerance.rtol, tolerance.atol, tolerance.equal_nan)
 
 

@@ -32,10 +32,10 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-_AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes))
-_MOST_BITS = 8 * 255 - 1
+_PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
+_MAX_INTEGER_BITS = 8 * 255 - 1
 """Bits of an integer that torch's safe unpickler reads."""
-_KEYS = (str, int, float, complex, bytes, bool, type(None), tuple, DeviceValue, Global)
+_KEY_TYPES = (str, int, float, complex, bytes, bool, type(None), tuple, DeviceValue, Global)
 _WITHOUT_STORAGE = frozenset(("xla", "maia", "mtia"))
 """Devices with storages that have no bytes (`Tensor._reduce_ex_internal`)."""
 
@@ -63,7 +63,7 @@ class LiveTree:
     def make_node(self, original: Any) -> Any:
         """Return the node of the tree for an object; make it if it is new."""
         kind = type(original)
-        if kind in _AS_THEY_ARE:
+        if kind in _PLAIN_TYPES:
             return original
         existing = self._made.get(id(original))
         if existing is not None:
@@ -242,24 +242,26 @@ class _Frozen(LiveTree):
     """A tree of plain data and tensors only; it refuses other objects."""
 
     def __init__(self, replacements: Mapping[int, Any], file: str) -> None:
+        """Start with an empty tree; `replacements` maps an `id` to a replacement."""
         super().__init__()
-        self._storages: dict[tuple[int, str], Storage] = {}
+        self._storage_by_memory: dict[tuple[int, str], Storage] = {}
         self._replacements = replacements
         self._file = file
-        self._open: set[int] = set()
+        self._open_tuples: set[int] = set()
+        """The identities of the tuples around the current object."""
 
     def make_node(self, original: Any) -> Any:
         """Return the node for an object; refuse huge integers and tuples in themselves."""
-        if type(original) is int and original.bit_length() > _MOST_BITS:
+        if type(original) is int and original.bit_length() > _MAX_INTEGER_BITS:
             self._refuse(original, f"has {original.bit_length():,} bits, more than torch can read")
         original = self._replacements.get(id(original), original)
         if type(original) is not tuple:
             return super().make_node(original)
-        if id(original) in self._open:
+        if id(original) in self._open_tuples:
             self._refuse(original, "contains itself")
-        self._open.add(id(original))
+        self._open_tuples.add(id(original))
         node = super().make_node(original)
-        self._open.discard(id(original))
+        self._open_tuples.discard(id(original))
         return node
 
     def make_key(self, key: Any) -> Any:
@@ -267,7 +269,7 @@ class _Frozen(LiveTree):
         if type(key) is str:
             return key
         plain_key = self.make_child(key, key)
-        if not isinstance(plain_key, _KEYS):
+        if not isinstance(plain_key, _KEY_TYPES):
             self._refuse(key, "is a key, but not a plain one")
         return plain_key
 
@@ -377,13 +379,13 @@ class _Frozen(LiveTree):
         """
         data = tensor.untyped_storage()
         key = data._cdata, dtype
-        if key not in self._storages:
+        if key not in self._storage_by_memory:
             nbytes = data.nbytes() // BY_NAME[dtype].itemsize * BY_NAME[dtype].itemsize
             byte_range = ByteRange(_Memory(data, nbytes), 0, nbytes)
-            self._storages[key] = Storage(
-                str(len(self._storages)), byte_range, nbytes, byteorder=sys.byteorder
+            self._storage_by_memory[key] = Storage(
+                str(len(self._storage_by_memory)), byte_range, nbytes, byteorder=sys.byteorder
             )
-        return self._storages[key]
+        return self._storage_by_memory[key]
 
     def _freeze_sparse(
         self, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], **fields: Any

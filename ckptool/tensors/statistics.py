@@ -188,7 +188,11 @@ class Measurer:
         return measures if once is ref else measures.repeat(ref.numel // max(once.numel, 1))
 
     def _measure_run(self, run: Elements, count: int, on_elements: BytesDone) -> Measures:
-        """Return the statistics of a run of `count` elements, read twice."""
+        """Return the statistics of a run of `count` elements, read twice.
+
+        The first pass finds the range, the second the moments and the histogram within it. Equal
+        elements need no second pass.
+        """
         extent, moments = _Extent(), Moments()
         for part in self._map_chunks(_Kernel.measure_extent, run, count, on_elements):
             extent.add(part)
@@ -248,6 +252,7 @@ class _Axis:
     def __init__(
         self, dtype: str, low: Number, high: Number, bins: int, *, all_finite: bool
     ) -> None:
+        """Divide the range from `low` to `high` into `bins`; `all_finite` if no element is NaN."""
         self.base = 0
         if dtype in ("int64", "uint64"):
             self.base = int(low) if high - low < 1 << 63 else _BIAS.get(dtype, 0)
@@ -266,13 +271,15 @@ class _Kernel:
         import torch
 
         self._bias = _BIAS.get(dtype, 0)
+        """The number to add to each read number, because torch reads another dtype."""
         seen_as, prepare = _list_preparations().get(dtype, (None, None))
-        self._prepare = prepare
+        self._to_numbers = prepare
         self._buffer = ElementBuffer(dtype, CHUNK, seen_as=seen_as)
-        self._wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
-        self._places = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
-        self._bins = torch.empty(CHUNK, dtype=torch.int32, device="cpu")
-        self._last: tuple[Elements, int, torch.Tensor] | None = None
+        self._wide_buffer = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+        self._position_buffer = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+        self._bin_buffer = torch.empty(CHUNK, dtype=torch.int32, device="cpu")
+        self._last_chunk: tuple[Elements, int, torch.Tensor] | None = None
+        """The run, the start and the numbers of the chunk that was read last."""
 
     def measure_extent(self, run: Elements, start: int, stop: int) -> _Extent:
         """Return the extent of the elements from `start` up to `stop`, at most a chunk."""
@@ -313,12 +320,12 @@ class _Kernel:
         count = numbers.numel()
         if not count:
             return Moments(bins=[0] * axis.bins)
-        wide = self._wide[:count].copy_(numbers)
+        wide = self._wide_buffer[:count].copy_(numbers)
         if axis.scale != 1.0:
             wide.mul_(axis.scale)
         # Divided, not multiplied: what lies on the edge of a bin is in that bin.
-        positions = torch.sub(wide, axis.low, out=self._places[:count]).div_(axis.width)
-        bins = self._bins[:count].copy_(positions)
+        positions = torch.sub(wide, axis.low, out=self._position_buffer[:count]).div_(axis.width)
+        bins = self._bin_buffer[:count].copy_(positions)
         *counts, overflow = torch.bincount(bins, minlength=axis.bins + 1).tolist()
         counts[-1] += overflow  # the largest element lies where a next bin would begin
         mean = float(wide.sum()) / count
@@ -327,14 +334,14 @@ class _Kernel:
 
     def _read(self, run: Elements, start: int, stop: int) -> torch.Tensor:
         """Return a chunk as numbers; a tensor of one chunk is read once for both passes."""
-        last = self._last
-        if last is not None and last[0] is run and last[1] == start:
-            return last[2]
-        self._last = None
+        last_chunk = self._last_chunk
+        if last_chunk is not None and last_chunk[0] is run and last_chunk[1] == start:
+            return last_chunk[2]
+        self._last_chunk = None
         numbers = self._buffer.read(run, start, stop - start)
-        if self._prepare is not None:
-            numbers = self._prepare(numbers)
-        self._last = run, start, numbers
+        if self._to_numbers is not None:
+            numbers = self._to_numbers(numbers)
+        self._last_chunk = run, start, numbers
         return numbers
 
 

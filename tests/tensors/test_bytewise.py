@@ -40,8 +40,8 @@ def both_ways(a, b):
 
 @pytest.fixture
 def in_small_steps(monkeypatch):
-    monkeypatch.setattr(bytewise, "_STEP", 7)
-    monkeypatch.setattr(bytewise, "_LARGE", 64)
+    monkeypatch.setattr(bytewise, "_STEP_BYTES", 7)
+    monkeypatch.setattr(bytewise, "_MIN_PARALLEL_BYTES", 64)
 
 
 def changed(raw, at):
