@@ -638,22 +638,25 @@ class Region:
         """
 
         def should_enter(path: Path, node: Any) -> bool:
-            """Record a container, and return False if its path is skipped."""
+            """Record a container, and return True to add the entries in it.
+
+            Skipped paths, and sets, have no entries of their own.
+            """
             if path in skip:
                 return False
-            key, _, compared = changed(path, node)
-            self.entered[to_comparable(before + key)] = name_of(outer + before + compared)
+            compared_path, _, shown_path = changed(path, node)
+            name = name_of(outer + before + shown_path)
+            self.entered[to_comparable(before + compared_path)] = name
             if isinstance(node, Opaque):
                 return not is_set(node)
-            shown = before + path
-            entry = DiffEntry(name_of(outer + shown), base + path, node)
-            self.containers[to_comparable(shown)] = entry
+            entry = DiffEntry(name_of(outer + before + path), base + path, node)
+            self.containers[to_comparable(before + path)] = entry
             return True
 
         for path, leaf in walk(root, enter=should_enter):
-            key, leaf, shown = changed(path, leaf)
-            entry = DiffEntry(name_of(outer + before + shown), base + path, leaf, weights)
-            self._add(to_comparable(before + key), entry)
+            compared_path, leaf, shown_path = changed(path, leaf)
+            entry = DiffEntry(name_of(outer + before + shown_path), base + path, leaf, weights)
+            self._add(to_comparable(before + compared_path), entry)
 
     def _add(self, key: Key, entry: DiffEntry) -> None:
         """Add an entry; a repeated key (two objects as keys of a dict) gets a number."""

@@ -207,7 +207,10 @@ class _NodeComparison:
         return _pair_in_order(parts_a, parts_b)
 
     def _is_new(self, a: Any, b: Any) -> bool:
-        """Return True for plain values, and for a pair of nodes that was not compared before."""
+        """Return True for plain values, and for a pair of nodes that was not compared before.
+
+        Records the pair. Nodes of the first tree that are in many pairs exceed a limit.
+        """
         if isinstance(a, _PLAIN):
             return True
         pair = id(a), id(b)

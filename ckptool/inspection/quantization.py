@@ -34,7 +34,7 @@ class Quantization(NamedTuple):
     """True if `--dequantize` supports them, judging by the first one."""
 
     def __str__(self) -> str:
-        """Return both as one sentence, without a full stop."""
+        """Return fact and remedy as one sentence, without a full stop."""
         return f"{self.fact}; {self.remedy}"
 
 

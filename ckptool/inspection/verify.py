@@ -819,7 +819,9 @@ def _read_head(path: str) -> tuple[bytes, int]:
 def should_be_checkpoint(path: str) -> bool:
     """Return True if a file should be a checkpoint, by its name or as the result of a failed save.
 
-    False for a file that cannot be read.
+    An ambiguous name (`.bin`) needs the content of a failed save or download: no bytes, a Git LFS
+    pointer or a web page. If the name has a word such as `model`, zeros, gzip and a short text
+    count too. Returns False for a file with such a name that cannot be read.
     """
     name = os.path.basename(path)
     if _CHECKPOINT_NAMES.fullmatch(name):

@@ -316,7 +316,7 @@ class _Kernel:
                 gaps = torch.sub(x.to(a.dtype), b.copy_(y), out=gap).abs_()
                 ratios = gaps.div_(b.abs_()).nan_to_num_(0.0, math.inf)
                 ratio = max(ratio, ratios.amax().item())
-        # From |a - b|^2 = |a|^2 + |b|^2 - 2ab, unless the norms differ so much that digits are lost.
+        # From |a - b|^2 = |a|^2 + |b|^2 - 2ab, unless the norms differ and digits are lost.
         product = (squares_a + squares_b - squares) / 2
         if squares_a > 4 * squares_b or squares_b > 4 * squares_a:
             product = a.copy_(x).mul_(b.copy_(y)).sum().item()

@@ -723,7 +723,10 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attribut
 
 
 def _wrap_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Wrap a tensor in its Parameter layers, innermost first; leave out unknown classes."""
+    """Wrap a tensor in its Parameter layers, innermost first; leave out unknown classes.
+
+    A tensor that is no Parameter only gets its `requires_grad`.
+    """
     import torch
 
     if not ref.is_parameter:
