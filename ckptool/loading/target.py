@@ -61,9 +61,9 @@ class ModelTarget(NamedTuple):
 def describe_target(model: torch.nn.Module) -> ModelTarget:
     """Return the target of `model`, with the keys of its `state_dict`; no tensor data is read.
 
-    Parameters and buffers that an own `state_dict` leaves out are included, because torch expects
-    them on loading. A model
-    inside FSDP 1 is not gathered: the keys are those of its full state dict.
+    Parameters and buffers that the model's own `state_dict` leaves out are included, because torch
+    expects them on loading. A model inside FSDP 1 is not gathered: the keys are those of its full
+    state dict.
     """
     modules = list(model.named_modules(remove_duplicate=False))
     custom = find_custom_modules(model)

@@ -240,9 +240,12 @@ class _Kernel:
         self._addend_buffer = torch.empty(CHUNK, dtype=wide, device="cpu")
 
     def cosine_between(self, runs: Sequence[Elements]) -> float:
-        """Return the cosine of the angle between two runs."""
+        """Return the cosine of the angle between two runs; about 0 if one is nearly zero.
+
+        A complex number counts as two real ones.
+        """
         count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
-        products = [0.0, 0.0, 0.0]
+        products = [0.0, 0.0, 0.0]  # of both runs, and of each with itself
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
             a, b = self._sum_buffer[:size], self._addend_buffer[:size]

@@ -137,11 +137,12 @@ def _dequantize_bitsandbytes_8bit(parts: Parts) -> TensorRef:
     if layout is not None and any(layout.read() if layout.numel == 1 else b"?"):
         raise UnknownLayout
 
-    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return codes times the scale of their row, for a range of elements."""
         factors = expand_blocks(tables[0], shape, (1, *shape[1:]), start, stop)
         return read_elements(weight, start, stop) * factors * _PER_127
 
-    return compute_tensor(weight, shape, (scale,), numbers)
+    return compute_tensor(weight, shape, (scale,), compute_elements)
 
 
 def _dequantize_bitsandbytes_4bit(parts: Parts) -> TensorRef:
@@ -151,18 +152,18 @@ def _dequantize_bitsandbytes_4bit(parts: Parts) -> TensorRef:
     `absmax` is quantized, a byte a block, after subtracting `nested_offset`.
     """
     weight, facts = parts.weight, _read_quant_state(parts.companions)
-    codes, absmax = parts.get("quant_map"), parts["absmax"]
+    code_map, absmax = parts.get("quant_map"), parts["absmax"]
     shape, block = facts.get("shape", 0), facts.get("blocksize", 0)
     if not (isinstance(shape, list) and all(map(is_count, shape)) and is_count(block) and block):
         raise UnknownLayout
     blocks = -(-prod(shape) // block)
-    if CHUNK % block or weight.nbytes != -(-prod(shape) // 2) or not _is_vector(codes, 16):
+    if CHUNK % block or weight.nbytes != -(-prod(shape) // 2) or not _is_vector(code_map, 16):
         raise UnknownLayout
     outer, outer_codes = parts.get("nested_absmax"), parts.get("nested_quant_map")
     size, offset = facts.get("nested_blocksize", 0), facts.get("nested_offset", 0)
     if not _is_vector(absmax, blocks, "float32" if outer is None else "uint8"):
         raise UnknownLayout
-    tensors = [codes, absmax]
+    tensors = [code_map, absmax]
     if outer is not None:
         if not (is_count(size) and size and isinstance(offset, float)):
             raise UnknownLayout
@@ -170,24 +171,25 @@ def _dequantize_bitsandbytes_4bit(parts: Parts) -> TensorRef:
             raise UnknownLayout
         tensors += [outer, outer_codes]
 
-    def elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """Look the codes of the range up in `quant_map`, and scale them by block."""
         import torch
 
+        code_values, block_scales, *outer_tables = tables
         raw = weight.data.read(start // 2, -(-stop // 2) - start // 2)
         pairs = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        both = torch.stack((pairs >> 4, pairs & 15), 1).flatten()[: stop - start]
-        first, last = start // block, -(-stop // block)
-        scales = tables[1][first:last]
-        if outer is not None:
-            outer_scales = torch.index_select(
-                tables[2], 0, torch.arange(first, last, device="cpu") // size
-            )
-            scales = torch.index_select(tables[3], 0, scales.int()) * outer_scales + offset
-        numbers = torch.index_select(tables[0], 0, both.int())
-        return numbers * scales.repeat_interleave(block)[: stop - start]
+        codes = torch.stack((pairs >> 4, pairs & 15), 1).flatten()[: stop - start]
+        first_block, last_block = start // block, -(-stop // block)
+        scales = block_scales[first_block:last_block]
+        if outer_tables:  # the scales are codes themselves
+            outer_scales, scale_values = outer_tables
+            outer_index = torch.arange(first_block, last_block, device="cpu") // size
+            factors = torch.index_select(outer_scales, 0, outer_index)
+            scales = torch.index_select(scale_values, 0, scales.int()) * factors + offset
+        values = torch.index_select(code_values, 0, codes.int())
+        return values * scales.repeat_interleave(block)[: stop - start]
 
-    return compute_tensor(weight, tuple(shape), tensors, elements)
+    return compute_tensor(weight, tuple(shape), tensors, compute_elements)
 
 
 def _dequantize_tensor(tensor: Any) -> TensorRef:
