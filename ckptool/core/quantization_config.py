@@ -19,6 +19,8 @@ _CONFIG_KEYS = ("quantization", "quantization_config")
 """The keys in a configuration: of MLX (which may keep that of its source), of transformers."""
 _BITS_KEYS = ("bits", "w_bit", "num_bits", "nbits")
 _GROUP_KEYS = ("group_size", "q_group_size")
+VERSION_KEYS = ("checkpoint_format", "format")
+"""The keys of the version of GPTQ files, in configurations of gptqmodel."""
 _TORCHAO_ENTRY = "tensor_names"
 """The entry of `__metadata__` that lists torchao tensors, each with a `_type` entry."""
 
@@ -36,6 +38,8 @@ class QuantizationConfig(NamedTuple):
     """The `model_type` next to it: the family of the model in transformers."""
     header: Mapping[str, Any] = {}
     """The `__metadata__` of the file, with JSON texts parsed."""
+    contradiction: str = ""
+    """`config.json and quantize_config.json state different bits`; empty if they agree."""
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -69,7 +73,8 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
         method, entries = _find_method(config)
         if method and isinstance(config, Mapping):
             model_type = str(config.get("model_type", ""))
-            return QuantizationConfig(printable(method), where, entries, model_type, header)
+            other = _find_contradiction(checkpoint.path, where, method, entries)
+            return QuantizationConfig(printable(method), where, entries, model_type, header, other)
     for name, method in SEPARATE_CONFIGS.items():
         entries = _read_json(checkpoint.path, name)
         bits, group = (_first_size(entries, keys) for keys in (_BITS_KEYS, _GROUP_KEYS))
@@ -81,6 +86,21 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
     if header.get("format") == "mlx":
         return QuantizationConfig("MLX", "the metadata", header=header)
     return QuantizationConfig(header=header)
+
+
+def _find_contradiction(path: str, where: str, method: str, entries: Mapping[str, Any]) -> str:
+    """Return the first difference between a configuration and the separate one of its method."""
+    for name, separate_method in SEPARATE_CONFIGS.items():
+        separate = _read_json(path, name) if separate_method == method.lower() else {}
+        for keys in (_BITS_KEYS, _GROUP_KEYS, VERSION_KEYS, ("version",), ("desc_act",)):
+            stated = [
+                str(next(value for key in keys if (value := config.get(key)) is not None)).lower()
+                for config in (entries, separate)
+                if any(config.get(key) is not None for key in keys)
+            ]
+            if len(set(stated)) > 1:
+                return f"{where} and {name} state different values of {keys[0]}"
+    return ""
 
 
 def plain_header(header: Mapping[str, str]) -> dict[str, str]:

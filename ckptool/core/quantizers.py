@@ -155,7 +155,7 @@ QUANTIZERS = (
 
 _FOUND_BY_KEY = tuple(quantizer for quantizer in QUANTIZERS if quantizer.companion)
 _COMPANION_ENDINGS = tuple(quantizer.companion for quantizer in _FOUND_BY_KEY)
-_CODES_ENDINGS = ("qweight", "weight_packed", "W_q", "weight._data", "_qdata")
+_CODES_ENDINGS = ("qweight", "weight_packed", "W_q", "weight._data", "_qdata", "_blocks")
 """The endings of keys that only quantized weights have."""
 
 
@@ -260,7 +260,7 @@ def rival_scales(state: Mapping[Any, Any], name: str, scheme: str) -> list[str]:
 
 def plain_key(scheme: str, name: str) -> str:
     """Return the key of the plain weight for a quantized weight at `name`."""
-    for known in QUANTIZERS:
+    for known in QUANTIZERS if isinstance(name, str) else ():
         if known.scheme == scheme and known.plain is not None and name.endswith(known.weight):
             stem = name.removesuffix(known.weight)
             if scheme == "torchao":  # 0._weight_qdata becomes 0.weight

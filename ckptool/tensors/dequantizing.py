@@ -23,6 +23,7 @@ from ckptool.tensors.quantized_layouts import (
     dequantize_mxfp4,
     dequantize_nvfp4,
     dequantize_quanto,
+    refuse_entries,
     refuse_other_scheme,
 )
 from ckptool.tensors.unpacking import (
@@ -41,10 +42,13 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
+_FP8_SCALES = ("float16", "bfloat16", "float32", "float64", "float8_e8m0fnu")
 _BLOCK = 128
 """Rows and columns that have one scale in the files of DeepSeek-V3."""
 _MAX_JSON = 1 << 16
 """Bytes of JSON that are read about one weight."""
+_MAX_DIMENSIONS = 64
+"""Torch has no tensors with more."""
 PACKED = "_packed_params._packed_params"
 _TORCHAO_CLASSES = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _PER_127 = 7.874015718698502e-3
@@ -67,7 +71,7 @@ def dequantize(
     """
     packed, make = state[name], _LAYOUTS.get(found.scheme)
     match packed:
-        case (TensorRef() as codes, bias) if name.endswith(PACKED):
+        case (TensorRef() as codes, bias) if str(name).endswith(PACKED):
             return {"weight": _dequantize_tensor(codes)} | ({} if bias is None else {"bias": bias})
     companions = {key.rpartition(".")[2]: state[key] for key in found.companions}
     if make is None or not companions:
@@ -100,7 +104,10 @@ def _dequantize_fp8(parts: Parts) -> TensorRef:
     rivals = rival_scales(parts.state, parts.name, "fp8 with scales")
     if len(rivals) > 1:
         raise UnknownLayout(f"the file has two scales for it: {listed(rivals)}")
+    refuse_entries(parts, "weight_g_idx", "weight_zero_point")
     weight, scale = parts.weight, next(iter(parts.companions.values()))
+    if scale.dtype not in _FP8_SCALES:
+        raise UnknownLayout(f"its scale is {scale.dtype}, which is not supported")
     shape, scales = weight.sizes, scale.sizes
     if scale.numel == 1:
         block = shape
@@ -155,6 +162,8 @@ def _dequantize_bitsandbytes_4bit(parts: Parts) -> TensorRef:
     code_map, absmax = parts.get("quant_map"), parts["absmax"]
     shape, block = facts.get("shape", 0), facts.get("blocksize", 0)
     if not (isinstance(shape, list) and all(map(is_count, shape)) and is_count(block) and block):
+        raise UnknownLayout
+    if len(shape) > _MAX_DIMENSIONS:
         raise UnknownLayout
     blocks = -(-prod(shape) // block)
     if CHUNK % block or weight.nbytes != -(-prod(shape) // 2) or not _is_vector(code_map, 16):

@@ -11,7 +11,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.model import TensorRef
-from ckptool.core.quantization_config import SEPARATE_CONFIGS, QuantizationConfig
+from ckptool.core.quantization_config import (
+    SEPARATE_CONFIGS,
+    VERSION_KEYS,
+    QuantizationConfig,
+)
 from ckptool.errors import NotRepresentable
 from ckptool.tensors.materialize import get_torch_dtype
 from ckptool.tensors.unpacking import (
@@ -49,6 +53,7 @@ _HQQ_SHIFTS: dict[str, tuple[int, Sequence[int]]] = {
     "1bit_u8": (1, range(7, -1, -1)),
 }
 """By `packing`: the bits of a code, and the shifts of each tenth, half, ... of the rows."""
+_MLX_BITS = (2, 3, 4, 5, 6, 8)
 _HQQ_TYPES = ("float16", "bfloat16", "float32")
 _COMPRESSED_FORMATS = {
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized",
@@ -63,7 +68,7 @@ def dequantize_quanto(parts: Parts) -> TensorRef:
     Packed codes are rows of groups, the first rows in the low bits. Only a bias shows the shape of
     their weight: it has an element for each row of a linear layer.
     """
-    weight, scale, shift = parts.weight, parts["_scale"], parts.get("_shift")
+    weight, scale, shift = parts.weight, parts.require_floats("_scale"), parts.get("_shift")
     if not parts.name.endswith("._data._data"):
         block = block_sizes(weight.sizes, scale.sizes)
         if (
@@ -97,7 +102,8 @@ def dequantize_quanto(parts: Parts) -> TensorRef:
 
 def dequantize_mlx(parts: Parts) -> TensorRef:
     """Dequantize as MLX does in its affine mode: codes times a scale plus a bias."""
-    weight, scales, biases = parts.weight, parts["scales"], parts["biases"]
+    weight = parts.weight
+    scales, biases = parts.require_floats("scales"), parts.require_floats("biases")
     stated = parts.config.entries
     own = stated.get(parts.stem.removesuffix("."))
     stated = {**stated, **own} if isinstance(own, Mapping) else stated
@@ -112,6 +118,8 @@ def dequantize_mlx(parts: Parts) -> TensorRef:
                 raise UnknownLayout(
                     f"config.json has {other_bits} bits for {layer}, which may be this layer"
                 )
+    if bits not in _MLX_BITS or not weight.shape:
+        raise UnknownLayout(f"{bits} bits are not supported")
     *outer, words = weight.sizes
     columns = words * 32 // bits
     if stated.get("mode", "affine") != "affine" or scales.sizes != biases.sizes:
@@ -137,6 +145,7 @@ def dequantize_int8(parts: Parts) -> TensorRef:
     """Dequantize int8 as compressed-tensors does: codes minus a zero point, times a scale."""
     if "comfy_quant" in parts.companions:
         raise UnknownLayout
+    refuse_entries(parts, "weight_g_idx")
     scale = parts["weight_scale"]
     refuse_other_scheme(parts, parts.weight.sizes, scale.sizes, 8, "int")
     block = block_sizes(parts.weight.sizes, scale.sizes)
@@ -168,11 +177,15 @@ def dequantize_compressed_tensors(parts: Parts) -> TensorRef:
     if packed.dtype != "int32" or len(fitting) != 1:
         raise UnknownLayout("weight_shape does not fit weight_packed with 2, 4 or 8 bits")
     [bits], groups = fitting, scale.sizes[1] if len(scale.shape) == 2 else 1
-    zero, order, offset = parts.get("weight_zero_point"), parts.get("weight_g_idx"), 1 << bits - 1
+    scale = parts.require_floats("weight_scale")
+    zero, order = parts.get("weight_zero_point"), parts.require_indexes("weight_g_idx")
+    offset = 1 << bits - 1
     refuse_other_scheme(parts, (rows, columns), scale.sizes, bits, "int")
     if scale.sizes not in ((rows, groups), (1,)) or columns % max(groups, 1):
         raise UnknownLayout
-    if zero is not None and zero.sizes != (-(-rows * bits // 32), groups):
+    if zero is not None and (
+        zero.dtype != "int32" or zero.sizes != (-(-rows * bits // 32), groups)
+    ):
         raise UnknownLayout
     if order is not None and order.sizes != (columns,):
         raise UnknownLayout
@@ -219,8 +232,10 @@ def refuse_other_scheme(
         case _:
             return
     for name in (entries.get("format") for entries in (parts.config.entries, *schemes)):
-        if name is not None and name not in _COMPRESSED_FORMATS:
+        if name is not None and not (isinstance(name, str) and name in _COMPRESSED_FORMATS):
             raise UnknownLayout(f"format {printable(str(name))} is not known")
+    if parts.config.entries.get("transform_config"):
+        raise UnknownLayout(f"{parts.config.where} states a transform_config")
     stated = [one for scheme in schemes if isinstance(one := scheme.get("weights"), Mapping)]
     if not any(
         weights.get("num_bits", bits) == bits
@@ -234,6 +249,17 @@ def refuse_other_scheme(
         for weights in stated
     ):
         parts.refuse_contradiction()
+
+
+def refuse_entries(parts: Parts, *endings: str) -> None:
+    """Refuse a weight next to entries that change its numbers in a way that is not supported.
+
+    Raises:
+        UnknownLayout: if one of the entries exists.
+    """
+    for ending in endings:
+        if f"{parts.stem}{ending}" in parts.state:
+            raise UnknownLayout(f"{ending} next to it is not supported")
 
 
 def _fits_strategy(
@@ -286,13 +312,16 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
     Codes are bit streams along the columns of `qweight`, which are the rows of a linear layer; zero
     points along the rows of `qzeros`. The first version of the format stores zero points minus one.
     """
-    weight, scales, qzeros = parts.weight, parts["scales"], parts["qzeros"]
-    order, config = parts.get("g_idx"), parts.config
+    weight, scales, qzeros = parts.weight, parts.require_floats("scales"), parts["qzeros"]
+    order, config = parts.require_indexes("g_idx"), parts.config
     if config.method.lower() != "gptq" or config.model_type in _TRANSPOSED:
         raise _unstated_error(config, "gptq")
     if config.where in SEPARATE_CONFIGS and not config.model_type:
         raise UnknownLayout("no config.json next to it states model_type", hint=CONFIG_HINT)
-    version = config.entries.get("checkpoint_format", "gptq")
+    if config.contradiction:
+        raise UnknownLayout(config.contradiction)
+    stated_versions = (config.entries.get(key) for key in VERSION_KEYS)
+    version = next((stated for stated in stated_versions if stated is not None), "gptq")
     if version not in ("gptq", "gptq_v2") or config.entries.get("is_marlin_format"):
         raise UnknownLayout(f"checkpoint_format {printable(str(version))} is not known")
     if order is None and config.entries.get("desc_act"):
@@ -302,7 +331,7 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
     (words, rows), (groups, width) = weight.sizes, scales.sizes
     bits = parts.require_size("bits")
     columns = words * 32 // bits if order is None else order.numel
-    if order is not None and "dynamic" in config.entries:  # other bits for some layers
+    if order is not None and config.entries.get("dynamic"):  # other bits for some layers
         bits = words * 32 // max(columns, 1)
     if bits not in (2, 3, 4, 8) or {weight.dtype, qzeros.dtype} != {"int32"}:
         raise UnknownLayout
@@ -360,9 +389,11 @@ def dequantize_awq(parts: Parts) -> TensorRef:
 
     A word has eight rows of a linear layer at one column, in the order of `_AWQ_ORDER`.
     """
-    weight, scales, qzeros = parts.weight, parts["scales"], parts["qzeros"]
+    weight, scales, qzeros = parts.weight, parts.require_floats("scales"), parts["qzeros"]
     if parts.config.method.lower() != "awq":
         raise _unstated_error(parts.config, "awq")
+    if parts.config.contradiction:
+        raise UnknownLayout(parts.config.contradiction)
     if len(weight.shape) != 2 or len(scales.shape) != 2:
         raise UnknownLayout
     (columns, words), (groups, rows) = weight.sizes, scales.sizes
@@ -370,7 +401,12 @@ def dequantize_awq(parts: Parts) -> TensorRef:
     if {weight.dtype, qzeros.dtype} != {"int32"} or str(version).lower() != "gemm":
         raise UnknownLayout(f"version {printable(str(version))} is not known")
     size = parts.require_size("group_size") if groups > 1 else columns
-    if parts.config.entries.get("bits", 4) != 4 or groups * size != columns:
+    is_one_group = parts.config.entries.get("group_size") in (None, -1, columns)
+    if (
+        parts.config.entries.get("bits", 4) != 4
+        or groups * size != columns
+        or (groups == 1 and not is_one_group)
+    ):
         parts.refuse_contradiction()
     if rows != words * 8 or qzeros.sizes != (groups, words):
         parts.refuse_contradiction()
@@ -461,7 +497,7 @@ def dequantize_hqq(parts: Parts) -> TensorRef:
     The highest bits of packed codes are the first rows. Zeros and scales belong to the rows, or the
     columns, of the matrix of groups; `shape` is the shape of the weight.
     """
-    weight, zero, scale = parts.weight, parts["zero"], parts["scale"]
+    weight, zero, scale = parts.weight, parts.require_floats("zero"), parts.require_floats("scale")
     shape, packing = tuple(parts.read_integers("shape")), parts.read_text("packing")
     dtype = parts.read_text("compute_dtype").removeprefix("torch.")
     if any(
@@ -475,6 +511,7 @@ def dequantize_hqq(parts: Parts) -> TensorRef:
     rows, remainder = divmod(prod(shape), max(columns, 1))
     if (
         remainder
+        or not columns
         or weight.dtype != ("int32" if bits == 3 else "uint8")
         or zero.sizes != scale.sizes
     ):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _MAX_INTEGERS = 64
 """Integers in a tensor that states a shape or a word."""
+_SCALE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_INDEX_DTYPES = ("int32", "int64")
 _FP4 = [sign * one for sign in (1.0, -1.0) for one in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 """The numbers of e2m1, by their codes."""
 CONFIG_HINT = "put the config.json of the model into the folder of the file"
@@ -73,6 +75,28 @@ class Parts:
         """Return a companion, or None."""
         return self.companions.get(ending)
 
+    def require_floats(self, ending: str) -> TensorRef:
+        """Return a companion with scales or zero points in floating point.
+
+        Raises:
+            UnknownLayout: if the file does not have it, or it has another dtype.
+        """
+        tensor = self[ending]
+        if tensor.dtype not in _SCALE_DTYPES:
+            raise UnknownLayout(f"{ending} is {tensor.dtype}, which is not supported")
+        return tensor
+
+    def require_indexes(self, ending: str) -> TensorRef | None:
+        """Return the companion with the group of each column, or None.
+
+        Raises:
+            UnknownLayout: if it does not have one 32-bit or 64-bit integer for each column.
+        """
+        tensor = self.get(ending)
+        if tensor is not None and (tensor.dtype not in _INDEX_DTYPES or len(tensor.shape) != 1):
+            raise UnknownLayout(f"{ending} is {tensor.dtype} {list(tensor.shape)}")
+        return tensor
+
     def require_size(self, key: str, entries: Mapping[str, Any] | None = None) -> int:
         """Return a positive integer of the configuration, or of `entries` in it.
 
@@ -102,7 +126,10 @@ class Parts:
 
     def read_text(self, ending: str) -> str:
         """Return the text of a companion with its characters as integers."""
-        return "".join(map(chr, self.read_integers(ending)))
+        characters = self.read_integers(ending)
+        if not all(character < 128 for character in characters):
+            raise UnknownLayout
+        return "".join(map(chr, characters))
 
     def refuse_contradiction(self) -> NoReturn:
         """Raise `UnknownLayout` because shapes and configuration differ."""
@@ -260,6 +287,8 @@ def compute_blocks(
     tables = [one for one in (scale, zero) if one is not None and not isinstance(one, (float, int))]
     if not all(is_plain(one) and one.numel == blocks for one in tables):
         raise UnknownLayout
+    if isinstance(scale, TensorRef) and scale.dtype not in (*_SCALE_DTYPES, "float8_e8m0fnu"):
+        raise UnknownLayout(f"its scale is {scale.dtype}, which is not supported")
 
     def numbers(start: int, stop: int, loaded: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return codes minus zero points, times scales, for a range of elements."""

@@ -469,7 +469,7 @@ class _Plan:
                 "the file has no quantized weights",
                 file=self.checkpoint.path,
                 hint=f"cast float8 weights without scales with --dtype {dtype}"
-                if has_float8
+                if has_float8 and not self.checkpoint.changes
                 else None,
             )
 
@@ -516,11 +516,14 @@ class _Plan:
                 plain_tensors = done_by_parts.get(parts) or dequantize(
                     state, name, quantized, config, self.checkpoint.path
                 )
-                stem = plain_key(quantized.scheme, name).removesuffix(PACKED)
-                new_entries = {stem + end: tensor for end, tensor in plain_tensors.items()}
+                key = plain_key(quantized.scheme, name)
+                stem = key.removesuffix(PACKED) if isinstance(key, str) else key
+                new_entries = {
+                    f"{stem}{end}" if end else stem: tensor for end, tensor in plain_tensors.items()
+                }
             except UnknownLayout as error:
                 raise NotRepresentable(
-                    f"{printable(name)!r} cannot be dequantized: it {quantized}, "
+                    f"{printable(str(name))!r} cannot be dequantized: it {quantized}, "
                     f"and {error.message}",
                     file=self.checkpoint.path,
                     hint=error.hint
@@ -542,8 +545,8 @@ class _Plan:
         """Refuse a state dict with quantized weights that lack their companions.
 
         Such a weight has a key that only quantized weights have, or it looks like a dequantized
-        one: the same last part of the key, dtype and kind. `replacements` has the new entries of
-        each dequantized weight.
+        one: the same float8 dtype, or the same last part of the key, dtype and kind. `replacements`
+        has the new entries of each dequantized weight.
 
         Raises:
             NotRepresentable: if the result would still have quantized weights.
@@ -577,9 +580,10 @@ class _Plan:
             for name, plain_tensors in replacements.items()
             if plain_tensors and name in candidates
         }
+        float8_names = {dtype: name for (_, dtype, _), name in known.items() if dtype in FLOATING}
         for name, tensor in candidates.items():
             if name not in replacements:
-                similar = known.get(get_looks(name, tensor))
+                similar = known.get(get_looks(name, tensor), float8_names.get(tensor.dtype))
                 if similar is not None:
                     refuse(name, f"{tensor.dtype}, like the quantized {printable(similar)!r}")
 
@@ -619,11 +623,12 @@ class _Plan:
         `rule` is the first exception that matches it.
         """
         dtype, name, elements = self.dtype or tensor.dtype, name_of(path), _get_elements(tensor)
-        if id(tensor.storage) in self.dequantized:
-            dtype = self.dequantized[id(tensor.storage)]
-        elif rule is not None:
-            dtype = self.rules[rule] or tensor.dtype
+        plain_dtype = self.dequantized.get(id(tensor.storage))
+        if rule is not None:
+            dtype = self.rules[rule] or plain_dtype or tensor.dtype
             self._matches_by_rule[rule] += 1
+        elif plain_dtype is not None:
+            dtype = plain_dtype
         obstacle = _find_obstacle(elements, dtype)
         if dtype == tensor.dtype:
             self.unchanged.add(id(elements))
@@ -644,7 +649,8 @@ class _Plan:
             count = len(self.dequantized)
             text = f"dequantized {counted(count, 'tensor')} ({listed(self.schemes)})"
             left_out = f"; left out: {listed(self.dropped_keys)}" if self.dropped_keys else ""
-            yield Change("dequantize", text + left_out, count)
+            [plain_dtype] = {*self.dequantized.values()}
+            yield Change("dequantize", text + left_out, count, now=plain_dtype)
         pairs = Counter(cast.pair for cast in self.casts.values() for _ in cast.names)
         for (old, new), count in pairs.items():
             text = f"cast {counted(count, 'tensor')} from {old} to {new}"

@@ -52,7 +52,7 @@ def edit_configuration(path: str, checkpoint: Checkpoint) -> Edited:
     types = {
         change.was: change.now
         for change in changes
-        if change.kind == "cast" and change.now is not None
+        if change.kind in ("cast", "dequantize") and change.now is not None
     }
     if not (is_dequantized or rows or types):
         return Edited()
@@ -119,11 +119,11 @@ class _Work:
 
     def _edit_dtype(self, member: _Member, name: str) -> None:
         """Edit the dtype; warn if no tensor that was cast had it."""
-        [new] = {*self._types.values()}
+        new = [*self._types.values()][-1]
         old = str(member.value).removeprefix("torch.")
         if old in (new, "auto"):
             return
-        if old not in self._types:
+        if old not in self._types and None not in self._types:  # None: of a dequantized weight
             text = f"config.json: {name} was {printable(old)}, but the file had "
             self.warnings.append(Change("warning", text + listed(self._types)))
         self._replace(member, name, str(member.value).removesuffix(old) + new)

@@ -11,6 +11,7 @@ from typing import Any
 from ckptool._lazy import Result
 from ckptool.core.checkpoint import Change, Checkpoint, gather_alone
 from ckptool.core.placeholders import find_placeholders, refuse_placeholders
+from ckptool.core.quantization_config import quantization_config
 from ckptool.core.sections import describe_sections
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, without_query
 from ckptool.files import Source
@@ -183,6 +184,10 @@ def save(
         notes.append(f"{placeholders.text}; {placeholders.hint}")
     if all(change.kind != "fit" for change in checkpoint.changes):
         notes += load_format(checkpoint.format).describe_layout(checkpoint)
+    if is_source and any(change.kind == "dequantize" for change in checkpoint.changes):
+        stated_in = quantization_config(checkpoint).where
+        if stated_in.endswith(".json"):
+            notes.append(f"{stated_in} next to the file still states the quantization")
     if any(source.is_far for source in checkpoint.sources):
         notes += _describe_remote(checkpoint, dry_run=dry_run)
     if (to_folder or plan.index) and apart is None and not is_far:

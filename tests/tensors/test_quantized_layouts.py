@@ -372,6 +372,182 @@ def test_a_weight_with_two_scales_is_refused(tmp_path):
     refused(tmp_path / "m.safetensors", "two scales for it: a.weight_scale, a.weight_scale_inv")
 
 
+FP8 = torch.ones(8, 64).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"l.weight": FP8, "l.weight_scale": torch.ones(8, 2).byte()}, "its scale is uint8"),
+        ({"l.weight": FP8, "l.weight_scale": torch.ones(8, 2).int()}, "its scale is int32"),
+        (
+            {
+                "l.weight": FP8,
+                "l.weight_scale": torch.ones(8, 1),
+                "l.weight_g_idx": torch.zeros(64).int(),
+            },
+            "weight_g_idx next to it is not supported",
+        ),
+        (
+            {
+                "l.weight": FP8,
+                "l.weight_scale": torch.ones(8, 1),
+                "l.weight_zero_point": torch.zeros(8, 1),
+            },
+            "weight_zero_point next to it is not supported",
+        ),
+        (
+            {
+                "l.weight": torch.ones(8, 64).char(),
+                "l.weight_scale": torch.ones(8, 2),
+                "l.weight_g_idx": torch.zeros(64).int(),
+            },
+            "weight_g_idx next to it is not supported",
+        ),
+        (
+            {"l.weight": torch.ones(8, 64).char(), "l.weight_scale": torch.ones(8, 1).int()},
+            "its scale is int32",
+        ),
+    ],
+)
+def test_entries_that_would_change_the_numbers_otherwise_are_refused(tensors, reason, tmp_path):
+    save_file(tensors, tmp_path / "m.safetensors")
+    refused(tmp_path / "m.safetensors", reason)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensors"),
+    [
+        ("gptq-v1-order", {"layers__0__g_idx": torch.zeros(64, dtype=torch.uint32)}),
+        ("gptq-v1-order", {"layers__0__scales": torch.ones(2, 32).to(torch.float8_e4m3fn)}),
+        ("awq", {"layers__0__scales": torch.ones(2, 32).to(torch.float8_e4m3fn)}),
+        ("mlx-float16", {"layers__0__scales": torch.ones(6, 1).bool()}),
+        ("mlx-float16", {f"layers__0__{x}": torch.ones(()) for x in ("scales", "biases")}),
+        ("quanto-float32", {"layers__2__weight___scale": torch.ones(9, 1).bool()}),
+        ("hqq-float16", {"layers__1__zero": torch.ones(32, 1).to(torch.float8_e4m3fn)}),
+        ("hqq-float16", {"layers__1__packing": torch.full((7,), 1 << 40)}),
+        ("hqq-float16", {"layers__1__W_q": torch.ones(16, 0).byte()}),
+        ("compressed-packed", {"layers__1__weight_zero_point": torch.ones(2, 2).char()}),
+        ("compressed-packed", {"layers__1__weight_zero_point": torch.ones(2, 2).long()}),
+    ],
+)
+def test_companions_of_an_unusual_dtype_or_shape_are_refused(layout, tensors, tmp_path):
+    if (FOLDERS / layout / "config.json").exists():
+        shutil.copy(FOLDERS / layout / "config.json", tmp_path / "config.json")
+    refused(changed_file(layout, tmp_path, **tensors), "")
+
+
+@pytest.mark.parametrize("stated", [["a"], {"a": 1}, 3])
+def test_a_format_that_is_no_text_is_refused(stated, tmp_path):
+    folder = FOLDERS / "compressed-int8"
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["format"] = stated
+    path = changed_file("compressed-int8", tmp_path, config=config)
+    refused(path, "format .* is not known")
+    assert info(path).notes
+
+
+def test_a_transform_of_compressed_tensors_is_refused(tmp_path):
+    config = json.loads((FOLDERS / "compressed-int8" / "config.json").read_text())
+    config["quantization_config"]["transform_config"] = {"config_groups": {}}
+    refused(changed_file("compressed-int8", tmp_path, config=config), "a transform_config")
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "separate", "key"),
+    [
+        (
+            "gptq-v1",
+            "quantize_config.json",
+            {"bits": 4, "checkpoint_format": "gptq_v2"},
+            "checkpoint_format",
+        ),
+        ("gptq-v1", "quantize_config.json", {"bits": 4, "format": "gptq_v2"}, "checkpoint_format"),
+        ("gptq-v1", "quantize_config.json", {"bits": 4, "group_size": 64}, "group_size"),
+        ("awq", "quant_config.json", {"w_bit": 4, "version": "GEMV"}, "version"),
+    ],
+)
+def test_two_configurations_that_contradict_each_other_are_refused(
+    layout, name, separate, key, tmp_path
+):
+    config = json.loads((FOLDERS / layout / "config.json").read_text())
+    path = changed_file(layout, tmp_path, config=config)
+    (tmp_path / name).write_text(json.dumps(separate))
+    refused(path, f"config.json and {name} state different values of {key}")
+
+
+def test_the_version_of_gptq_under_its_short_key_counts(tmp_path):
+    config = json.loads((FOLDERS / "gptq-v2" / "config.json").read_text())
+    stated = config["quantization_config"]
+    stated["format"] = stated.pop("checkpoint_format")
+    path = changed_file("gptq-v2", tmp_path, config=config)
+    made, _ = dequantized(path, tmp_path / "o.safetensors", "float16")
+    for key, wanted in load_file(FOLDERS / "gptq-v2" / "plain.safetensors").items():
+        assert torch.equal(made[key], wanted)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "bare"),
+    [
+        (
+            {
+                "a.up_blocks": torch.ones(2, 4, 1, 16).byte(),
+                "a.up_scales": torch.ones(2, 4, 1).byte(),
+                "a.down_blocks": torch.ones(2, 4, 1, 16).byte(),
+            },
+            "a.down_blocks",
+        ),
+        ({"a.up": FP8, "a.up_scale_inv": torch.ones(1), "a.down": FP8}, "a.down"),
+    ],
+)
+def test_weights_without_scales_are_refused_under_other_keys_too(tensors, bare, tmp_path):
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    save_file({key: one.clone() for key, one in tensors.items()}, tmp_path / "m.safetensors")
+    with pytest.raises(NotRepresentable, match=f"{bare}.*that it needs are missing"):
+        dequantized(tmp_path / "m.safetensors", tmp_path / "o.safetensors", "float32")
+
+
+@pytest.mark.parametrize("key", [0, None, ("a", 1)])
+def test_a_quantized_tensor_under_a_key_that_is_no_text(key, tmp_path):
+    weight = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8)
+    torch.save({key: weight}, tmp_path / "m.pth")
+    step = ckptool.Cast(dequantize="float32")
+    ckptool.convert(tmp_path / "m.pth", tmp_path / "o.pth", step)
+    assert torch.equal(torch.load(tmp_path / "o.pth")[key], weight.dequantize())
+
+
+def test_a_dtype_can_be_kept_for_a_dequantized_weight(tmp_path):
+    state = {"l.weight": FP8, "l.weight_scale": torch.full((1,), 1e6), "m": torch.ones(2)}
+    save_file(state, tmp_path / "m.safetensors")
+    with pytest.raises(NotRepresentable, match="overflow") as caught:
+        dequantized(tmp_path / "m.safetensors", tmp_path / "o.safetensors", "float16")
+    assert "--keep l.weight=float32" in caught.value.hint
+    step = ckptool.Cast(dequantize="float16", keep=[("l.weight", "float32")])
+    ckptool.convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", step)
+    made = load_file(tmp_path / "o.safetensors")
+    assert made["l.weight"].eq(1e6).all()
+    assert made["l.weight"].dtype == torch.float32
+
+
+def test_a_configuration_next_to_an_edited_file_is_named(tmp_path):
+    path = changed_file(
+        "awq", tmp_path, config=json.loads((FOLDERS / "awq/config.json").read_text())
+    )
+    step = ckptool.Cast(dequantize="bfloat16")
+    receipt = ckptool.convert(path, path, step, in_place=True, overwrite=True)
+    assert "config.json next to the file still states the quantization" in receipt.notes
+    assert load_file(path)["layers.0.weight"].dtype == torch.bfloat16
+
+
+def test_the_dtype_of_the_configuration_follows(tmp_path):
+    config = json.loads((FOLDERS / "awq" / "config.json").read_text()) | {"torch_dtype": "float16"}
+    path = changed_file("awq", tmp_path, config=config)
+    step = ckptool.Cast(dequantize="bfloat16")
+    receipt = ckptool.convert(path, f"{tmp_path}/o/", step, files_from=tmp_path)
+    assert json.loads((tmp_path / "o" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert not [one for one in receipt.changes if one.kind == "warning"]
+
+
 def test_float8_weights_without_scales_are_cast(tmp_path):
     path = tmp_path / "m.safetensors"
     save_file({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, path)
@@ -407,8 +583,8 @@ def test_gptq_of_a_model_with_transposed_layers_is_refused(tmp_path):
     ],
 )
 def test_values_of_gptq_without_a_meaning_are_refused_when_they_are_read(tensors, error, tmp_path):
-    config = {"quantization_config": {**GPTQ, "dynamic": {}, "desc_act": False}}
-    path = changed_file("gptq-v1-order", tmp_path, config=config, **tensors)
+    config = {"quantization_config": {**GPTQ, "desc_act": False}}
+    path = changed_file("gptq-v1-order", tmp_path, config=config, **ONE_LAYER, **tensors)
     with pytest.raises(CheckpointError, match=error) as caught:
         ckptool.convert(path, tmp_path / "o.safetensors", ckptool.Cast(dequantize="float32"))
     assert caught.value.file == str(path)
