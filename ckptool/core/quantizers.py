@@ -248,7 +248,7 @@ def find_incomplete(state: Mapping[Any, Any], found: Collection[str]) -> Iterato
             yield name
 
 
-def rival_scales(state: Mapping[Any, Any], name: str, scheme: str) -> list[str]:
+def find_rival_scales(state: Mapping[Any, Any], name: str, scheme: str) -> list[str]:
     """Return the keys of all entries that would scale the weight `name` by a rule of `scheme`."""
     keys = (
         name.removesuffix(quantizer.weight) + quantizer.companion
@@ -258,7 +258,7 @@ def rival_scales(state: Mapping[Any, Any], name: str, scheme: str) -> list[str]:
     return [key for key in dict.fromkeys(keys) if key in state]
 
 
-def plain_key(scheme: str, name: str) -> str:
+def to_plain_key(scheme: str, name: str) -> str:
     """Return the key of the plain weight for a quantized weight at `name`."""
     for known in QUANTIZERS if isinstance(name, str) else ():
         if known.scheme == scheme and known.plain is not None and name.endswith(known.weight):

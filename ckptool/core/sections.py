@@ -263,7 +263,10 @@ CONSTANT = "CONSTANTS.c"
 
 
 def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
-    """Return True if a mapping has the keys and tensors of a module's state dict."""
+    """Return True if a mapping has the keys and tensors of a module's state dict.
+
+    See `find_sections`. In `path`, a key may be a tensor: a pickled optimizer has its parameters.
+    """
     if not all(isinstance(key, str) for key in mapping):
         return False
     if path and isinstance(path[-1], TensorRef):
@@ -271,7 +274,7 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     if is_flat_optimizer(mapping):
         return False
     if path and _is_parameter_state(mapping):
-        return False  # if no groups decide
+        return False  # the state of an optimizer whose groups are missing
     entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
     if mapping and all(name.startswith(CONSTANT) for name in mapping):

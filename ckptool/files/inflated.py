@@ -81,7 +81,7 @@ class InflatedSource(Source):
         return data
 
     def _check_end(self) -> None:
-        """Raise CorruptFile if the stream has more bytes; remember if it has an end mark."""
+        """Raise CorruptFile if the stream has more bytes; remember if its end mark is last."""
         inflater = self._inflater
         if self._inflate(1):
             raise CorruptFile(

@@ -364,7 +364,7 @@ class LocalHeaders:
         """
         header, name = entry.header, entry.raw_name
         length = LOCAL.size + len(name)
-        at = header - self.start
+        at = header - self.start  # in the window
         if at + length > len(self.window):
             self._read_window(entry, length, following)
             at = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptool.core.model import Global, TensorRef, row_major_strides
 from ckptool.core.quantization_config import QuantizationConfig
-from ckptool.core.quantizers import Quantized, plain_key, rival_scales
+from ckptool.core.quantizers import Quantized, find_rival_scales, to_plain_key
 from ckptool.dtypes import CODES
 from ckptool.tensors.casting import CHUNK
 from ckptool.tensors.quantized_layouts import (
@@ -78,7 +78,7 @@ def dequantize(
         return {"": _dequantize_tensor(packed)}
     if not all(map(is_plain, (packed, *companions.values()))):
         raise UnknownLayout("its parts are not plain tensors")
-    plain = plain_key(found.scheme, name)
+    plain = to_plain_key(found.scheme, name)
     if plain.removesuffix("weight") + "pre_quant_scale" in state:  # of NVIDIA's ModelOpt
         raise UnknownLayout("pre_quant_scale next to it scales the input of its layer")
     return {"": make(Parts(name, state, packed, companions, plain, config, file))}
@@ -101,7 +101,7 @@ def _dequantize_fp8(parts: Parts) -> TensorRef:
     in it, or one for each block of 128 x 128, cut at the edges. `weight_dequant` of DeepSeek-V3
     (inference/kernel.py) rounds the same product to bfloat16.
     """
-    rivals = rival_scales(parts.state, parts.name, "fp8 with scales")
+    rivals = find_rival_scales(parts.state, parts.name, "fp8 with scales")
     if len(rivals) > 1:
         raise UnknownLayout(f"the file has two scales for it: {listed(rivals)}")
     refuse_entries(parts, "weight_g_idx", "weight_zero_point")

@@ -31,7 +31,7 @@ from ckptool.core.quantizers import (
     Quantized,
     find_incomplete,
     find_quantized,
-    plain_key,
+    to_plain_key,
 )
 from ckptool.core.sections import MODEL_KINDS, describe_opaque_content
 from ckptool.core.tree import is_within, name_of, rebuild, walk, walk_everything as every_node
@@ -516,7 +516,7 @@ class _Plan:
                 plain_tensors = done_by_parts.get(parts) or dequantize(
                     state, name, quantized, config, self.checkpoint.path
                 )
-                key = plain_key(quantized.scheme, name)
+                key = to_plain_key(quantized.scheme, name)
                 stem = key.removesuffix(PACKED) if isinstance(key, str) else key
                 new_entries = {
                     f"{stem}{end}" if end else stem: tensor for end, tensor in plain_tensors.items()

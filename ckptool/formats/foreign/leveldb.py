@@ -52,7 +52,7 @@ class Message(dict[int, list[int | bytes]]):
     """The fields of a message by number, each with all its values."""
 
     def __init__(self, raw: bytes) -> None:
-        """Read the fields.
+        """Read the fields; each begins with its number and its wire type, the lowest three bits.
 
         Raises:
             CorruptFile: if a field is truncated, or of an unused kind.
@@ -62,19 +62,20 @@ class Message(dict[int, list[int | bytes]]):
         at = 0
         while at < len(raw):
             tag, at = read_varint(raw, at)
+            field_number, wire_type = tag >> 3, tag & 7
             value: int | bytes
-            if tag & 7 == 0:
+            if wire_type == 0:
                 value, at = read_varint(raw, at)
-            elif tag & 7 == 2:
+            elif wire_type == 2:
                 size, at = read_varint(raw, at)
                 value, at = raw[at : at + size], at + size
-            elif width := _WIDTH_BY_WIRE_TYPE.get(tag & 7):
+            elif width := _WIDTH_BY_WIRE_TYPE.get(wire_type):
                 value, at = int.from_bytes(raw[at : at + width], "little"), at + width
             else:
-                raise CorruptFile(f"a message in the index has a field of wire type {tag & 7}")
+                raise CorruptFile(f"a message in the index has a field of wire type {wire_type}")
             if at > len(raw):
                 raise CorruptFile("a message in the index ends within a field")
-            values = self.setdefault(tag >> 3, [])
+            values = self.setdefault(field_number, [])
             values.append(value)
             fields = max(len(self), len(values))
             check_limit("a message in the index has", fields, "fields", _MAX_FIELDS)
@@ -105,6 +106,8 @@ class Message(dict[int, list[int | bytes]]):
 def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     """Return the entries of a table, in order.
 
+    The footer, at the end, has the handle of the block that lists the handles of all data blocks.
+
     Raises:
         CorruptFile: if a block is outside the file or has another CRC-32C, keys are not in order,
             or a number has no end.
@@ -119,7 +122,8 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     at = read_varint(footer, read_varint(footer, 0)[1])[1]  # after the handle of an unused block
     entries: dict[bytes, bytes] = {}
     last, end = b"", 0
-    for _, handle in _parse_entries(_read_block(raw, footer[at:], 0, max_bytes)[0]):
+    handles_block, _ = _read_block(raw, footer[at:], 0, max_bytes)
+    for _, handle in _parse_entries(handles_block):
         block, end = _read_block(raw, handle, end, max_bytes)
         for key, value in _parse_entries(block):
             if entries and key <= last:
