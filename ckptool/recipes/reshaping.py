@@ -21,11 +21,8 @@ from ckptool.recipes.planning import plan_recipe
 from ckptool.recipes.recipe import Recipe, RecipeRule
 from ckptool.recipes.relayout import merge_entries
 from ckptool.tensors.bytewise import has_same_elements
-from ckptool.transforms.casting import (
-    find_optimizer_paths,
-    refuse_dependent_tensors,
-    replace_tensors,
-)
+from ckptool.transforms.casting import find_optimizer_paths, replace_tensors
+from ckptool.transforms.dequantizing import refuse_dependent_tensors
 from ckptool.transforms.names import list_distinct_sections, replace_entries
 from ckptool.transforms.resizing import SectionRule, SectionWork, parse_interpolation, parse_resize
 from ckptool.transforms.step import Step, check_list_option

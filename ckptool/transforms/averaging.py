@@ -22,7 +22,8 @@ from ckptool.core.tree import describe_location, name_of, rebuild
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.tensors.averaging import Averager, Elements, run_of_tensor
 from ckptool.tensors.bytewise import has_same_content
-from ckptool.transforms.casting import FLOATING, Originals, refuse_dependent_tensors
+from ckptool.transforms.casting import FLOATING, Originals
+from ckptool.transforms.dequantizing import refuse_dependent_tensors
 from ckptool.transforms.extraction import extract_state_dict
 from ckptool.transforms.names import list_distinct_sections
 from ckptool.words import counted, listed, printable

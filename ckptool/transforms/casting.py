@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from ckptool.core.addressing import NameIndex, unmatched_error
 from ckptool.core.checkpoint import Change, Checkpoint, Gather
 from ckptool.core.model import (
-    SPARSE_KINDS,
     Opaque,
     Path,
     Storage,
     StorageRef,
     TensorRef,
     copy_with_items,
-    find_tensors,
     replace_elements,
 )
-from ckptool.core.modules import find_opaque_content, get_own_tensors, walk_modules
+from ckptool.core.modules import get_own_tensors, walk_modules
 from ckptool.core.placeholders import refuse_placeholders
-from ckptool.core.quantization_config import plain_header, quantization_config
-from ckptool.core.quantizers import (
-    MARKERS,
-    OPTIMIZER_KEY,
-    Quantized,
-    find_incomplete,
-    find_quantized,
-    to_plain_key,
-)
-from ckptool.core.sections import MODEL_KINDS, describe_opaque_content
+from ckptool.core.quantizers import OPTIMIZER_KEY
 from ckptool.core.tree import is_within, name_of, rebuild, walk, walk_everything as every_node
-from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
-from ckptool.errors import NotFound, NotRepresentable, UsageError
+from ckptool.dtypes import BY_SAFETENSORS
+from ckptool.errors import UsageError
 from ckptool.files.computed import ReadAhead
 from ckptool.tensors.casting import FLOATS, Caster, Losses
-from ckptool.tensors.dequantizing import PACKED, can_dequantize, dequantize
-from ckptool.tensors.unpacking import UnknownLayout
+from ckptool.transforms.dequantizing import (
+    Dequantized,
+    dequantize_weights,
+    get_elements,
+    refuse_dependent_tensors,
+)
 from ckptool.transforms.step import Step
-from ckptool.words import counted, listed, printable, shell
+from ckptool.words import counted, listed, printable
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +261,9 @@ class Cast(Step):
         )
         plan = _Plan(_separate_spared(checkpoint, spared_paths), default, rules)
         if self.dequantize is not None:
-            plan.dequantize(parse_floating_dtype(self.dequantize))
+            plan.plain_dtype = parse_floating_dtype(self.dequantize)
+            plan.dequantized = dequantize_weights(plan.checkpoint, plan.plain_dtype)
+            plan.checkpoint = plan.dequantized.checkpoint
         plan.choose_dtypes(spared_paths)
         if not self.raw:
             refuse_dependent_tensors(
@@ -318,86 +312,6 @@ def parse_keep(keep: Any) -> tuple[tuple[str, str | None], ...]:
     return tuple(rules)
 
 
-def refuse_dependent_tensors(
-    checkpoint: Checkpoint, chosen: Collection[int], remedy: str = ""
-) -> None:
-    """Refuse to change tensors that only have a meaning together with others.
-
-    `chosen` has the identities of the tensors to change.
-
-    Raises:
-        NotRepresentable: if one is quantized, is the companion of a quantized one, or has a meaning
-            known only to the class of its module. `remedy` is the hint for all of these.
-    """
-
-    def raise_error(fact: str, *remedies: str) -> None:
-        """Raise the error with all remedies as its hint."""
-        hint = "; ".join(filter(None, (*remedies, remedy)))
-        raise NotRepresentable(fact, file=checkpoint.path, hint=hint or None)
-
-    def contains_chosen(node: Any) -> bool:
-        """Return True if a node is or contains one of the tensors to change."""
-        return any(id(_get_elements(tensor)) in chosen for tensor in find_tensors(node))
-
-    for section in checkpoint.sections:
-        for path, node in (
-            find_opaque_content(section.holder).items() if section.kind == "module" else ()
-        ):
-            if contains_chosen(node):
-                raise_error(f"cannot be cast: {describe_opaque_content(path, node)}")
-    for state, name, quantized in _find_quantized_weights(checkpoint):
-        if any(contains_chosen(state[key]) for key in (name, *quantized.companions)):
-            file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
-            plain = f"dequantize them: ckptool cast --dequantize bfloat16{file}"
-            cls = getattr(state[name], "class_name", "")
-            config = quantization_config(checkpoint)
-            companions = (
-                listed(quantized.companions)
-                if quantized.companions
-                else f"its class, {printable(cls)}"
-            )
-            raise_error(
-                f"{printable(name)!r} {quantized}: its values need {companions}",
-                plain if can_dequantize(state, name, quantized, config) else "",
-            )
-
-
-def _find_quantized_weights(
-    checkpoint: Checkpoint, *, alone: bool = False
-) -> Iterator[tuple[dict[Any, Any], str, Quantized]]:
-    """Yield the state dict, the key and the quantization of each quantized weight.
-
-    Only models are judged by shapes, and a pickled module by its `state_dict()`. With `alone`, also
-    yield torch's quantized tensors, which need no companions (in a layer, the scale of the
-    activations is next to them).
-    """
-    models = {
-        id(section.node): section for section in checkpoint.sections if section.kind in MODEL_KINDS
-    }
-    modules = (section.node for section in models.values() if section.kind == "module")
-    for node in chain(every_node(checkpoint.root), modules):
-        if isinstance(node, dict):
-            for name, quantized in find_quantized(node, by_shape=id(node) in models).items():
-                if next(find_tensors(node[name]), None) is not None:
-                    yield node, name, quantized
-            for name, value in node.items() if alone else ():
-                if isinstance(value, TensorRef) and value.kind == "quantized":
-                    stem = str(name).removesuffix("weight")
-                    companions = tuple(f"{stem}{end}" for end in ("scale", "zero_point"))
-                    has_companions = stem != name and all(key in node for key in companions)
-                    yield (
-                        node,
-                        name,
-                        Quantized(f"torch.{value.dtype}", companions if has_companions else ()),
-                    )
-
-
-def _get_elements(tensor: TensorRef) -> TensorRef:
-    """Return the tensor itself, or the values of a sparse tensor, or the buffer of a nested one."""
-    part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
-    return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
-
-
 def _find_obstacle(tensor: TensorRef, dtype: str) -> str | None:
     """Return the reason why a floating tensor cannot be cast to `dtype`, or None."""
     if tensor.kind == "numpy":
@@ -434,12 +348,9 @@ class _Plan:
     rules: dict[str, str | None]
     casts: dict[int, _PendingCast] = field(default_factory=dict)
     """The tensors to cast, by the identity of the tensor with the elements."""
-    dequantized: dict[int, str] = field(default_factory=dict)
-    """The new dtypes of dequantized storages, by identity."""
-    schemes: dict[str, None] = field(default_factory=dict)
-    """The schemes of dequantized weights."""
-    dropped_keys: dict[str, None] = field(default_factory=dict)
-    """The keys that dequantized weights no longer need."""
+    dequantized: Dequantized | None = None
+    """The dequantized weights, which get `plain_dtype`."""
+    plain_dtype: str = ""
     uncastable: set[int] = field(default_factory=set)
     """The identities of tensors that cannot be cast."""
     unchanged: set[int] = field(default_factory=set)
@@ -449,143 +360,6 @@ class _Plan:
     _other_dtypes: Counter[str] = field(default_factory=Counter)
     _optimizer_count: int = 0
     _disputed_names: list[str] = field(default_factory=list)
-
-    def dequantize(self, dtype: str) -> None:
-        """Replace quantized weights and their companions with plain tensors of `dtype`.
-
-        Raises:
-            NotRepresentable: if a weight has an unsupported quantization.
-            NotFound: if no weight is quantized.
-        """
-        replacements_by_state = self._dequantize_weights(dtype)
-        for node in every_node(self.checkpoint.root):
-            if isinstance(node, dict):
-                self._refuse_incomplete(node, replacements_by_state.get(id(node), {}))
-        if not replacements_by_state:
-            has_float8 = any(
-                tensor.dtype.startswith("float8_") for _, tensor in self.checkpoint.tensors()
-            )
-            raise NotFound(
-                "the file has no quantized weights",
-                file=self.checkpoint.path,
-                hint=f"cast float8 weights without scales with --dtype {dtype}"
-                if has_float8 and not self.checkpoint.changes
-                else None,
-            )
-
-        def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
-            """Return a state dict with the plain tensors in place of the quantized ones."""
-            replacements = replacements_by_state.get(id(old), {})
-            if not replacements:
-                return old
-            entries = [replacements.get(key, {key: value}).items() for key, value in old.items()]
-            counts = Counter(key for items in entries for key, _ in items)
-            if duplicates := [key for key, count in counts.items() if count > 1]:
-                raise NotRepresentable(
-                    f"several entries would become {listed(duplicates)} when dequantized",
-                    file=self.checkpoint.path,
-                )
-            return copy_with_items(old, chain.from_iterable(entries))
-
-        root = rebuild(self.checkpoint.root, None, replace_entries)
-        details = self.checkpoint.details
-        details = replace(details, header=plain_header(details.header))
-        self.checkpoint = replace(self.checkpoint, root=root, details=details)
-
-    def _dequantize_weights(self, dtype: str) -> dict[int, dict[str, dict[str, TensorRef]]]:
-        """Return the new entries of each quantized weight and companion.
-
-        By the identity of the state dict, then by old key. A companion has no new entries.
-
-        Raises:
-            NotRepresentable: if a weight has an unsupported quantization.
-        """
-        done_by_parts: dict[tuple[int, ...], dict[str, TensorRef]] = {}
-        replacements_by_state: dict[int, dict[str, dict[str, TensorRef]]] = {}
-        nodes = {id(node) for node in every_node(self.checkpoint.root)}
-        seen, config = set[int](), quantization_config(self.checkpoint)
-        for state, name, quantized in _find_quantized_weights(self.checkpoint, alone=True):
-            if id(state) not in nodes and id(state[name]) in seen:
-                continue  # A pickled module's tensor that is done already.
-            seen.add(id(state[name]))
-            parts = (id(state[name]), *(id(state[key]) for key in quantized.companions))
-            replacements = replacements_by_state.setdefault(id(state), {})
-            try:
-                if parts not in done_by_parts and id(state) not in nodes:
-                    raise UnknownLayout
-                plain_tensors = done_by_parts.get(parts) or dequantize(
-                    state, name, quantized, config, self.checkpoint.path
-                )
-                key = to_plain_key(quantized.scheme, name)
-                stem = key.removesuffix(PACKED) if isinstance(key, str) else key
-                new_entries = {
-                    f"{stem}{end}" if end else stem: tensor for end, tensor in plain_tensors.items()
-                }
-            except UnknownLayout as error:
-                raise NotRepresentable(
-                    f"{printable(str(name))!r} cannot be dequantized: it {quantized}, "
-                    f"and {error.message}",
-                    file=self.checkpoint.path,
-                    hint=error.hint
-                    if id(state) in nodes
-                    else "add --model-only to convert the module to a state dict first",
-                ) from None
-            done_by_parts[parts] = plain_tensors
-            self.dequantized[id(next(iter(plain_tensors.values())).storage)] = dtype
-            self.schemes[quantized.scheme] = None
-            markers = (key for key in state if str(key).rpartition(".")[2] in MARKERS)
-            left_out = (*quantized.companions, *markers)
-            self.dropped_keys.update(dict.fromkeys(left_out))
-            replacements.update({name: new_entries} | {key: {} for key in left_out})
-        return replacements_by_state
-
-    def _refuse_incomplete(
-        self, state: Mapping[Any, Any], replacements: Mapping[str, Mapping[str, TensorRef]]
-    ) -> None:
-        """Refuse a state dict with quantized weights that lack their companions.
-
-        Such a weight has a key that only quantized weights have, or it looks like a dequantized
-        one: the same float8 dtype, or the same last part of the key, dtype and kind. `replacements`
-        has the new entries of each dequantized weight.
-
-        Raises:
-            NotRepresentable: if the result would still have quantized weights.
-        """
-
-        def refuse(name: object, fact: str) -> NoReturn:
-            """Raise the error for a weight without its companions."""
-            raise NotRepresentable(
-                f"{printable(str(name))!r} is {fact}, but the tensors that it needs are missing",
-                file=self.checkpoint.path,
-                hint="get all shards of the model, or leave it out with --exclude",
-            )
-
-        def get_looks(name: Any, tensor: TensorRef) -> tuple[str, str, str]:
-            """Return the last part of a key, and the dtype and kind of its tensor."""
-            return str(name).rpartition(".")[2], tensor.dtype, tensor.kind
-
-        for name in find_incomplete(state, replacements.keys()):
-            refuse(name, "quantized, judging by its key")
-        if not replacements:
-            return
-        # Codes may be stored as bfloat16, like the weights of ordinary layers.
-        candidates = {
-            name: tensor
-            for name, tensor in state.items()
-            if isinstance(tensor, TensorRef)
-            and (tensor.dtype not in FLOATING or BY_NAME[tensor.dtype].itemsize == 1)
-        }
-        known = {
-            get_looks(name, candidates[name]): name
-            for name, plain_tensors in replacements.items()
-            if plain_tensors and name in candidates
-        }
-        float8_names = {dtype: name for (_, dtype, _), name in known.items() if dtype in FLOATING}
-        for name, tensor in candidates.items():
-            if name not in replacements:
-                similar = known.get(get_looks(name, tensor), float8_names.get(tensor.dtype))
-                if similar is not None:
-                    refuse(name, f"{tensor.dtype}, like the quantized {printable(similar)!r}")
 
     def choose_dtypes(self, spared_paths: set[Path]) -> None:
         """Choose the dtype of every tensor of the checkpoint, except at `spared_paths`."""
@@ -622,8 +396,9 @@ class _Plan:
 
         `rule` is the first exception that matches it.
         """
-        dtype, name, elements = self.dtype or tensor.dtype, name_of(path), _get_elements(tensor)
-        plain_dtype = self.dequantized.get(id(tensor.storage))
+        dtype, name, elements = self.dtype or tensor.dtype, name_of(path), get_elements(tensor)
+        storages = self.dequantized.storages if self.dequantized else ()
+        plain_dtype = self.plain_dtype if id(tensor.storage) in storages else None
         if rule is not None:
             dtype = self.rules[rule] or plain_dtype or tensor.dtype
             self._matches_by_rule[rule] += 1
@@ -645,12 +420,11 @@ class _Plan:
 
     def list_changes(self) -> Iterator[Change]:
         """Yield a change for each group of tensors that is cast, or skipped, with the reason."""
-        if self.dequantized:
-            count = len(self.dequantized)
-            text = f"dequantized {counted(count, 'tensor')} ({listed(self.schemes)})"
-            left_out = f"; left out: {listed(self.dropped_keys)}" if self.dropped_keys else ""
-            [plain_dtype] = {*self.dequantized.values()}
-            yield Change("dequantize", text + left_out, count, now=plain_dtype)
+        if plain := self.dequantized:
+            count = len(plain.storages)
+            text = f"dequantized {counted(count, 'tensor')} ({listed(plain.schemes)})"
+            left_out = f"; left out: {listed(plain.dropped_keys)}" if plain.dropped_keys else ""
+            yield Change("dequantize", text + left_out, count, now=self.plain_dtype)
         pairs = Counter(cast.pair for cast in self.casts.values() for _ in cast.names)
         for (old, new), count in pairs.items():
             text = f"cast {counted(count, 'tensor')} from {old} to {new}"
@@ -729,7 +503,7 @@ class _Work:
         """Return a tensor with its new dtype, or any other node unchanged."""
         if not isinstance(node, TensorRef):
             return node
-        elements = _get_elements(node)
+        elements = get_elements(node)
         if elements is not node:  # The values of a sparse tensor were cast before.
             return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
         original = self._originals.find(node)

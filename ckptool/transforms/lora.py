@@ -22,7 +22,8 @@ from ckptool.errors import LimitExceeded, NotFound, NotRepresentable, UsageError
 from ckptool.files.place import place_of
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.tensors.lora import Factors, Merger
-from ckptool.transforms.casting import FLOATING, refuse_dependent_tensors
+from ckptool.transforms.casting import FLOATING
+from ckptool.transforms.dequantizing import refuse_dependent_tensors
 from ckptool.transforms.names import Rename, replace_entries
 from ckptool.words import counted, listed, printable, shell
 

@@ -1,0 +1,265 @@
+"""Quantized weights: convert them to plain tensors, and refuse to change a part of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, NoReturn
+
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import SPARSE_KINDS, TensorRef, copy_with_items, find_tensors
+from ckptool.core.modules import find_opaque_content
+from ckptool.core.quantization_config import plain_header, quantization_config
+from ckptool.core.quantizers import (
+    MARKERS,
+    Quantized,
+    find_incomplete,
+    find_quantized,
+    to_plain_key,
+)
+from ckptool.core.sections import MODEL_KINDS, describe_opaque_content
+from ckptool.core.tree import rebuild, walk_everything as every_node
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import NotFound, NotRepresentable
+from ckptool.tensors.casting import FLOATS
+from ckptool.tensors.dequantizing import PACKED, can_dequantize, dequantize
+from ckptool.tensors.unpacking import UnknownLayout
+from ckptool.words import listed, printable, shell
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """A checkpoint without quantized weights, and the facts for the receipt."""
+
+    checkpoint: Checkpoint
+    storages: set[int] = field(default_factory=set)
+    """The identities of the storages with dequantized weights."""
+    schemes: dict[str, None] = field(default_factory=dict)
+    """The schemes of the quantized weights."""
+    dropped_keys: dict[str, None] = field(default_factory=dict)
+    """The keys of companions and markers, which plain weights do not need."""
+
+
+def get_elements(tensor: TensorRef) -> TensorRef:
+    """Return the tensor itself, or the values of a sparse tensor, or the buffer of a nested one."""
+    part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
+    return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
+
+
+def refuse_dependent_tensors(
+    checkpoint: Checkpoint, chosen: Collection[int], remedy: str = ""
+) -> None:
+    """Refuse to change tensors that only have a meaning together with others.
+
+    `chosen` has the identities of the tensors to change.
+
+    Raises:
+        NotRepresentable: if one is quantized, is the companion of a quantized one, or has a meaning
+            known only to the class of its module. `remedy` is the hint for all of these.
+    """
+
+    def raise_error(fact: str, *remedies: str) -> None:
+        """Raise the error with all remedies as its hint."""
+        hint = "; ".join(filter(None, (*remedies, remedy)))
+        raise NotRepresentable(fact, file=checkpoint.path, hint=hint or None)
+
+    def contains_chosen(node: Any) -> bool:
+        """Return True if a node is or contains one of the tensors to change."""
+        return any(id(get_elements(tensor)) in chosen for tensor in find_tensors(node))
+
+    for section in checkpoint.sections:
+        for path, node in (
+            find_opaque_content(section.holder).items() if section.kind == "module" else ()
+        ):
+            if contains_chosen(node):
+                raise_error(f"cannot be cast: {describe_opaque_content(path, node)}")
+    for state, name, quantized in _find_quantized_weights(checkpoint):
+        if any(contains_chosen(state[key]) for key in (name, *quantized.companions)):
+            file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
+            plain = f"dequantize them: ckptool cast --dequantize bfloat16{file}"
+            cls = getattr(state[name], "class_name", "")
+            config = quantization_config(checkpoint)
+            companions = (
+                listed(quantized.companions)
+                if quantized.companions
+                else f"its class, {printable(cls)}"
+            )
+            raise_error(
+                f"{printable(name)!r} {quantized}: its values need {companions}",
+                plain if can_dequantize(state, name, quantized, config) else "",
+            )
+
+
+def _find_quantized_weights(
+    checkpoint: Checkpoint, *, alone: bool = False
+) -> Iterator[tuple[dict[Any, Any], str, Quantized]]:
+    """Yield the state dict, the key and the quantization of each quantized weight.
+
+    Only models are judged by shapes, and a pickled module by its `state_dict()`. With `alone`, also
+    yield torch's quantized tensors, which need no companions (in a layer, the scale of the
+    activations is next to them).
+    """
+    models = {
+        id(section.node): section for section in checkpoint.sections if section.kind in MODEL_KINDS
+    }
+    modules = (section.node for section in models.values() if section.kind == "module")
+    for node in chain(every_node(checkpoint.root), modules):
+        if isinstance(node, dict):
+            for name, quantized in find_quantized(node, by_shape=id(node) in models).items():
+                if next(find_tensors(node[name]), None) is not None:
+                    yield node, name, quantized
+            for name, value in node.items() if alone else ():
+                if isinstance(value, TensorRef) and value.kind == "quantized":
+                    stem = str(name).removesuffix("weight")
+                    companions = tuple(f"{stem}{end}" for end in ("scale", "zero_point"))
+                    has_companions = stem != name and all(key in node for key in companions)
+                    yield (
+                        node,
+                        name,
+                        Quantized(f"torch.{value.dtype}", companions if has_companions else ()),
+                    )
+
+
+def dequantize_weights(checkpoint: Checkpoint, dtype: str) -> Dequantized:
+    """Return a checkpoint with plain tensors in place of quantized weights and their companions.
+
+    They are float32 until they are cast; `dtype` is only for a hint.
+
+    Raises:
+        NotRepresentable: if a weight has an unsupported quantization.
+        NotFound: if no weight is quantized.
+    """
+    result = Dequantized(checkpoint)
+    replacements_by_state = _dequantize_each(result)
+    for node in every_node(checkpoint.root):
+        if isinstance(node, dict):
+            _refuse_incomplete(node, replacements_by_state.get(id(node), {}), checkpoint.path)
+    if not replacements_by_state:
+        has_float8 = any(tensor.dtype.startswith("float8_") for _, tensor in checkpoint.tensors())
+        raise NotFound(
+            "the file has no quantized weights",
+            file=checkpoint.path,
+            hint=f"cast float8 weights without scales with --dtype {dtype}"
+            if has_float8 and not checkpoint.changes
+            else None,
+        )
+
+    def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a state dict with the plain tensors in place of the quantized ones."""
+        replacements = replacements_by_state.get(id(old), {})
+        if not replacements:
+            return old
+        entries = [replacements.get(key, {key: value}).items() for key, value in old.items()]
+        counts = Counter(key for items in entries for key, _ in items)
+        if duplicates := [key for key, count in counts.items() if count > 1]:
+            raise NotRepresentable(
+                f"several entries would become {listed(duplicates)} when dequantized",
+                file=checkpoint.path,
+            )
+        return copy_with_items(old, chain.from_iterable(entries))
+
+    root = rebuild(checkpoint.root, None, replace_entries)
+    details = checkpoint.details
+    details = replace(details, header=plain_header(details.header))
+    return replace(result, checkpoint=replace(checkpoint, root=root, details=details))
+
+
+def _dequantize_each(result: Dequantized) -> dict[int, dict[str, dict[str, TensorRef]]]:
+    """Return the new entries of each quantized weight and companion.
+
+    By the identity of the state dict, then by old key. A companion has no new entries. The facts
+    for the receipt are added to `result`.
+
+    Raises:
+        NotRepresentable: if a weight has an unsupported quantization.
+    """
+    checkpoint = result.checkpoint
+    done_by_parts: dict[tuple[int, ...], dict[str, TensorRef]] = {}
+    replacements_by_state: dict[int, dict[str, dict[str, TensorRef]]] = {}
+    nodes = {id(node) for node in every_node(checkpoint.root)}
+    seen, config = set[int](), quantization_config(checkpoint)
+    for state, name, quantized in _find_quantized_weights(checkpoint, alone=True):
+        if id(state) not in nodes and id(state[name]) in seen:
+            continue  # A pickled module's tensor that is done already.
+        seen.add(id(state[name]))
+        parts = (id(state[name]), *(id(state[key]) for key in quantized.companions))
+        replacements = replacements_by_state.setdefault(id(state), {})
+        try:
+            if parts not in done_by_parts and id(state) not in nodes:
+                raise UnknownLayout
+            plain_tensors = done_by_parts.get(parts) or dequantize(
+                state, name, quantized, config, checkpoint.path
+            )
+            key = to_plain_key(quantized.scheme, name)
+            stem = key.removesuffix(PACKED) if isinstance(key, str) else key
+            new_entries = {
+                f"{stem}{end}" if end else stem: tensor for end, tensor in plain_tensors.items()
+            }
+        except UnknownLayout as error:
+            raise NotRepresentable(
+                f"{printable(str(name))!r} cannot be dequantized: it {quantized}, "
+                f"and {error.message}",
+                file=checkpoint.path,
+                hint=error.hint
+                if id(state) in nodes
+                else "add --model-only to convert the module to a state dict first",
+            ) from None
+        done_by_parts[parts] = plain_tensors
+        result.storages.add(id(next(iter(plain_tensors.values())).storage))
+        result.schemes[quantized.scheme] = None
+        markers = (key for key in state if str(key).rpartition(".")[2] in MARKERS)
+        left_out = (*quantized.companions, *markers)
+        result.dropped_keys.update(dict.fromkeys(left_out))
+        replacements.update({name: new_entries} | {key: {} for key in left_out})
+    return replacements_by_state
+
+
+def _refuse_incomplete(
+    state: Mapping[Any, Any], replacements: Mapping[str, Mapping[str, TensorRef]], file: str
+) -> None:
+    """Refuse a state dict with quantized weights that lack their companions.
+
+    Such a weight has a key that only quantized weights have, or it looks like a dequantized
+    one: the same float8 dtype, or the same last part of the key, dtype and kind. `replacements`
+    has the new entries of each dequantized weight.
+
+    Raises:
+        NotRepresentable: if the result would still have quantized weights.
+    """
+
+    def refuse(name: object, fact: str) -> NoReturn:
+        """Raise the error for a weight without its companions."""
+        raise NotRepresentable(
+            f"{printable(str(name))!r} is {fact}, but the tensors that it needs are missing",
+            file=file,
+            hint="get all shards of the model, or leave it out with --exclude",
+        )
+
+    def get_looks(name: Any, tensor: TensorRef) -> tuple[str, str, str]:
+        """Return the last part of a key, and the dtype and kind of its tensor."""
+        return str(name).rpartition(".")[2], tensor.dtype, tensor.kind
+
+    for name in find_incomplete(state, replacements.keys()):
+        refuse(name, "quantized, judging by its key")
+    if not replacements:
+        return
+    # Codes may be stored as bfloat16, like the weights of ordinary layers.
+    candidates = {
+        name: tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, TensorRef)
+        and (tensor.dtype not in FLOATS or BY_NAME[tensor.dtype].itemsize == 1)
+    }
+    known = {
+        get_looks(name, candidates[name]): name
+        for name, plain_tensors in replacements.items()
+        if plain_tensors and name in candidates
+    }
+    float8_names = {dtype: name for (_, dtype, _), name in known.items() if dtype in FLOATS}
+    for name, tensor in candidates.items():
+        if name not in replacements:
+            similar = known.get(get_looks(name, tensor), float8_names.get(tensor.dtype))
+            if similar is not None:
+                refuse(name, f"{tensor.dtype}, like the quantized {printable(similar)!r}")
