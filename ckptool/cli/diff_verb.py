@@ -98,8 +98,8 @@ def command(
     Wrapper prefixes such as "module." are ignored. Weights come before other tensors, and
     floating-point weights before integers, sorted by rel norm (the Frobenius norm of the difference
     divided by that of A), NaN first. max rel is relative to the elements of B. Repeated layers are
-    folded into one row with the maximum of each column. A container that only one file has is one
-    row; --fmt and --no-fold list its entries. Only the statistics need torch.
+    folded into one row with the maximum of each column. A container is one row if only one file has
+    it; --fmt and --no-fold list its entries. Only the statistics need torch.
     """
     shown = {"--stat": stat, "--name-status": name_status, "--json": screen.as_json}
     shown["--fmt"] = name_status and bool(screen.fmt)  # with --stat, it is a table

@@ -38,8 +38,9 @@ def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
 
     Pickles are read symbolically, in torch files of every version, bare pickles, numpy and joblib
     files, zip and tar archives and compressed files, with any extension. The verdict is "data"
-    (weights_only=True accepts it), "needs code" (classes are imported and filled), "runs" (other
-    calls are made; each is printed with its arguments) or "cannot tell". Folders are searched.
+    (weights_only=True accepts it), "needs code" (classes are imported and their instances filled
+    in), "runs" (other calls are made; each is printed with its arguments) or "cannot tell". Folders
+    are searched.
     """
     results, errors = list[Scan](), list[CheckpointError]()
     files = list(find_files(paths))

@@ -379,7 +379,7 @@ def _make_fetcher(path: str) -> Fetch:
     if _is_http(path):
         if re.match(r"\w+://[^/?#]*@", path):
             raise UnreadableFile(
-                "the address contains a user or a password, which results would show",
+                "the address contains a user or a password, which would appear in the results",
                 file=path,
                 hint="give a signed address, or download the file first: curl -LOn URL",
             )

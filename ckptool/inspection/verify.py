@@ -353,7 +353,7 @@ class _FileCheck:
             elif crc != checksum.crc32:
                 mismatches.append((checksum, crc))
             elif not _has_valid_end(checksum.data.source):
-                text = "its compressed bytes have no end mark, or extra bytes after it"
+                text = "its compressed bytes have no end mark, or have extra bytes after it"
                 self.add(problems=(Finding("corrupt", text, (checksum.place,)),))
         self.add(summed=len(checksums), checked=meter.total)
         return mismatches

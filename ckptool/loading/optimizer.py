@@ -515,7 +515,7 @@ def _describe_misfit(saved: _SavedOptimizer, live: _LiveOptimizer, difference: s
         return f"the optimizer in the file has other parameters: {difference}"
     text = (
         f"the optimizer in the file has {counted(sum(file_group_sizes), 'parameter')} in groups of "
-        f"{listed(map(str, file_group_sizes))}, the live one has {sum(live_group_sizes):,} in "
+        f"{listed(map(str, file_group_sizes))}, but the live one has {sum(live_group_sizes):,} in "
         f"{listed(map(str, live_group_sizes))}"
     )
     return f"{text}; first difference: {difference}" if difference else text

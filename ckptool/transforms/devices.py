@@ -211,7 +211,7 @@ def _renumber_devices(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpo
             f"tensors are on {listed(missing)}, which is not a visible device; "
             f"the file uses {listed(tags)}",
             file=checkpoint.path or None,
-            hint="list every device of the file, in their new order",
+            hint="list all devices of the file, in their new order",
         )
     rules = {tag: new_tags[tag] for tag in tags if new_tags[tag] != tag}
     return _rewrite_tags(checkpoint, rules) if rules else checkpoint

@@ -475,7 +475,8 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
     needed = [change.text for change in checkpoint.changes if change.needed and not change.wanted]
     if needed:
         raise NotRepresentable(
-            f"a state dict cannot contain what only the class saves: {listed(needed)}",
+            "a state dict cannot contain data that only the class itself can save: "
+            f"{listed(needed)}",
             file=checkpoint.path or None,
             hint="save its state_dict() where the class is importable, or add --drop-objects "
             "to leave it out",

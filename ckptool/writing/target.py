@@ -32,8 +32,8 @@ def make_default_target(
         raise UsageError(
             "is a sharded checkpoint and needs a target",
             file=source,
-            hint="-o model.safetensors writes one file, "
-            "-o FOLDER/model.safetensors.index.json shards",
+            hint="-o model.safetensors writes one file; "
+            "-o FOLDER/model.safetensors.index.json writes shards",
         )
     if is_address(source):  # the result lies here
         source = os.path.basename(urlsplit(source).path.rstrip("/")) or "checkpoint"

@@ -156,7 +156,7 @@ def test_no_plan_makes_a_state_dict_without_its_packed_weights(name):
     assert (found.commands, found.all_at_once) == ((), None)
     assert not any(one.kind == "metadata" for one in found.complaints)
     (whole,) = [one for one in found.complaints if one.kind == "module"]
-    assert "cannot contain what only the class saves" in whole.hint
+    assert "cannot contain data that only the class itself can save" in whole.hint
 
 
 def find_quantized(folder, finish):

@@ -90,7 +90,7 @@ def test_a_rank_that_is_left_alone_says_who_must_call(told):
 
 def test_an_optimizer_that_does_not_fit_in_one_rank_stops_the_others(told):
     first, second = (rank["optimizer ddp"] for rank in told)
-    assert "6 parameters in groups of 6, the live one has 5 in 5" in second["text"]
+    assert "6 parameters in groups of 6, but the live one has 5 in 5" in second["text"]
     assert second["text"] in first["text"]
     assert first["untouched"]
     assert second["untouched"]

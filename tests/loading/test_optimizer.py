@@ -477,7 +477,7 @@ NAMELESS = (
     'optimizer_order="position" loads it in the order of the file'
 )
 SHAPED = NAMELESS.format("the state of parameter 0 does not have the shape of that parameter")
-COUNTS = "the optimizer in the file has 6 parameters in groups of 3, 3, the live one has"
+COUNTS = "the optimizer in the file has 6 parameters in groups of 3, 3, but the live one has"
 LACKS = "the file has no optimizer state"
 OWN_FILE = (
     "if it is in a separate file, use load_into(model, {'model': ..., 'optimizer': "

@@ -239,7 +239,8 @@ def _split_parameter(
     available, start = joined_data.length // first.itemsize, 0
     if prod(shape) != sum(prod(size) for _, size in keys_and_shapes) or prod(shape) > available:
         message = (
-            f"{printable(name)!r} of shape {list(shape)} has {available:,} elements in all ranks"
+            f"{printable(name)!r} of shape {list(shape)} has {available:,} elements in all "
+            "ranks together"
         )
         raise CorruptFile(message, file=parts[0][1], hint=ONE_SAVE)
     for key, size in keys_and_shapes:

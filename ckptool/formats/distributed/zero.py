@@ -585,7 +585,10 @@ def _make_tensor(
             )
     total = sum(count for _, _, count in pieces)
     if total != prod(shape):
-        message = f"{printable(name)!r} of shape {list(shape)} has {total:,} elements in all ranks"
+        message = (
+            f"{printable(name)!r} of shape {list(shape)} has {total:,} elements in all "
+            "ranks together"
+        )
         raise CorruptFile(message, file=first.file, hint=ONE_SAVE)
     if len(pieces) > 1:  # found again on reading: thousands of ranks have millions of pieces
         size = prod(shape) * BY_NAME[first.dtype].itemsize

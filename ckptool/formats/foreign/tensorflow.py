@@ -373,7 +373,9 @@ class _Data:
                 part = self._index.entries.get(_make_part_key(key, extents))
                 if part is None or (part.dtype, part.shape) != (entry.dtype, sizes) or part.slices:
                     message = "is missing" if part is None else "has another shape or type"
-                    raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {message}")
+                    raise CorruptFile(
+                        f"the part of shape {list(sizes)} at offset {list(offsets)} {message}"
+                    )
                 data = make_plain_tensor("its part", dtype, sizes, self._locate_bytes(part)).data
                 tiles.append(Tile(offsets, sizes, data))
             return join_tiles(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
