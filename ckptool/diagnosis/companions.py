@@ -20,7 +20,7 @@ class Companion:
     """The call that reads it as is."""
 
 
-_GENERATORS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+_RANDOM_STATE_KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     # transformers/trainer.py, Trainer._save_rng_state
     "transformers.Trainer.train(resume_from_checkpoint=FOLDER)": (
         frozenset({"python", "numpy", "cpu"}),
@@ -34,7 +34,7 @@ _GENERATORS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
 }
 """For each call that reads generator states: the keys they always have, and optional keys."""
-_ARGUMENTS = ("transformers", "trl", "setfit", "sentence_transformers")
+_TRAINER_LIBRARIES = ("transformers", "trl", "setfit", "sentence_transformers")
 """Libraries whose trainers pickle their arguments as `training_args.bin`."""
 
 
@@ -43,13 +43,13 @@ def recognize_companion(checkpoint: Checkpoint) -> Companion | None:
     root = checkpoint.root
     if isinstance(root, dict):
         keys = {*map(str, root)}
-        for reader, (needed, optional) in _GENERATORS.items():
+        for reader, (needed, optional) in _RANDOM_STATE_KEYS.items():
             if needed <= keys <= needed | optional:
                 description = "it is the state of random number generators, not a model"
                 return Companion(description, reader)
     if isinstance(root, Opaque) and not any(find_tensors(root)):
         name = get_class_name(root)
-        if name.partition(".")[0] in _ARGUMENTS or name.endswith("TrainingArguments"):
+        if name.partition(".")[0] in _TRAINER_LIBRARIES or name.endswith("TrainingArguments"):
             description = f"it contains training arguments ({name}), not a model"
             owner = name.partition(".")[0]
             return Companion(

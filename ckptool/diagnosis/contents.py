@@ -15,11 +15,12 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
+from typing import NamedTuple
 
 from ckptool.core.finding import Finding, Severity
 from ckptool.core.sections import get_named_tensors
 from ckptool.core.tree import find_ties, name_of
-from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, summarize_names
+from ckptool.diagnosis.complaint import Choice, Complaint, Subject, summarize_names
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import load_format
@@ -34,29 +35,41 @@ from ckptool.transforms.compacting import measure_storages
 from ckptool.transforms.devices import CARRIED
 from ckptool.words import are, counted, listed, printable
 
-_BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
-    (
+
+class _ByteComplaint(NamedTuple):
+    """A complaint about problems that `verify` finds in the bytes."""
+
+    kind: str
+    severity: Severity
+    problem_kinds: frozenset[str]
+    effect: str
+    hint: str
+    """{} is the advice to salvage the file. Empty: rewriting the file fixes it."""
+
+
+_BYTE_COMPLAINTS = (
+    _ByteComplaint(
         "damaged",
         "fails",
         frozenset({"checksum", "corrupt", "truncated", "missing", "limit"}),
         "torch.load does not verify checksums: it loads wrong numbers or fails.",
         "download or copy it again{}; ckptool verify FILE lists all damaged records",
     ),
-    (
+    _ByteComplaint(
         "offsets",
         "misleads",
         frozenset({"offsets"}),
         "torch.load(map_location='meta') and FakeTensorMode read the wrong bytes without an error.",
         "",
     ),
-    (
+    _ByteComplaint(
         "container",
         "misleads",
         frozenset({"header", "end"}),
         "torch.load ignores it; another program may reject the file or read other bytes.",
         "",
     ),
-    (
+    _ByteComplaint(
         "remains",
         "note",
         frozenset({"trailing", "padding", "total-size"}),
@@ -64,44 +77,50 @@ _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
         "",
     ),
 )
-"""Complaints about bytes: kind, severity, kinds of problem, effect, hint if not a rewrite."""
-_MASK = re.compile(r"mask[^./]*$", re.IGNORECASE)
+_MASK_KEY = re.compile(r"mask[^./]*$", re.IGNORECASE)
 """A key that ends in "mask": masks of -inf are added to attention scores."""
-_NEVER_INFINITE = frozenset({"weight", "bias", "running_mean", "running_var"})
-_OBSERVED = frozenset({"min_val", "max_val"})
+_NEVER_INFINITE_NAMES = frozenset({"weight", "bias", "running_mean", "running_var"})
+_OBSERVER_BUFFERS = frozenset({"min_val", "max_val"})
 """Buffers of quantization observers, which are infinite before the first data."""
-_LEAST_UNUSED = 1 << 10
-_LEAST_DEAD = 1 << 16
+_MIN_UNUSED_BYTES = 1 << 10
+_MIN_DEAD_BYTES = 1 << 16
 """Fewer bytes are not reported: every in-place edit leaves a dead header."""
-_SHARE = 20
-"""Waste is reported from one part in this many."""
-_NAMED = ("hpu", "xpu", "mtia")
-"""Device types for which torch words the error as for cuda."""
-_FIRST = {"cuda": "cuda:0"}
+_MIN_WASTE_SHARE = 1 / 20
+"""The smallest part of the file, or of its tensor data, that is reported as wasted."""
+_WORDED_AS_CUDA = ("hpu", "xpu", "mtia")
+"""Device types for which torch has the error of cuda, with their name."""
+_FULL_DEVICE_NAMES = {"cuda": "cuda:0"}
+"""The device onto which torch loads a tensor without an index."""
 
 
 def check_damage(
     subject: Subject, limits: Limits, progress: Progress | None
 ) -> Iterator[Complaint]:
-    """Read all bytes, and yield complaints about them."""
+    """Read all bytes, and yield complaints about damage, missing data, NaN and infinite values.
+
+    Infinite values are only reported in models and optimizers, and where they are not valid.
+    """
     from ckptool.inspection.unwritten import find_unwritten
     from ckptool.inspection.verify import verify  # only needed to read the tensor data
 
     problems = verify(
         subject.checkpoint.path, values=True, progress=progress, limits=limits
     ).problems
-    for kind, severity, kinds, effect, remedy in _BYTES:
-        matching = [problem for problem in problems if problem.kind in kinds]
+    for rule in _BYTE_COMPLAINTS:
+        matching = [problem for problem in problems if problem.kind in rule.problem_kinds]
         if matching:
-            prefix = "it is damaged: " if kind == "damaged" else ""
+            prefix = "it is damaged: " if rule.kind == "damaged" else ""
             more = (
                 f", and {counted(len(matching) - 1, 'problem')} more" if len(matching) > 1 else ""
             )
-            description, where = f"{prefix}{matching[0].text}{more}", _summarize_places(matching)
-            fix: Steps | None = None if remedy else ()
-            hint = remedy.format(_salvage_hint(subject)) if remedy else remedy
             yield Complaint(
-                kind, description, where, hint=hint, severity=severity, effect=effect, fix=fix
+                rule.kind,
+                f"{prefix}{matching[0].text}{more}",
+                _summarize_places(matching),
+                hint=rule.hint.format(_salvage_hint(subject)) if rule.hint else "",
+                severity=rule.severity,
+                effect=rule.effect,
+                fix=None if rule.hint else (),
             )
     text = find_unwritten(subject.checkpoint)
     if text is not None:
@@ -109,17 +128,19 @@ def check_damage(
         yield Complaint(
             "unwritten", text, hint="download or copy it again", severity="misleads", effect=effect
         )
-    valid = _find_valid_infinities(
+    valid_infinities = _find_valid_infinities(
         {problem.place for problem in problems if problem.kind == "inf"}, subject
     )
-    for kind, word in (("nan", "NaN"), ("infinite", "infinite values")):
+    for kind, problem_kind, word, valid in (
+        ("nan", "nan", "NaN", set()),
+        ("infinite", "inf", "infinite values", valid_infinities),
+    ):
         matching = [
             problem
             for problem in problems
-            if problem.kind == kind[:3] and _is_of_model_or_optimizer(subject, problem.place)
-        ]
-        matching = [
-            problem for problem in matching if problem.kind == "nan" or problem.place not in valid
+            if problem.kind == problem_kind
+            and _is_of_model_or_optimizer(subject, problem.place)
+            and problem.place not in valid
         ]
         if matching:
             yield Complaint(
@@ -143,7 +164,10 @@ def _salvage_hint(subject: Subject) -> str:
 
 
 def _find_valid_infinities(infinite: Collection[str], subject: Subject) -> set[str]:
-    """Return buffers in which infinity is valid: masks, and observers that saw no data yet."""
+    """Return the tensors among `infinite` in which infinity is valid, by their names.
+
+    Masks, observers of quantization that saw no data yet, and tensors of only infinities and zeros.
+    """
     from ckptool.tensors.bytewise import is_infinity_or_zero
 
     return {
@@ -151,11 +175,13 @@ def _find_valid_infinities(infinite: Collection[str], subject: Subject) -> set[s
         for part in (subject.models if infinite else ())
         for path, tensor in part.tensors()
         if (name := name_of(path)) in infinite
-        and (component := str(path[-1]).rpartition(".")[2]) not in _NEVER_INFINITE
-        # One infinity is valid in an observer; a parameter of one element has diverged.
+        and (component := str(path[-1]).rpartition(".")[2]) not in _NEVER_INFINITE_NAMES
+        # A single infinity is valid in an observer; a parameter of one element has diverged.
         and (
-            _MASK.search(name)
-            or ((tensor.numel > 1 or component in _OBSERVED) and is_infinity_or_zero(tensor))
+            _MASK_KEY.search(name)
+            or (
+                (tensor.numel > 1 or component in _OBSERVER_BUFFERS) and is_infinity_or_zero(tensor)
+            )
         )
     }
 
@@ -195,20 +221,24 @@ def check_quantization(subject: Subject) -> Iterator[Complaint]:
 
 
 def _check_waste(subject: Subject) -> Iterator[Complaint]:
-    """Yield a complaint about bytes that no tensor uses, or that edits left behind."""
+    """Yield a complaint about bytes that no tensor uses, or that edits left behind.
+
+    Nothing for a few bytes, or a small part of the file.
+    """
     details = subject.checkpoint.details
     total, used = measure_storages(subject.checkpoint.root)
     unused, dead = total - used, details.dead_bytes
     facts = []
-    if unused >= _LEAST_UNUSED and unused * _SHARE >= total:
+    if unused >= _MIN_UNUSED_BYTES and unused >= _MIN_WASTE_SHARE * total:
         facts.append(f"no tensor uses {unused:,} of the {total:,} bytes of tensor data")
-    if dead >= _LEAST_DEAD and dead * _SHARE >= details.size:
+    if dead >= _MIN_DEAD_BYTES and dead >= _MIN_WASTE_SHARE * details.size:
         facts.append(f"{dead:,} of the {details.size:,} bytes of the file are dead")
     if facts:
         views = (
             name_of(path)
             for path, tensor in subject.checkpoint.tensors()
-            if tensor.storage is not None and tensor.storage.nbytes - tensor.nbytes >= _LEAST_UNUSED
+            if tensor.storage is not None
+            and tensor.storage.nbytes - tensor.nbytes >= _MIN_UNUSED_BYTES
         )
         yield Complaint(
             "bloat",
@@ -223,20 +253,23 @@ def _check_waste(subject: Subject) -> Iterator[Complaint]:
 
 def _check_aliases(subject: Subject) -> Iterator[Complaint]:
     """Yield a complaint about tied keys that a safetensors file has only in its metadata."""
-    lost = {
+    target_by_alias = {
         name: str(tensor.storage.key)
         for section in subject.models
         for name, tensor in get_named_tensors(section.node).items()
         if tensor.storage is not None and tensor.storage.key != name
     }
-    if lost:
+    if target_by_alias:
+        aliases = [*target_by_alias]
         yield Complaint(
             "aliases",
-            f"{counted(len(lost), 'tied key')} {are(len(lost))} only in the metadata of the file",
+            f"{counted(len(aliases), 'tied key')} {are(len(aliases))} only in the metadata of the "
+            "file",
             summarize_names(
-                f"{printable(name)} = {printable(target)}" for name, target in lost.items()
+                f"{printable(alias)} = {printable(target)}"
+                for alias, target in target_by_alias.items()
             ),
-            quote=quote("missing-key", printable(next(iter(lost)))),
+            quote=quote("missing-key", printable(aliases[0])),
             effect="safetensors.torch.load_model restores them",
             fix=(),
             format="torch-zip",
@@ -245,34 +278,37 @@ def _check_aliases(subject: Subject) -> Iterator[Complaint]:
 
 
 def _check_save_file(subject: Subject) -> Iterator[Complaint]:
-    """Yield notes about weights that `safetensors.torch.save_file` rejects."""
+    """Yield notes about tied and overlapping weights, which `safetensors.torch.save_file` rejects.
+
+    The choice is a safetensors file with a copy for each tied key.
+    """
     model = subject.model
     if model is None:
         return
     tensors = {
         name: tensor for name, tensor in get_named_tensors(model.node).items() if tensor.has_content
     }
-    tied = find_ties(((name,), tensor) for name, tensor in tensors.items())
+    tied_groups = find_ties(((name,), tensor) for name, tensor in tensors.items())
     take = (Take(model.name),) if model.path and subject.key is not None else ()
-    choices = (Choice((*take, *([Untie()] if tied else []))),)
-    if tied:
+    choices = (Choice((*take, *([Untie()] if tied_groups else []))),)
+    if tied_groups:
         yield Complaint(
             "ties",
             "some keys are tied: they share one tensor",
-            summarize_names(" = ".join(map(printable, names)) for names in tied),
+            summarize_names(" = ".join(map(printable, names)) for names in tied_groups),
             severity="note",
             quote=quote("shared"),
             effect="torch.load keeps the keys tied",
             choices=choices,
         )
-    tied_names = {name for names in tied for name in names}
-    scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
-    shared = [name for name in find_overlapping_keys(tensors) if name not in tied_names]
-    if scattered or shared:
+    tied_names = {name for names in tied_groups for name in names}
+    noncontiguous = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
+    overlapping = [name for name in find_overlapping_keys(tensors) if name not in tied_names]
+    if noncontiguous or overlapping:
         yield Complaint(
             "views",
             "some tensors are views: they are not contiguous or share bytes with others",
-            summarize_names(dict.fromkeys((*scattered, *shared))),
+            summarize_names(dict.fromkeys((*noncontiguous, *overlapping))),
             severity="note",
             effect="torch.load keeps the views; safetensors.torch.save_file rejects them.",
             choices=choices,
@@ -280,82 +316,93 @@ def _check_save_file(subject: Subject) -> Iterator[Complaint]:
 
 
 def check_devices(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about the devices onto which the tensors load."""
+    """Yield complaints about the devices onto which `torch.load` restores the tensors.
+
+    Devices that this machine lacks, float64 on mps, and one GPU onto which every rank would load.
+    """
     if load_format(subject.checkpoint.format).tensors_only:
         return
-    tags = [tag for tag in list_restored_devices(subject.checkpoint.root) if tag not in ANYWHERE]
-    missing = [tag for tag in tags if _FIRST.get(tag, tag) not in subject.devices]
+    saved = [
+        device
+        for device in list_restored_devices(subject.checkpoint.root)
+        if device not in ANYWHERE
+    ]
+    missing = [
+        device for device in saved if _FULL_DEVICE_NAMES.get(device, device) not in subject.devices
+    ]
     if missing:
         names = _list_tensors_on(subject, missing)
-        gpus = sum(tag.startswith("cuda:") for tag in subject.devices)
+        gpu_count = sum(device.startswith("cuda:") for device in subject.devices)
         yield Complaint(
             "device",
             f"{counted(len(names), 'tensor')} {are(len(names))} on {listed(missing)}, but this "
             f"machine only has {listed(subject.devices)}",
             summarize_names(names),
-            quote=_device_error(missing[0], gpus),
+            quote=_quote_device_error(missing[0], gpu_count),
             effect="map_location='cpu' or a dict works, a function does not"
             if missing[0].partition(":")[0] in CARRIED
             else "",
             fix=(Remap("cpu"),),
         )
-    doubles = [
+    float64_names = [
         name_of(path)
         for path, tensor in subject.checkpoint.tensors()
         if tensor.dtype in ("float64", "complex128")
     ]
-    if doubles and "mps" in subject.devices:
+    if float64_names and "mps" in subject.devices:
         yield Complaint(
             "device",
-            f"{counted(len(doubles), 'tensor')} {are(len(doubles))} float64, which mps "
+            f"{counted(len(float64_names), 'tensor')} {are(len(float64_names))} float64, which mps "
             "does not support",
-            summarize_names(doubles),
+            summarize_names(float64_names),
             hint="ckptool cast FILE --dtype float32",
             severity="note",
             quote=quote("mps-float64"),
         )
-    if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
-        tag, names = printable(tags[0]), _list_tensors_on(subject, tags)
+    if len(saved) == 1 and saved[0].partition(":")[0] == "cuda":
+        gpu, names = printable(saved[0]), _list_tensors_on(subject, saved)
         total = sum(1 for _, tensor in subject.checkpoint.tensors() if tensor.kind != "numpy")
-        are_all = len(names) == total
-        subject_text = "every tensor is" if are_all else f"{len(names):,} of {total:,} tensors are"
+        has_all = len(names) == total
+        subject_text = "every tensor is" if has_all else f"{len(names):,} of {total:,} tensors are"
         yield Complaint(
             "one-gpu",
-            f"{subject_text} on {tag}",
+            f"{subject_text} on {gpu}",
             summarize_names(names),
             severity="misleads",
-            effect=f"Without map_location, every rank of a DDP run loads it onto {tag}, which runs "
+            effect=f"Without map_location, every rank of a DDP run loads it onto {gpu}, which runs "
             "out of memory (CUDA out of memory after a resume).",
             fix=(Remap("cpu"),),
         )
 
 
-def _list_tensors_on(subject: Subject, tags: list[str]) -> list[str]:
+def _list_tensors_on(subject: Subject, devices: list[str]) -> list[str]:
     """Return the names of the tensors on these devices."""
-    return [name_of(path) for path, tensor in subject.checkpoint.tensors() if tensor.device in tags]
+    return [
+        name_of(path) for path, tensor in subject.checkpoint.tensors() if tensor.device in devices
+    ]
 
 
-def _device_error(tag: str, gpus: int) -> Quote:
-    """Return torch's error for a device that this machine lacks."""
-    kind, _, index = tag.partition(":")
+def _quote_device_error(device: str, gpu_count: int) -> Quote:
+    """Return torch's error for a device that a machine with this many GPUs lacks."""
+    kind, _, index = device.partition(":")
     word = kind.upper()
-    if kind == "cuda" and gpus:
-        return quote("no-cuda", index or 0, gpus)
-    if kind == "cuda" or kind in _NAMED:
+    if kind == "cuda" and gpu_count:
+        return quote("no-cuda", index or 0, gpu_count)
+    if kind == "cuda" or kind in _WORDED_AS_CUDA:
         return quote("no-device", word, kind)
     if kind == "mps":
         return quote("no-mps")
-    return quote("no-backend", word) if kind in CARRIED else quote("no-location", printable(tag))
+    return quote("no-backend", word) if kind in CARRIED else quote("no-location", printable(device))
 
 
-_WORD = re.compile(r"([a-z][a-z0-9_]*)(:\d+)?", re.ASCII)
-_KINDS = frozenset({
+_DEVICE_PATTERN = re.compile(r"([a-z][a-z0-9_]*)(:\d+)?", re.ASCII)
+_DEVICE_TYPES = frozenset({
     "cpu", "cuda", "hip", "xpu", "mps", "mtia", "hpu", "xla", "maia", "ort", "ipu", "ve", "vulkan",
     "metal", "opengl", "opencl", "ideep", "mkldnn", "fpga", "lazy", "meta", "privateuseone",
     "npu", "mlu", "musa", "gcu", "sdaa", "supa", "dml", "openreg", "rbln", "neuron",
 })  # fmt: skip
 """Device types of torch.device (c10/core/DeviceType.h), and back ends that register their own."""
-_GPU_FILE = re.compile(r"nvidia\d+")
+_NVIDIA_DEVICE_FILE = re.compile(r"nvidia\d+")
 _AMD_GPU = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 _AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 
@@ -369,14 +416,12 @@ def parse_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
     Raises:
         UsageError: an item is not a device.
     """
-    listed_devices: object = devices.split(",") if isinstance(devices, str) else devices
-    items = (
-        listed_devices if isinstance(listed_devices, Iterable) else (listed_devices,)
-    )  # one torch.device
-    words = [str(word).strip() for word in items]
+    given: object = devices.split(",") if isinstance(devices, str) else devices
+    items = given if isinstance(given, Iterable) else (given,)  # a single torch.device
+    words = [str(item).strip() for item in items]
     for word in words:
-        match = _WORD.fullmatch(word)
-        if match is None or match[1] not in _KINDS:
+        match = _DEVICE_PATTERN.fullmatch(word)
+        if match is None or match[1] not in _DEVICE_TYPES:
             raise UsageError(f"{word!r} is not a device", hint="--devices cpu or --devices cuda:0")
     return tuple(dict.fromkeys(("cpu", *("cuda:0" if word == "cuda" else word for word in words))))
 
@@ -393,13 +438,15 @@ def detect_devices(
 
 
 def _count_gpus(root: str) -> int:
-    """Return the number of GPUs that the installed torch can use."""
-    nvidia = sum(1 for name in _list_folder(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
+    """Return the number of GPUs that the installed torch can use, from files of the drivers."""
+    nvidia = sum(
+        1 for name in _list_folder(os.path.join(root, "dev")) if _NVIDIA_DEVICE_FILE.fullmatch(name)
+    )
     nodes = os.path.join(root, _AMD_NODES)
     amd = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _list_folder(nodes))
     if amd and not _is_torch_without("hip"):
         return amd
-    # on Windows only the driver knows the number
+    # On Windows only the driver knows the number, so any driver counts as one GPU.
     return 0 if _is_torch_without("cuda") else nvidia or int(_has_windows_driver(root))
 
 
@@ -412,7 +459,7 @@ def _count_visible_gpus(environment: Mapping[str, str]) -> int:
     """Return how many GPUs CUDA_VISIBLE_DEVICES allows: numbers before the first invalid one."""
     stated = environment.get("CUDA_VISIBLE_DEVICES")
     if stated is None:
-        return 1 << 16
+        return 1 << 16  # no limit
     words = [word.strip() for word in stated.split(",")]
     return sum(1 for _ in takewhile(lambda word: word and not word.startswith("-"), words))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -58,16 +58,17 @@ from ckptool.writing.target import choose_format, make_default_target
 
 _CHECKS = (check_layout, check_level, check_objects, check_keys, check_fit, check_training,
            check_versions, check_memory, check_quantization, check_devices)  # fmt: skip
-_RANK = {"fails": 0, "misleads": 0, "note": 1}
-_ORDER = {
+_SEVERITY_RANK = {"fails": 0, "misleads": 0, "note": 1}
+"""Sort rank by severity: notes come last."""
+_KIND_RANK = {
     "malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1, "frozen": -1,
     "format-unnamed": 1,
 }  # fmt: skip
-"""Kinds of complaint that come before or after all others."""
-_UNFIXABLE = "no command fixes it"
-_HOPELESS = frozenset({"damaged", "part", "meta", "packed", "frozen"})
+"""Sort rank by kind of complaint; 0 for the other kinds."""
+_HINT_UNFIXABLE = "no command fixes it"
+_HOPELESS_KINDS = frozenset({"damaged", "part", "meta", "packed", "frozen"})
 """Kinds of complaint after which no command is useful."""
-_OF_OBJECTS = frozenset({"objects", "numpy", "protocol", "outdated"})
+_OBJECT_KINDS = frozenset({"objects", "numpy", "protocol", "outdated"})
 """Kinds of complaint that do not apply if the reader of the file needs its objects."""
 
 
@@ -133,7 +134,7 @@ class Diagnosis(Result):
         """The options of the plan that lose data, which the user must accept."""
         steps = self.plan.steps
         options = {
-            "--model-only": TRAINING[0] in self.training
+            "--model-only": "optimizer" in self.training
             and any(isinstance(step, Take) and (step.model_only or step.ema) for step in steps),
             "--drop-objects": any(isinstance(step, Plain) and step.drop_objects for step in steps),
             "--allow-unexpected": any(
@@ -193,7 +194,7 @@ def doctor(
         NotFound: `key` is missing.
     """
     file = os.fsdecode(path)
-    here = detect_devices() if devices is None else parse_devices(devices)
+    target_devices = detect_devices() if devices is None else parse_devices(devices)
     with ExitStack() as stack:
         reference = None
         if like is not None:
@@ -209,10 +210,15 @@ def doctor(
             if not is_finding(error, file):
                 raise
             complaints = tuple(explain_unopened(error, file))
-            return Diagnosis(file, None, here, complaints, complaints[0].commands)
-        return diagnose(
-            Subject(checkpoint, key, here, reference), quick=quick, progress=progress, limits=limits
-        )
+            return Diagnosis(
+                file,
+                format=None,
+                devices=target_devices,
+                complaints=complaints,
+                commands=complaints[0].commands,
+            )
+        subject = Subject(checkpoint, key, target_devices, reference)
+        return diagnose(subject, quick=quick, progress=progress, limits=limits)
 
 
 def diagnose(
@@ -222,11 +228,14 @@ def diagnose(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Diagnosis:
-    """Return the diagnosis of an open checkpoint; with `quick` only of its header."""
-    # First, because the key may be missing.
+    """Return the diagnosis of an open checkpoint; with `quick` only of its header.
+
+    Complaints about objects are left out for a file that a trainer reads with its objects.
+    """
+    # Before all bytes are read, because a missing key is an error.
     complaints = [complaint for check in _CHECKS for complaint in check(subject)]
     if subject.companion is not None:
-        complaints = [complaint for complaint in complaints if complaint.kind not in _OF_OBJECTS]
+        complaints = [complaint for complaint in complaints if complaint.kind not in _OBJECT_KINDS]
     damage = [] if quick else list(check_damage(subject, limits, progress))
     return _assemble(subject, [*damage, *complaints])
 
@@ -250,24 +259,19 @@ def _describe_reference(like: Like) -> ModelTarget:
 
 def _assemble(subject: Subject, complaints_found: list[Complaint]) -> Diagnosis:
     """Build the diagnosis: complaints with commands, and the plan. No plan for a hopeless file."""
-    is_hopeless = any(complaint.kind in _HOPELESS for complaint in complaints_found)
-    planner = Planner(subject, [] if is_hopeless else complaints_found)
+    hopeless_hint = _hint_for_hopeless({complaint.kind for complaint in complaints_found})
+    planner = Planner(subject, [] if hopeless_hint else complaints_found)
     plan = planner.plan()
-    hint = ""
-    if is_hopeless:
-        kinds = {complaint.kind for complaint in complaints_found}
-        hint = "no command can recover the weights from this file"
-        if "damaged" in kinds:
-            hint = "first get an intact file"
-        elif "part" in kinds:
-            hint = "get all parts of the checkpoint first"
     path = without_query(subject.checkpoint.path)
-    complaints = [_add_commands(complaint, planner, plan, hint) for complaint in complaints_found]
+    complaints = [
+        _add_commands(complaint, planner, plan, hopeless_hint) for complaint in complaints_found
+    ]
     complaints = [
         replace(complaint, hint=fill_in_path(complaint.hint or "", path))
         for complaint in complaints
     ]
-    if any((complaint.hint or "").startswith(_UNFIXABLE) for complaint in complaints):
+    if any((complaint.hint or "").startswith(_HINT_UNFIXABLE) for complaint in complaints):
+        # The file would not load after the plan either, so the plan is withdrawn.
         text = "no command fixes only this, because the file would still not load"
         complaints = [
             replace(complaint, commands=(), hint=complaint.hint or text)
@@ -278,23 +282,33 @@ def _assemble(subject: Subject, complaints_found: list[Complaint]) -> Diagnosis:
         plan = FixPlan()
     reader = fill_in_path(_find_reader(subject), path)
     fails = bool(reader) or any(complaint.severity != "note" for complaint in complaints)
-    resumes = subject.is_training and load_format(subject.checkpoint.format).resumes
-    resume = planner.plan(resume=True) if fails and resumes else FixPlan()
-    commands = (plan.command,) if plan.command is not None else ()
+    can_resume = subject.is_training and load_format(subject.checkpoint.format).resumes
+    resume_plan = planner.plan(resume=True) if fails and can_resume else FixPlan()
     return Diagnosis(
         path,
         subject.checkpoint.format,
         subject.devices,
         tuple(sorted(complaints, key=_urgency_key)),
-        commands,
-        plan.command,
-        plan.target or None,
-        resume.command if commands else None,
-        list_training_state(subject.checkpoint),
-        _make_resume_code(subject) if resumes and not is_hopeless else "",
-        reader,
-        plan,
+        commands=(plan.command,) if plan.command is not None else (),
+        all_at_once=plan.command,
+        target=plan.target or None,
+        resume=resume_plan.command if plan.command is not None else None,
+        training=list_training_state(subject.checkpoint),
+        code=_make_resume_code(subject) if can_resume and not hopeless_hint else "",
+        reader=reader,
+        plan=plan,
     )
+
+
+def _hint_for_hopeless(kinds: Set[str]) -> str:
+    """Return the hint for a file that no command can fix, by its complaints; "" for others."""
+    if kinds.isdisjoint(_HOPELESS_KINDS):
+        return ""
+    if "damaged" in kinds:
+        return "first get an intact file"
+    if "part" in kinds:
+        return "get all parts of the checkpoint first"
+    return "no command can recover the weights from this file"
 
 
 def _find_reader(subject: Subject) -> str:
@@ -306,7 +320,10 @@ def _find_reader(subject: Subject) -> str:
 
 
 def _make_resume_code(subject: Subject) -> str:
-    """Return the Python line that resumes with the model of the reference; "" without one."""
+    """Return the Python line that resumes with the model of the reference.
+
+    "" without a reference, or if the file does not fit it.
+    """
     if subject.reference is None or subject.model is None:
         return ""
     if not match_section(subject.checkpoint, subject.model, subject.reference.target).fits:
@@ -314,43 +331,50 @@ def _make_resume_code(subject: Subject) -> str:
     file = without_query(subject.checkpoint.path)
     key = f", key={subject.key!r}" if subject.key is not None else ""
     optimizer = ", optimizer=optimizer" if subject.optimizers else ""
-    is_counted = TRAINING[1] in list_training_state(subject.checkpoint)
-    epoch = f"; epoch = ckptool.load({file!r})['epoch']" if is_counted else ""
+    has_epoch = "epoch" in list_training_state(subject.checkpoint)
+    epoch = f"; epoch = ckptool.load({file!r})['epoch']" if has_epoch else ""
     return f"ckptool.load_into(model, {file!r}{optimizer}{key}){epoch}"
 
 
 def _add_commands(
-    complaint: Complaint, planner: Planner, plan: FixPlan, hint_first: str
+    complaint: Complaint, planner: Planner, plan: FixPlan, hopeless_hint: str
 ) -> Complaint:
-    """Return a complaint with its commands; `hint_first` is its hint if no command helps yet."""
-    if hint_first:
+    """Return a complaint with its commands: the plan if it fixes it, and its alternatives.
+
+    A complaint without a command gets a hint. With a `hopeless_hint`, none gets commands.
+    """
+    if hopeless_hint:
+        can_be_fixed_later = complaint.fix is not None
         return replace(
-            complaint, hint=complaint.hint or (hint_first if complaint.fix is not None else None)
+            complaint, hint=complaint.hint or (hopeless_hint if can_be_fixed_later else None)
         )
     attempts = [(choice, planner.find_command(choice, plan)) for choice in complaint.choices]
-    alternatives = tuple(dict.fromkeys(result[0] for _, result in attempts if result is not None))
+    possible = [(choice, *result) for choice, result in attempts if result is not None]
+    alternatives = tuple(dict.fromkeys(command for _, command, _ in possible))
     code_lines = (
-        choice.code.replace("FILE", repr(result[1]))
-        for choice, result in attempts
-        if result and choice.code
+        choice.code.replace("FILE", repr(target)) for choice, _, target in possible if choice.code
     )
     complaint = replace(complaint, code="; ".join(code_lines))
     if plan.command is not None and complaint.kind in plan.fixed:
         return replace(complaint, commands=(plan.command,), alternatives=alternatives)
     hint = complaint.hint
     if complaint.fix is not None and not alternatives and not hint:
-        hint = _UNFIXABLE + (f": {plan.obstacle}" if plan.obstacle else "")
+        hint = _HINT_UNFIXABLE + (f": {plan.obstacle}" if plan.obstacle else "")
     return replace(complaint, alternatives=alternatives, hint=hint)
 
 
 def _urgency_key(complaint: Complaint) -> tuple[int, int, bool]:
     """Return the sort key of a complaint: worst first, then fixed by the plan, notes last."""
-    return _ORDER.get(complaint.kind, 0), _RANK[complaint.severity], not complaint.commands
+    return (
+        _KIND_RANK.get(complaint.kind, 0),
+        _SEVERITY_RANK[complaint.severity],
+        not complaint.commands,
+    )
 
 
 FIXED, RESUMED = "fixed", "resume"
-"""The words before the extension of the file that a plan writes."""
-_OF_A_MODEL = (Take, Strip, Rename, Fit)
+"""The word before the extension of the file that a plan writes: `model.fixed.pth`."""
+_STEPS_WITHOUT_RESUME = (Take, Strip, Rename, Fit)
 """Steps after which the training that saved the file cannot resume from it."""
 
 
@@ -363,80 +387,92 @@ class Planner:
     """
 
     def __init__(self, subject: Subject, complaints: Iterable[Complaint]) -> None:
-        """Prepare plans for the complaints that the checks found."""
+        """Sort the complaints that steps can fix in the order of these steps."""
         self._subject = subject
-        self._fixes = sorted(
+        self._fixable_complaints = sorted(
             (complaint for complaint in complaints if complaint.fix is not None), key=_fix_order_key
         )
-        self._taken: set[str] = set()
+        self._used_targets: set[str] = set()
+        """Files that some command already writes."""
         self._commands: dict[tuple[str, ...], tuple[str, str]] = {}
+        """Command and target, by the format and the options of a conversion."""
 
     def plan(self, *, resume: bool = False) -> FixPlan:
-        """Return the conversion that fixes most; `resume` keeps the training state."""
+        """Return the conversion that fixes most complaints; fixes that fail are left out.
+
+        With `resume` only steps that keep the training state.
+        """
         plan: FixPlan | None = None
-        state = self._subject.checkpoint
-        fixed: set[str] = set()
-        obstacle = error_text = ""
-        for complaint in self._fixes:
+        converted = self._subject.checkpoint
+        fixed_kinds: set[str] = set()
+        first_error = ""
+        for complaint in self._fixable_complaints:
             fix, format = complaint.fix or (), complaint.format
-            if resume and (format or any(isinstance(step, _OF_A_MODEL) for step in fix)):
+            if resume and (format or any(isinstance(step, _STEPS_WITHOUT_RESUME) for step in fix)):
                 if complaint.resume is None:
                     continue
                 fix, format = complaint.resume, None
             is_plain = any(isinstance(step, Plain) for step in fix)
-            if plan is not None and is_plain and not find_blockers(state.root):
-                fixed.add(complaint.kind)  # earlier steps removed the objects
+            if plan is not None and is_plain and not find_blockers(converted.root):
+                fixed_kinds.add(complaint.kind)  # earlier steps removed the objects
                 continue
-            for steps in (fix, *self._alternatives_to_plain())[: None if is_plain else 1]:
-                merged = FixPlan(
-                    steps=_merge(plan.steps if plan else (), steps),
+            attempts = (fix, *self._iterate_alternatives_to_plain()) if is_plain else (fix,)
+            errors: list[str] = []
+            for steps in attempts:
+                extended = FixPlan(
+                    steps=_merge_steps(plan.steps if plan else (), steps),
                     format=(plan and plan.format) or format,
                 )
                 try:
-                    converted_state = state if merged == plan else self._apply(merged)
+                    result = converted if extended == plan else self._apply(extended)
                     if any(isinstance(step, Take) for step in steps) and is_plain:
-                        _refuse_blocked(converted_state)
-                    state = converted_state
+                        _refuse_blocked(result)
                 except CheckpointError as error:
-                    is_last = steps is not fix and isinstance(steps[0], Take)
-                    error_text = error_text if is_last else error.message
-                    continue
-                plan = merged
-                fixed.add(complaint.kind)
-                break
+                    errors.append(error.message)
+                else:
+                    plan, converted = extended, result
+                    fixed_kinds.add(complaint.kind)
+                    break
             else:
-                obstacle = obstacle or error_text
+                # The error after dropping the objects names the weights among them;
+                # that of the model alone, the third attempt, does not.
+                first_error = first_error or errors[:2][-1]
         if plan is None:
-            return FixPlan(obstacle=obstacle)
+            return FixPlan(obstacle=first_error)
         command, target = self._make_command(plan, RESUMED if resume else FIXED)
         return replace(
-            plan, command=command, target=target, fixed=frozenset(fixed), obstacle=obstacle
+            plan,
+            command=command,
+            target=target,
+            fixed=frozenset(fixed_kinds),
+            obstacle=first_error,
         )
 
-    def _alternatives_to_plain(self) -> Iterator[Steps]:
+    def _iterate_alternatives_to_plain(self) -> Iterator[Steps]:
         """Yield steps for objects that cannot become plain data, the least loss first."""
         yield (Plain(drop_objects=True),)
         if self._subject.model is not None:
             yield (Take(self._subject.key, model_only=True),)
 
-    def find_command(self, option: Choice, plan: FixPlan) -> tuple[str, str] | None:
-        """Return the command of a choice combined with the plan, and its target; None if it fails.
+    def find_command(self, choice: Choice, plan: FixPlan) -> tuple[str, str] | None:
+        """Return the command of a choice combined with the plan, and the file that it writes.
 
+        If the combination fails, it is the command of the choice by itself; None if that fails too.
         The command reads the source file, so the plan does not have to run first.
         """
         for base_plan in (plan, FixPlan()):
-            format = base_plan.format if option.word else "safetensors"
-            combined = FixPlan(steps=_merge(base_plan.steps, option.steps), format=format)
-            key = (str(format), *(word for step in combined.steps for word in step.words()))
+            format = base_plan.format if choice.word else "safetensors"
+            combined = FixPlan(steps=_merge_steps(base_plan.steps, choice.steps), format=format)
+            key = (str(format), *(option for step in combined.steps for option in step.words()))
             with suppress(CheckpointError):
                 if key not in self._commands:
                     self._apply(combined)
-                    self._commands[key] = self._make_command(combined, option.word)
+                    self._commands[key] = self._make_command(combined, choice.word)
                 return self._commands[key]
         return None
 
     def _apply(self, plan: FixPlan) -> Checkpoint:
-        """Convert the header with the steps of a plan.
+        """Return the checkpoint with the steps of a plan applied to its header.
 
         Raises:
             CheckpointError: the conversion fails, cannot be written, or would lose weights.
@@ -451,34 +487,35 @@ class Planner:
         return state
 
     def _choose_format(self, plan: FixPlan) -> str:
-        """Return the format of the plan, else safetensors or torch as the source."""
+        """Return the format of the plan, else the one of the source: safetensors or torch's."""
         if plan.format is not None:
             return plan.format
-        checkpoint = self._subject.checkpoint
-        is_flat = load_format(checkpoint.format).tensors_only
-        return "safetensors" if is_flat else "torch-zip"
+        source_format = load_format(self._subject.checkpoint.format)
+        return "safetensors" if source_format.tensors_only else "torch-zip"
 
     def _make_command(self, plan: FixPlan, word: str) -> tuple[str, str]:
-        """Return the command of a conversion, and its unique target."""
+        """Return the command of a conversion, and the file that it writes, which no other does.
+
+        Without a `word` that file is named like the source: `model.safetensors` for `model.pth`.
+        """
         checkpoint, format = self._subject.checkpoint, self._choose_format(plan)
         target = make_default_target(checkpoint.path, word or FIXED, format, sharded=True)
-        if not (
-            word or shard_format_of(checkpoint.format)
-        ):  # it would be a second index in the folder
+        # Next to an index such a name would look like that of a second model.
+        if not word and not shard_format_of(checkpoint.format):
             target = f"{target.removesuffix(f'.{FIXED}.safetensors')}.safetensors"
-        target = find_unused_path(target, self._taken)
-        self._taken.add(target)
+        target = find_unused_path(target, self._used_targets)
+        self._used_targets.add(target)
         format_option = format if choose_format(checkpoint, target) != format else None
         return convert_command(checkpoint.path, target, plan.steps, format=format_option), target
 
 
-def _merge(steps: Iterable[Step], more: Iterable[Step]) -> Steps:
+def _merge_steps(steps: Iterable[Step], added: Iterable[Step]) -> Steps:
     """Merge steps into one of each kind, in the order of `STEPS`.
 
-    With `Fit` the keys are those of the reference, wrapper prefixes included.
+    `Fit` replaces `Strip`, because it writes the keys of the reference with their wrapper prefixes.
     """
     merged: dict[type[Step], Step] = {}
-    for step in (*steps, *more):
+    for step in (*steps, *added):
         kind = type(step)
         merged[kind] = _merge_options(merged[kind], step) if kind in merged else step
     if Fit in merged:
@@ -489,7 +526,10 @@ def _merge(steps: Iterable[Step], more: Iterable[Step]) -> Steps:
 
 
 def _merge_options(first: Step, second: Step) -> Step:
-    """Merge the options of two steps: lists are concatenated, else the second step wins."""
+    """Merge two steps of one kind: lists are concatenated, else the second step wins.
+
+    An option with its default value never wins.
+    """
     options: dict[str, Any] = {}
     for field in fields(first):
         old, new = getattr(first, field.name), getattr(second, field.name)
@@ -502,9 +542,10 @@ def _merge_options(first: Step, second: Step) -> Step:
 
 
 def _fix_order_key(complaint: Complaint) -> tuple[int, bool]:
-    """Return the sort key of a fix: by format, then by the order of its steps; any rewrite last.
+    """Return the sort key of a complaint by its fix.
 
-    The model is extracted before some of its tensors are left out.
+    First the fixes that need a certain format, then by the first step, last those that any rewrite
+    fixes. The model is extracted (`key`, `model_only`) before some of its tensors are left out.
     """
     if complaint.format:
         return -1, False
@@ -534,8 +575,8 @@ def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, is_model_only
     kinds = MODEL_KINDS if is_model_only else (*MODEL_KINDS, "optimizer")
     tensors = collect_weights(before.root, kinds)
     if len(collect_weights(after.root, kinds)) < len(tensors):
-        refused = [pair for pair in tensors if is_rejected(pair[1])] or tensors
-        names = [name_of(path) for path, _ in refused]
+        dropped = [(path, node) for path, node in tensors if is_rejected(node)] or tensors
+        names = [name_of(path) for path, _ in dropped]
         raise NotRepresentable(
             f"dropping the objects would drop {counted(len(names), 'tensor')} of the weights: "
             f"{listed(names, most=3)}"

@@ -37,18 +37,21 @@ from ckptool.quotes import Quote, quote
 from ckptool.transforms import Plain
 from ckptool.words import listed, printable
 
-_COMMAND = re.compile(
+_DOWNLOAD_COMMAND = re.compile(
     r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
 )
 """A hint that is or ends with a command that downloads the checkpoint."""
 
 
 def check_layout(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about the name and the layout of the file."""
+    """Yield complaints about the name and the layout of the file, and about files next to it.
+
+    Also about calls that unpickling would run, and weights that are in other files.
+    """
     checkpoint = subject.checkpoint
     format = load_format(checkpoint.format)
-    if runs := find_unpickling_calls(checkpoint):
-        yield _complain_of_calls(runs)
+    if calls := find_unpickling_calls(checkpoint):
+        yield _complain_of_calls(calls)
     missing = detect_missing_weights(checkpoint)
     if missing is not None:
         effect = "load_state_dict fails on keys or shapes, or leaves the model untrained."
@@ -63,10 +66,10 @@ def check_layout(subject: Subject) -> Iterator[Complaint]:
         )
     yield from _check_extension(subject)
     if format.refusal is not None:
-        refused = format.refusal
-        severity: Severity = "note" if refused.reader else "fails"
+        refusal = format.refusal
+        severity: Severity = "note" if refusal.reader else "fails"
         yield _complain_fixed_by_rewrite(
-            refused.kind, severity, refused.what, refused.instead, quoted=refused.quote
+            refusal.kind, severity, refusal.what, refusal.instead, quoted=refusal.quote
         )
     elif os.path.isdir(checkpoint.path):
         what = "it is an unzipped checkpoint folder"
@@ -152,7 +155,7 @@ def _check_extension(subject: Subject) -> Iterator[Complaint]:
 
 
 def _check_rejected_parts(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about zip records and pickle opcodes that torch rejects for any data."""
+    """Yield complaints about zip records, pickle opcodes and class names that torch rejects."""
     checkpoint, details = subject.checkpoint, subject.checkpoint.details
     for note in details.notes:
         if note.startswith(TORCH_REFUSES):
@@ -160,7 +163,9 @@ def _check_rejected_parts(subject: Subject) -> Iterator[Complaint]:
             yield _complain_fixed_by_rewrite(
                 "records", "fails", reason, "torch.load rejects the archive."
             )
-    texts = [text for text in find_layout_blockers(checkpoint) if text.startswith(_ABOUT_PICKLE)]
+    texts = [
+        text for text in find_layout_blockers(checkpoint) if text.startswith(_PICKLE_BLOCKER_STARTS)
+    ]
     if texts:
         is_framed = (details.protocol or 0) >= 4
         yield _complain_fixed_by_rewrite(
@@ -180,7 +185,8 @@ def _check_rejected_parts(subject: Subject) -> Iterator[Complaint]:
         )
 
 
-_ABOUT_PICKLE = ("pickle ", "no torch loads ")
+_PICKLE_BLOCKER_STARTS = ("pickle ", "no torch loads ")
+"""The starts of the blockers that are about the pickle."""
 
 
 def _check_compression(subject: Subject) -> Iterator[Complaint]:
@@ -202,19 +208,19 @@ def _check_compression(subject: Subject) -> Iterator[Complaint]:
 
 def _check_python2_text(subject: Subject) -> Iterator[Complaint]:
     """Yield a complaint about text that Python 2 pickled and that is not UTF-8."""
-    places = {
-        name_of(path): None
+    names = {
+        name_of(path): None  # a dict, because it keeps the order
         for path, leaf in walk(subject.checkpoint.root)
         for text in (*path, leaf)
         if type(text) is ByteString and text.raw != text.raw.decode(errors="ignore").encode()
     }
-    if places:
+    if names:
         yield _complain_fixed_by_rewrite(
             "python2",
             "fails",
             "Python 2 pickled it, with text that is not UTF-8",
             "torch.load(encoding='latin1') reads it",
-            summarize_names(places),
+            summarize_names(names),
             quoted=quote("not-utf-8"),
         )
 
@@ -230,9 +236,12 @@ def is_finding(error: CheckpointError, path: str) -> bool:
 
 
 def explain_unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
-    """Yield complaints about a file that does not open as a checkpoint."""
+    """Yield complaints about a file that does not open as a checkpoint.
+
+    A command in the hint of the error becomes the command of the complaint.
+    """
     message = error.message.removeprefix(f"{path} is ")
-    command = _COMMAND.search(error.hint or "")
+    command = _DOWNLOAD_COMMAND.search(error.hint or "")
     load_error, effect = _describe_load_failure(error, path)
     yield Complaint(
         _kind_of_error(error),
@@ -243,9 +252,8 @@ def explain_unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
         effect=effect,
         commands=(command[1],) if command else (),
     )
-    runs = find_calls_in_files([path])
-    if runs:
-        yield replace(_complain_of_calls(runs), hint="use nothing from it")
+    if calls := find_calls_in_files([path]):
+        yield replace(_complain_of_calls(calls), hint="use nothing from it")
 
 
 def _kind_of_error(error: CheckpointError) -> str:
@@ -279,7 +287,7 @@ def _describe_load_failure(error: CheckpointError, path: str) -> tuple[Quote | N
 
 def _quote_operand_error(first: bytes) -> tuple[Quote, str]:
     """Return torch's error for a file that does not begin like a pickle, and the effect."""
-    byte = first[0] if first else 0
+    byte = first[0] if first else 0  # the operand
     shown = f"'{first.decode()}'" if 32 < byte < 127 else f"'\\x{byte:02x}'"
     effect = f"before torch 2.6: invalid load key, {shown}. weights_only=False, which it proposes, "
     return quote("operand", byte), f"{effect}never helps here"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,64 +148,43 @@ def info(source: Source) -> Info:
         UnreadableFile, LimitExceeded: the path cannot be opened as a checkpoint.
     """
     with open_or_reuse(source) as checkpoint:
-        return _summarize(checkpoint, _Verdicts(checkpoint))
+        return _summarize(checkpoint, _DiagnosisCache(checkpoint))
 
 
 def summarize_and_diagnose(
     checkpoint: Checkpoint, devices: tuple[str, ...]
 ) -> tuple[Info, Diagnosis]:
     """Return the result of `info`, and the diagnosis of the header for `devices`."""
-    verdicts = _Verdicts(checkpoint)
-    return _summarize(checkpoint, verdicts), verdicts.diagnose_for(devices)
+    diagnoses = _DiagnosisCache(checkpoint)
+    return _summarize(checkpoint, diagnoses), diagnoses.diagnose_for(devices)
 
 
-def _summarize(checkpoint: Checkpoint, diagnoses: _Verdicts) -> Info:
+def _summarize(checkpoint: Checkpoint, diagnoses: _DiagnosisCache) -> Info:
     """Return the summary of a checkpoint, with the commands of its diagnoses."""
     tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
     total, used = measure_storages(checkpoint.root)
-    objects = find_blockers(checkpoint.root)
-    layout = (*find_layout_blockers(checkpoint), *find_outdated_names(checkpoint, objects))
-    extension_note, missing = (
-        describe_wrong_extension(checkpoint),
-        detect_missing_weights(checkpoint),
+    object_blockers = find_blockers(checkpoint.root)
+    layout_blockers = (
+        *find_layout_blockers(checkpoint),
+        *find_outdated_names(checkpoint, object_blockers),
     )
-    verdicts = diagnoses.diagnose_by_machine()
-    unfixable = bool(objects) and not any(diagnosis.commands for diagnosis in verdicts.values())
+    missing = detect_missing_weights(checkpoint)
+    by_machine = diagnoses.diagnose_by_machine()
+    is_fixable = any(diagnosis.commands for diagnosis in by_machine.values())
     notes = [] if missing is None else [f"{missing.text}; {missing.hint}"]
-    if extension_note is None and is_format_entry_missing(checkpoint):
-        command = convert_command(
-            checkpoint.path, make_default_target(checkpoint.path, "named"), []
-        )
-        notes.append(
-            f"its header lacks format: pt, which transformers and mlx require; {command} adds it"
-        )
-    elif extension_note is not None and extension_note not in layout:
-        notes.append(extension_note)
+    notes += _describe_extension(checkpoint, layout_blockers)
     notes += details.notes
     notes += describe_neighbors(checkpoint)
     notes += load_format(checkpoint.format).describe_layout(checkpoint)
     notes += (*details.left_behind, *details.unreferenced)
     notes += describe_waste(checkpoint.path, total - used, details.dead_bytes)
-    if unfixable and (text := suggest_import(objects)):
+    if object_blockers and not is_fixable and (text := suggest_import(object_blockers)):
         notes.append(text)
-    for quantization in quantizations(checkpoint):
-        steps, target = (
-            (Cast(dequantize="bfloat16"),),
-            make_default_target(checkpoint.path, "plain"),
-        )
-        them = "it" if len(quantization.names) == 1 else "them"
-        plain = f"; {convert_command(checkpoint.path, target, steps)} dequantizes {them}"
-        notes.append(f"{quantization}{plain if quantization.is_known else ''}")
+    notes += _describe_quantizations(checkpoint)
     notes += _suggest_recipe(checkpoint, choose_only_model(find_likely_models(checkpoint)))
-    for section in sections:
-        if section.kind == "optimizer" and has_training_weights(section):
-            notes.append(
-                f"{printable(section.name) or 'the optimizer'} is schedule-free and in train mode, "
-                f"so the model has training weights; {ema_command(checkpoint)} writes the "
-                "weights for evaluation"
-            )
+    notes += _describe_training_weights(checkpoint)
     for section in sections:
         notes += (f"a state dict made from this would lack {text}" for text in section.unread)
     return Info(
@@ -220,21 +199,53 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _Verdicts) -> Info:
         devices=devices,
         dtypes=Counter(tensor.dtype for _, tensor in tensors),
         globals=details.globals,
-        blockers=(*layout, *objects),
+        blockers=(*layout_blockers, *object_blockers),
         storage_bytes=details.storage_bytes,
         # A bare pickle contains its tensor data: all of it is used.
         reachable_bytes=details.storage_bytes if load_format(checkpoint.format).inline else used,
         dead_bytes=details.dead_bytes,
         ties=tuple(find_ties(tensors)),
         notes=tuple(notes),
-        commands=_collect_commands(verdicts),
+        commands=_collect_commands(by_machine),
         would_run=find_unpickling_calls(checkpoint),
         training=list_training_state(checkpoint),
         part=missing.text if missing is not None and missing.severity == "fails" else "",
-        alternatives=_collect_alternatives(verdicts["cpu"]),
-        obstacle=_find_obstacle(verdicts["cpu"]),
-        reader=verdicts["cpu"].reader,
+        alternatives=_collect_alternatives(by_machine["cpu"]),
+        obstacle=_find_obstacle(by_machine["cpu"]),
+        reader=by_machine["cpu"].reader,
     )
+
+
+def _describe_extension(checkpoint: Checkpoint, known_blockers: Collection[str]) -> Iterator[str]:
+    """Yield a note on a wrong extension that is not a known blocker, or a missing `format: pt`."""
+    text = describe_wrong_extension(checkpoint)
+    if text is not None:
+        yield from () if text in known_blockers else (text,)
+    elif is_format_entry_missing(checkpoint):
+        target = make_default_target(checkpoint.path, "named")
+        command = convert_command(checkpoint.path, target, [])
+        yield f"its header lacks format: pt, which transformers and mlx require; {command} adds it"
+
+
+def _describe_quantizations(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note on each kind of quantization, with the command that dequantizes it if known."""
+    for quantization in quantizations(checkpoint):
+        target = make_default_target(checkpoint.path, "plain")
+        command = convert_command(checkpoint.path, target, (Cast(dequantize="bfloat16"),))
+        them = "it" if len(quantization.names) == 1 else "them"
+        advice = f"; {command} dequantizes {them}" if quantization.is_known else ""
+        yield f"{quantization}{advice}"
+
+
+def _describe_training_weights(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note on each schedule-free optimizer that was saved in train mode."""
+    for section in checkpoint.sections:
+        if section.kind == "optimizer" and has_training_weights(section):
+            yield (
+                f"{printable(section.name) or 'the optimizer'} is schedule-free and in train mode, "
+                f"so the model has training weights; {ema_command(checkpoint)} writes the "
+                "weights for evaluation"
+            )
 
 
 def _suggest_recipe(checkpoint: Checkpoint, model: Section | None) -> Iterator[str]:
@@ -250,35 +261,42 @@ def _suggest_recipe(checkpoint: Checkpoint, model: Section | None) -> Iterator[s
         yield f"this looks like the {side} of a recipe for another library: --recipe {recipe}"
 
 
-class _Verdicts:
-    """The diagnoses of the header, made once for each machine."""
+class _DiagnosisCache:
+    """The diagnoses of the header of one checkpoint, made once for each machine."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        """Start without diagnoses; values that are read late are read now."""
         self._checkpoint = checkpoint.with_late_values()
-        self._known: dict[tuple[str, ...], Diagnosis] = {}
+        self._by_devices: dict[tuple[str, ...], Diagnosis] = {}
 
     def diagnose_for(self, devices: tuple[str, ...]) -> Diagnosis:
         """Return the diagnosis for a machine with these devices."""
-        if devices not in self._known:
-            self._known[devices] = diagnose(Subject(self._checkpoint, devices=devices))
-        return self._known[devices]
+        if devices not in self._by_devices:
+            self._by_devices[devices] = diagnose(Subject(self._checkpoint, devices=devices))
+        return self._by_devices[devices]
 
     def diagnose_by_machine(self) -> dict[str, Diagnosis]:
-        """Return the diagnoses for machines with one GPU and without."""
+        """Return the diagnoses for a machine with one GPU (`one_gpu`) and one without (`cpu`).
+
+        They are the same if no tensor was saved on a device.
+        """
         without_gpu = self.diagnose_for(("cpu",))
         if set(list_restored_devices(self._checkpoint.root)) <= ANYWHERE:
             return {"one_gpu": without_gpu, "cpu": without_gpu}
         return {"one_gpu": self.diagnose_for(("cpu", "cuda:0")), "cpu": without_gpu}
 
 
-def _collect_commands(verdicts: Mapping[str, Diagnosis]) -> dict[str, str]:
-    """Return the command of each plan, by machine, if the file does not load."""
-    failing = {machine: diagnosis for machine, diagnosis in verdicts.items() if not diagnosis.ok}
-    plans = {machine: diagnosis.all_at_once for machine, diagnosis in failing.items()}
-    plans["resume"] = next(
+def _collect_commands(by_machine: Mapping[str, Diagnosis]) -> dict[str, str]:
+    """Return the command that makes the file load, by machine, and under `resume` to resume.
+
+    A machine on which the file loads as is has none.
+    """
+    failing = {machine: diagnosis for machine, diagnosis in by_machine.items() if not diagnosis.ok}
+    commands = {machine: diagnosis.all_at_once for machine, diagnosis in failing.items()}
+    commands["resume"] = next(
         (diagnosis.resume for diagnosis in failing.values() if diagnosis.resume), None
     )
-    return {name: command for name, command in plans.items() if command is not None}
+    return {name: command for name, command in commands.items() if command is not None}
 
 
 def _collect_alternatives(diagnosis: Diagnosis) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from ckptool.transforms.ema import AVERAGED, find_average_prefix, has_online_mod
 from ckptool.transforms.plain import find_rejected, get_class_name
 from ckptool.words import counted, listed, printable, shell
 
-INTEGERS = frozenset(
+INTEGER_BUFFERS = frozenset(
     {
         "num_batches_tracked",
         "n_averaged",
@@ -51,17 +51,18 @@ INTEGERS = frozenset(
 )
 """Last components of keys of buffers that count or index."""
 _BASE_LAYER = ".base_layer."
-_LIGHTNING = "pytorch-lightning_version"
-_MOST_PARTS = 50
+_LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
+_MAX_WRAPPED_SUBMODULES = 50
 """Submodules from which wrapper prefixes are removed, by one rule each."""
-_EVERYWHERE = ("torch", "builtins", "collections", "numpy")
+_COMMON_PACKAGES = ("torch", "builtins", "collections", "numpy")
 """Packages that are installed wherever a file is loaded."""
-_RANDOM = frozenset({"uint8", "uint32"})
+_RANDOM_STATE_DTYPES = frozenset({"uint8", "uint32"})
 """Dtypes of the random generator states of torch and numpy."""
-_BLOCKED = ("sys", "os", "posix", "nt")
+_BLOCKED_MODULES = ("sys", "os", "posix", "nt")
 """Modules with a different error in torch (torch/_weights_only_unpickler.py)."""
-_UNWRAPPED = "load_state_dict on the unwrapped model"
-_SHARDED = ("DTensor", "ShardedTensor")
+_CALL_ON_UNWRAPPED = "load_state_dict on the unwrapped model"
+"""The call with the quoted error of complaints about wrapper prefixes."""
+_SHARDED_CLASSES = ("DTensor", "ShardedTensor")
 
 
 def is_floating(dtype: str) -> bool:
@@ -70,7 +71,10 @@ def is_floating(dtype: str) -> bool:
 
 
 def check_level(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about the level of the state dict, and about other entries in it."""
+    """Yield complaints about the level of the state dict, and about entries that are no weights.
+
+    Without a model to load: one complaint about several models, or about none.
+    """
     model = subject.model
     if model is None:
         if subject.models:
@@ -103,7 +107,10 @@ def check_level(subject: Subject) -> Iterator[Complaint]:
 
 
 def _complain_of_level(subject: Subject, model: Section) -> Complaint:
-    """Return the complaint about weights under a key: a note in a training checkpoint."""
+    """Return the complaint about weights under a key: a note in a training checkpoint.
+
+    It quotes the error for loading the root as a state dict.
+    """
     root = subject.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
     is_training = subject.is_training
@@ -126,14 +133,15 @@ def _format_subscripts(section: Section) -> str:
 
 def _complain_of_several_models(subject: Subject) -> Complaint:
     """Return the complaint about several state dicts, with a choice for each."""
-    named = [section for section in subject.models if section.name]
+    named_sections = [section for section in subject.models if section.name]
     join_choice = (Choice((Flatten(),)),) if _are_parts_of_one(subject) else ()
     descriptions = [
         f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
         for section in subject.models
     ]
     choices = (
-        Choice((Take(model.name, model_only=True),), _make_file_word(model)) for model in named
+        Choice((Take(section.name, model_only=True),), _make_file_word(section))
+        for section in named_sections
     )
     return Complaint(
         "several-models",
@@ -144,7 +152,9 @@ def _complain_of_several_models(subject: Subject) -> Complaint:
             else ": choose one to load"
         ),
         summarize_names(descriptions, max_count=20),
-        hint=f"ckptool doctor FILE --key {shell(named[0].name)}" if named else None,
+        hint=f"ckptool doctor FILE --key {shell(named_sections[0].name)}"
+        if named_sections
+        else None,
         severity="note" if subject.is_training else "fails",
         quote=quote("missing"),
         choices=(*join_choice, *choices),
@@ -157,13 +167,11 @@ def _are_parts_of_one(subject: Subject) -> bool:
     Some libraries read these together, from a dict of dicts or from flat keys: for example
     diffusers `image_proj.` and `ip_adapter.` of an IP-Adapter.
     """
-    root, keys = (
-        subject.checkpoint.root,
-        [key for section in subject.models for key in section.node],
-    )
+    root = subject.checkpoint.root
+    keys = [key for section in subject.models for key in section.node]
     paths = [section.path for section in subject.models]
-    is_only_these = isinstance(root, dict) and paths == [(key,) for key in root]
-    return is_only_these and len(keys) == len({*keys})
+    has_only_models = isinstance(root, dict) and paths == [(key,) for key in root]
+    return has_only_models and len(keys) == len({*keys})
 
 
 def _make_file_word(section: Section) -> str:
@@ -172,32 +180,39 @@ def _make_file_word(section: Section) -> str:
 
 
 def _complain_of_no_model(subject: Subject) -> Complaint:
-    """Return the complaint about a file without a model: a note for training state."""
+    """Return the complaint about a file without a model.
+
+    It is a note if the file is not meant to have one: training state, settings, one tensor.
+    """
     root, sections = subject.checkpoint.root, subject.checkpoint.sections
-    kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in sections]
-    named_kinds = [kind for kind in kinds if not kind.startswith(("the values", "the state_dict"))]
+    section_names = [f"the {part.kind} {part.name or 'at the root'}" for part in sections]
+    shown_names = [
+        name for name in section_names if not name.startswith(("the values", "the state_dict"))
+    ]
     states = [part for part in sections if part.kind in ("optimizer", "scheduler")]
     states.sort(key=lambda part: part.kind)
     tensors = list(find_tensors(root))
     # A tensor, a list, settings, and random generator states are not meant to be a model.
     is_harmless = bool(states or not tensors) or (
         not isinstance(root, (dict, Opaque))
-        or all(tensor.dtype in _RANDOM and len(tensor.shape) == 1 for tensor in tensors)
+        or all(
+            tensor.dtype in _RANDOM_STATE_DTYPES and len(tensor.shape) == 1 for tensor in tensors
+        )
     )
-    remedy = ""
+    hint = ""
     if states:
         call = f"torch.load(FILE){_format_subscripts(states[0])}"
-        remedy = f"{states[0].kind}.load_state_dict({call}) loads it"
+        hint = f"{states[0].kind}.load_state_dict({call}) loads it"
     elif is_harmless and subject.blocked:
         called = [
             name for name in find_called_names(subject.checkpoint) if not is_data_constructor(name)
         ]
         loader = load_format(subject.checkpoint.format).unsafe_loader
-        remedy = f"{loader} loads it, if you trust its author"
+        hint = f"{loader} loads it, if you trust its author"
         if called:
-            remedy = f"unpickling the file calls {listed(called, most=5)}"
+            hint = f"unpickling the file calls {listed(called, most=5)}"
     elif not is_harmless:
-        remedy = "use the file that has the weights"
+        hint = "use the file that has the weights"
     load_error = quote("missing" if isinstance(root, dict) else "no-dict")
     if subject.companion is not None:
         return Complaint(
@@ -210,28 +225,31 @@ def _complain_of_no_model(subject: Subject) -> Complaint:
     return Complaint(
         "no-model",
         "it has no state dict of a model; it has "
-        + (listed(named_kinds, most=4) if named_kinds else _describe_root(root, len(tensors))),
-        summarize_names(kinds),
-        hint=remedy,
+        + (listed(shown_names, most=4) if shown_names else _describe_root(root, len(tensors))),
+        summarize_names(section_names),
+        hint=hint,
         severity="note" if is_harmless else "fails",
         quote=load_error,
     )
 
 
-def _describe_root(root: Any, tensors: int) -> str:
+def _describe_root(root: Any, tensor_count: int) -> str:
     """Describe a file without sections: `a dict of 3 entries with 2 tensors`."""
     if isinstance(root, TensorRef):
         return "one tensor"
     if isinstance(root, (dict, list, tuple)):
         kind = "dict" if isinstance(root, dict) else type(root).__name__
-        return f"a {kind} of {counted(len(root), 'entry')} with {counted(tensors, 'tensor')}"
+        return f"a {kind} of {counted(len(root), 'entry')} with {counted(tensor_count, 'tensor')}"
     if isinstance(root, Opaque):
         return f"an object of class {printable(get_class_name(root))}"
     return f"a value of type {type(root).__name__}"
 
 
 def check_objects(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about objects that `torch.load` rejects, or that need their classes."""
+    """Yield complaints about objects that `torch.load` rejects, or that need their classes.
+
+    Pickled models, other objects, models with weights that only their class reads, and numpy 2.
+    """
     rejected = list(find_rejected(subject.checkpoint.root))
     modules = [(name_of(path), node) for path, node in rejected if to_model_state(node) is not None]
     module_ids = {id(node) for _, node in modules}
@@ -240,15 +258,16 @@ def check_objects(subject: Subject) -> Iterator[Complaint]:
         for path, node in rejected
         if id(node) not in module_ids
     ]
-    names = subject.checkpoint.details.globals
-    blocked = next(iter(find_blocked_names(names)), None) or next(iter(subject.blocked), "")
-    kind = "blocked-global" if blocked.partition(".")[0] in _BLOCKED else "global"
-    load_error = quote(kind, printable(blocked))
+    global_names = subject.checkpoint.details.globals
+    # The first name at which torch.load stops.
+    blocked = next(iter(find_blocked_names(global_names)), None) or next(iter(subject.blocked), "")
+    error_kind = "blocked-global" if blocked.partition(".")[0] in _BLOCKED_MODULES else "global"
+    load_error = quote(error_kind, printable(blocked))
     if modules:
         classes = dict.fromkeys(get_class_name(node) for _, node in modules)
         candidates = [*classes, *subject.blocked]
         custom_class = next(
-            (name for name in candidates if name.partition(".")[0] not in _EVERYWHERE), None
+            (name for name in candidates if name.partition(".")[0] not in _COMMON_PACKAGES), None
         )
         effect = (
             f"other tools cannot load it without the class {printable(custom_class)}"
@@ -291,11 +310,11 @@ def check_objects(subject: Subject) -> Iterator[Complaint]:
             quote=quote("missing"),
             effect="a class with its own __getstate__ stores them in a form that only it reads",
         )
-    numpy = [name for name in names if name.startswith("numpy._core.")]
-    if numpy:
+    numpy_names = [name for name in global_names if name.startswith("numpy._core.")]
+    if numpy_names:
         yield Complaint(
             "numpy",
-            f"it contains numpy 2 pickles ({listed(numpy)})",
+            f"it contains numpy 2 pickles ({listed(numpy_names)})",
             severity="note",
             quote=quote("numpy"),
             fix=(Plain(),),
@@ -304,14 +323,14 @@ def check_objects(subject: Subject) -> Iterator[Complaint]:
 
 def _hint_for_objects(classes: Iterable[str]) -> str:
     """Return the hint for objects that no command turns into plain data."""
-    if any(kind.rpartition(".")[2] in _SHARDED for kind in classes):
+    if any(kind.rpartition(".")[2] in _SHARDED_CLASSES for kind in classes):
         return "gather the full tensors in the training job, and save those"
     return suggest_import(classes)
 
 
 def check_keys(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about keys of state dicts that are not compared with a reference."""
-    models = [part for part in subject.models if not subject.is_compared(part)]
+    models = [section for section in subject.models if not subject.is_compared(section)]
     for section in models:
         yield from _check_averages(subject, section)
     yield from _check_wrappers([section for section in models if section.wrappers])
@@ -336,31 +355,32 @@ def _check_wrappers(sections: list[Section]) -> Iterator[Complaint]:
     """Yield a complaint about the wrapper prefixes of these sections."""
     if not sections:
         return
-    words = dict.fromkeys(word for section in sections for word in section.wrappers)
-    names = [
-        name
+    wrappers = dict.fromkeys(word for section in sections for word in section.wrappers)
+    wrapped_keys = [
+        key
         for section in sections
-        for name in list_wrappable_keys(section.node)
-        if is_wrappable(name)
+        for key in list_wrappable_keys(section.node)
+        if is_wrappable(key)
     ]
     section_names = dict.fromkeys(section.name for section in sections if section.name)
     suffix = f" in {listed(section_names)}" if section_names else ""
-    bare_keys = [map_to_bare_keys(section) for section in sections]
-    prefixes_found = {
-        find_common_wrapper({k: v for k, v in keys.items() if is_wrappable(k)})
-        for keys in bare_keys
+    common_prefixes = {
+        find_common_wrapper(
+            {key: bare for key, bare in map_to_bare_keys(section).items() if is_wrappable(key)}
+        )
+        for section in sections
     }
-    prefix = prefixes_found.pop() if len(prefixes_found) == 1 else ""
+    prefix = common_prefixes.pop() if len(common_prefixes) == 1 else ""
     text = f'every key{suffix} starts with "{prefix}"'
     if not prefix:
-        prefixes = listed(f'"{word}."' for word in words)
-        text = f"keys{suffix} have the wrapper prefix{'es' if len(words) > 1 else ''} {prefixes}"
+        prefixes = listed(f'"{word}."' for word in wrappers)
+        text = f"keys{suffix} have the wrapper prefix{'es' if len(wrappers) > 1 else ''} {prefixes}"
     yield Complaint(
         "wrappers",
         text,
-        summarize_names(names),
+        summarize_names(wrapped_keys),
         hint=_describe_collision(sections),
-        quote=quote("other-keys", printable(names[0]), call=_UNWRAPPED),
+        quote=quote("other-keys", printable(wrapped_keys[0]), call=_CALL_ON_UNWRAPPED),
         effect="with strict=False it loads nothing, without an error",
         fix=(Strip(),),
     )
@@ -377,28 +397,31 @@ def _describe_collision(sections: Iterable[Section]) -> str:
 
 
 def _check_averages(subject: Subject, section: Section) -> Iterator[Complaint]:
-    """Yield a complaint about averaged weights under the prefix of their class."""
-    names = [*get_named_tensors(section.node)]
-    prefix = find_average_prefix(names)
+    """Yield a complaint about averaged weights (EMA), with keys that start with `ema_model.`.
+
+    If the weights that were averaged are there too, the averages are a choice instead of the fix.
+    """
+    keys = [*get_named_tensors(section.node)]
+    prefix = find_average_prefix(keys)
     if not prefix:
         return
-    own = [name for name in names if name.startswith(prefix)]
-    other_keys = [name for name in names if not name.startswith(prefix)]
-    steps, is_alone = (Take(ema=True),), not has_online_model(names)
+    average_keys = [key for key in keys if key.startswith(prefix)]
+    other_keys = [key for key in keys if not key.startswith(prefix)]
+    steps, has_only_averages = (Take(ema=True),), not has_online_model(keys)
     exception = f" except {listed(other_keys, most=3)}" if other_keys else ""
     yield Complaint(
         "averages",
         f'every key{exception} starts with "{prefix}": averaged weights (EMA)'
-        if is_alone
-        else f'{len(own):,} of {len(names):,} keys start with "{prefix}": averaged weights (EMA), '
-        "next to those of the model",
-        summarize_names(own),
+        if has_only_averages
+        else f'{len(average_keys):,} of {len(keys):,} keys start with "{prefix}": averaged weights '
+        "(EMA), next to those of the model",
+        summarize_names(average_keys),
         hint=f"{ema_command(subject.checkpoint)} writes them under the keys of the model",
-        severity="fails" if is_alone or prefix == AVERAGED else "note",
-        quote=quote("unexpected-key", printable(own[0])),
+        severity="fails" if has_only_averages or prefix == AVERAGED else "note",
+        quote=quote("unexpected-key", printable(average_keys[0])),
         effect="the class that computed the averages loads them",
-        fix=steps if is_alone else None,
-        choices=() if is_alone else (Choice(steps, "ema"),),
+        fix=steps if has_only_averages else None,
+        choices=() if has_only_averages else (Choice(steps, "ema"),),
     )
 
 
@@ -410,7 +433,7 @@ def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
         for name in map_to_bare_keys(section).values()
         if not find_average_prefix([name])  # a copy of another submodule
     ]
-    paths = find_wrapped_submodules(filter(is_wrappable, names))[:_MOST_PARTS]
+    paths = find_wrapped_submodules(filter(is_wrappable, names))[:_MAX_WRAPPED_SUBMODULES]
     if not paths:
         return
     prefixes = tuple(f"{path}.module." for path in paths)
@@ -422,7 +445,7 @@ def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
         f'every key below {listed(map(printable, paths), most=3)} starts with "module.": '
         "DataParallel wrapped part of the model",
         summarize_names(affected),
-        quote=quote("unexpected-key", printable(affected[0]), call=_UNWRAPPED),
+        quote=quote("unexpected-key", printable(affected[0]), call=_CALL_ON_UNWRAPPED),
         effect="a model with a layer of that name loads it (check with --like REFERENCE)",
         fix=(Strip(at=paths[0]) if is_simple else Rename(tuple(rules)),),
     )
@@ -430,43 +453,45 @@ def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
 
 def _check_adapters(section: Section) -> Iterator[Complaint]:
     """Yield complaints about the keys of PEFT: `base_model.model.`, `base_layer`, adapter names."""
-    keys = [name for name in list_wrappable_keys(section.node) if is_wrappable(name)]
-    names = [name for name in keys if name.startswith(PEFT)]
-    adapter_names = {name: match[2] for name in keys if (match := NAMED_ADAPTER.search(name))}
-    adapted = [
-        name
-        for name in keys
-        if name in adapter_names or (name.startswith(PEFT) and ADAPTER.search(name))
+    keys = [key for key in list_wrappable_keys(section.node) if is_wrappable(key)]
+    peft_keys = [key for key in keys if key.startswith(PEFT)]
+    adapter_by_key = {key: match[2] for key in keys if (match := NAMED_ADAPTER.search(key))}
+    adapter_keys = [
+        key
+        for key in keys
+        if key in adapter_by_key or (key.startswith(PEFT) and ADAPTER.search(key))
     ]
-    wrapped = [name for name in keys if _BASE_LAYER in name]
-    if len(adapter_names) == len(keys) and len(adapters := {*adapter_names.values()}) == 1:
-        yield _complain_of_adapter_name(adapters.pop(), [*adapter_names])
-    if not names and not wrapped:
+    base_layer_keys = [key for key in keys if _BASE_LAYER in key]
+    if len(adapter_by_key) == len(keys) and len(adapters := {*adapter_by_key.values()}) == 1:
+        yield _complain_of_adapter_name(adapters.pop(), [*adapter_by_key])
+    if not peft_keys and not base_layer_keys:
         return
-    has_adapters = bool(adapted or wrapped) or len(names) < len(keys)
-    is_adapters_only = len(adapted) == len(keys)
-    kind, remedy = "a merged model", ""
+    has_adapters = bool(adapter_keys or base_layer_keys) or len(peft_keys) < len(keys)
+    has_only_adapters = len(adapter_keys) == len(keys)
+    kind, hint = "a merged model", ""
     if has_adapters:
         kind = (
-            "adapters without their base model" if is_adapters_only else "a model with its adapters"
+            "adapters without their base model"
+            if has_only_adapters
+            else "a model with its adapters"
         )
-        remedy = (
+        hint = (
             "ckptool merge-lora BASE FILE -o OUT merges it into its base model; "
             "PeftModel.from_pretrained loads it on top of the base model"
         )
-    if adapted and wrapped and not is_adapters_only:
-        remedy = (
+    if adapter_keys and base_layer_keys and not has_only_adapters:
+        hint = (
             "ckptool merge-lora FILE -o OUT --alpha N merges them, where N is the lora_alpha; "
             "its PeftModel loads it as is"
         )
-    shown = wrapped or adapted or names
+    shown_keys = base_layer_keys or adapter_keys or peft_keys
     yield Complaint(
         "adapter",
         f"it is a PEFT checkpoint: {kind}",
-        summarize_names(shown),
-        hint=remedy,
-        severity="note" if has_adapters and not wrapped else "fails",
-        quote=quote("unexpected-key", printable(shown[0])),
+        summarize_names(shown_keys),
+        hint=hint,
+        severity="note" if has_adapters and not base_layer_keys else "fails",
+        quote=quote("unexpected-key", printable(shown_keys[0])),
         effect="with strict=False no adapter is applied, without an error",
         fix=None if has_adapters else (Rename((f"^{escape_regex(PEFT)}=>",)),),
     )
@@ -488,15 +513,18 @@ def _complain_of_adapter_name(adapter: str, names: list[str]) -> Complaint:
 
 
 def _check_lightning(subject: Subject) -> Iterator[Complaint]:
-    """Yield a note if every key starts with one attribute of a LightningModule."""
+    """Yield a note if every key starts with one attribute of a LightningModule.
+
+    Nothing for other files, and for a model whose keys are compared with a reference.
+    """
     root, model = subject.checkpoint.root, subject.model
-    if not isinstance(root, dict) or _LIGHTNING not in root or model is None:
+    if not isinstance(root, dict) or _LIGHTNING_VERSION_KEY not in root or model is None:
         return
     names = list(map_to_bare_keys(model).values())
-    parts = {name.partition(".")[0] for name in names}
-    if len(parts) != 1 or not all("." in name for name in names) or subject.is_compared(model):
+    attributes = {name.partition(".")[0] for name in names}
+    if len(attributes) != 1 or not all("." in name for name in names) or subject.is_compared(model):
         return
-    prefix = f"{parts.pop()}."
+    prefix = f"{attributes.pop()}."
     yield Complaint(
         "lightning",
         f'every key starts with "{printable(prefix)}", the attribute of the LightningModule that '
@@ -512,20 +540,20 @@ def _check_lightning(subject: Subject) -> Iterator[Complaint]:
 
 
 def check_versions(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about cast buffers and lost `_metadata`."""
+    """Yield complaints about buffers that were cast to floating point, and lost `_metadata`."""
     for section in subject.models:
         tensors = get_named_tensors(section.node)
-        cast = [
+        cast_names = [
             name
             for name, tensor in tensors.items()
-            if name.rpartition(".")[2] in INTEGERS and is_floating(tensor.dtype)
+            if name.rpartition(".")[2] in INTEGER_BUFFERS and is_floating(tensor.dtype)
         ]
-        if cast:
-            kinds = dict.fromkeys(tensors[name].dtype for name in cast)
+        if cast_names:
+            dtypes = dict.fromkeys(tensors[name].dtype for name in cast_names)
             yield Complaint(
                 "cast-buffers",
-                f"counter and index buffers were cast to {', '.join(kinds)}",
-                summarize_names(cast),
+                f"counter and index buffers were cast to {', '.join(dtypes)}",
+                summarize_names(cast_names),
                 hint="in code: state[name] = state[name].long(); ckptool cast skips them",
                 severity="misleads",
                 effect="load_state_dict copies them into the model's integer buffers without an "
@@ -533,7 +561,7 @@ def check_versions(subject: Subject) -> Iterator[Complaint]:
             )
         if section.kind == "state_dict" and not _has_metadata(section.node):
             yield from _check_batch_norms(subject, tensors)
-    packed = [
+    packed_keys = [
         key
         for node in walk_everything(subject.checkpoint.root)
         if isinstance(node, dict) and not _has_metadata(node)
@@ -541,22 +569,28 @@ def check_versions(subject: Subject) -> Iterator[Complaint]:
         # A key without a dot is an attribute of a pickled module.
         if isinstance(key, str) and key.endswith("._packed_params") and not isinstance(value, dict)
     ]
-    if packed:
+    if packed_keys:
         why = "a quantized layer reads the state as the oldest version"
-        yield _complain_of_lost_metadata("fails", packed, why, quote("packed"))
+        yield _complain_of_lost_metadata("fails", packed_keys, why, quote("packed"))
 
 
 def _check_batch_norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complaint]:
-    """Yield a complaint about BatchNorm without `_metadata`, which skips a missing counter."""
+    """Yield a complaint about BatchNorm layers in a state dict without `_metadata`.
+
+    Without the version, BatchNorm does not report a missing `num_batches_tracked`; if no counter
+    is missing, it is a note, and only for files that torch itself writes with `_metadata`.
+    """
     mean_names = [name for name in tensors if name.rpartition(".")[2] == "running_mean"]
     counter = "num_batches_tracked"
-    incomplete = [
-        n for n in mean_names if f"{n.removesuffix('running_mean')}{counter}" not in tensors
+    without_counter = [
+        name
+        for name in mean_names
+        if f"{name.removesuffix('running_mean')}{counter}" not in tensors
     ]
     why = "BatchNorm reads the state as from torch before 0.4.1"
-    if incomplete:
+    if without_counter:
         yield _complain_of_lost_metadata(
-            "misleads", incomplete, f"{why}: the model silently keeps its own counter"
+            "misleads", without_counter, f"{why}: the model silently keeps its own counter"
         )
     elif mean_names and load_format(subject.checkpoint.format).by_torch:
         yield _complain_of_lost_metadata("note", mean_names, f"{why}, which here changes nothing")

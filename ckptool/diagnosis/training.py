@@ -31,7 +31,7 @@ from ckptool.diagnosis.complaint import (
     map_to_bare_keys,
     summarize_names,
 )
-from ckptool.diagnosis.models import INTEGERS, is_floating
+from ckptool.diagnosis.models import INTEGER_BUFFERS, is_floating
 from ckptool.inspection.commands import ema_command
 from ckptool.matching import DtypeChange, MatchReport
 from ckptool.matching.align import is_average_counter
@@ -42,21 +42,24 @@ from ckptool.transforms import Rename, Strip, Take
 from ckptool.transforms.ema import find_average_prefix
 from ckptool.words import are, counted, listed, printable, shell
 
-_HALF_LOADED = (
+_EFFECT_HALF_LOADED = (
     "load_state_dict raises only at the end: by then it has copied the matching tensors, so the "
     "model is half loaded"
 )
-_PARAMETRIZED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")
-_FORMS = (
+_PARAMETRIZED_KEY = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")
+_PARAMETRIZATIONS = (
     ("_mask", "_orig", "torch.nn.utils.prune.remove(module, {0}) ({1} = {1}_orig * {1}_mask)"),
     ("_u", "_orig", "torch.nn.utils.remove_spectral_norm(module, {0})"),
     ("_g", "_v", "torch.nn.utils.remove_weight_norm(module, {0})"),
 )
-"""Two suffixes under which torch stores one weight, and the function that joins them."""
-_INTERPOLATE = "ckptool convert FILE OUT --interpolate-pos GLOB=HxW"
-_MOST_JOINED = 20
+"""Two suffixes under which torch stores one weight, and the call that joins them.
+
+In the call, {0} is the attribute in quotes and {1} without, for example weight.
+"""
+_INTERPOLATE_COMMAND = "ckptool convert FILE OUT --interpolate-pos GLOB=HxW"
+_MAX_JOINED = 20
 """Tensors of one module that are compared: q, k, v, their biases and a projection."""
-_WITHOUT_STATE = "load the weights without the optimizer; its state restarts from zero"
+_HINT_WITHOUT_STATE = "load the weights without the optimizer; its state restarts from zero"
 
 
 def check_fit(subject: Subject) -> Iterator[Complaint]:
@@ -71,13 +74,13 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
     averages = (name for name, _ in report.kept if is_average_counter(name))
     missing, unexpected = (*report.missing_keys, *averages), report.unexpected_keys
     lost_count = len(missing) + len(report.mismatched)
-    differs = explain_misfit(report, lost_count, unexpected)
-    only_extra = not (lost_count or differs)
-    allowed = True if unexpected and only_extra else None
-    fit_step = (Fit(subject.reference, allow_unexpected=allowed),)
+    # Why the file cannot be for this model, "" if it can.
+    misfit_reason = explain_misfit(report, lost_count, unexpected)
+    has_all = not (lost_count or misfit_reason)
+    fit_step = (Fit(subject.reference, allow_unexpected=True if unexpected and has_all else None),)
     rules = tuple(rename.rule for rename in report.proposed if rename.rule)
     choices = (Choice((Rename(rules), *fit_step), "fitting"),) if rules else ()
-    remedy = _hint_for_keys(subject, subject.model, subject.reference, report, missing, differs)
+    hint = _hint_for_keys(subject, subject.model, subject.reference, report, missing, misfit_reason)
     yield from _check_renamed_keys(subject.model, report, () if lost_count else fit_step)
     if missing:
         tensors = counted(report.names, "tensor")
@@ -87,9 +90,9 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
             "missing",
             f"{which} in the reference {are(len(missing))} missing",
             summarize_names(missing),
-            hint=remedy,
+            hint=hint,
             quote=quote("missing-key", printable(missing[0])),
-            effect=f"with strict=False they keep their initial values. {_HALF_LOADED}",
+            effect=f"with strict=False they keep their initial values. {_EFFECT_HALF_LOADED}",
             choices=choices,
         )
     if unexpected:
@@ -97,13 +100,13 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
             "unexpected",
             f"{counted(len(unexpected), 'tensor')} {are(len(unexpected))} not in the reference",
             summarize_names(unexpected),
-            hint="" if missing else remedy,
+            hint="" if missing else hint,
             quote=quote("unexpected-key", printable(unexpected[0])),
-            effect=f"with strict=False they are left out. {_HALF_LOADED}",
-            fix=fit_step if only_extra else None,
+            effect=f"with strict=False they are left out. {_EFFECT_HALF_LOADED}",
+            fix=fit_step if has_all else None,
         )
-    heads = _choose_without_heads(subject.reference, report)
-    yield from _check_shapes(report, "" if missing else differs, heads)
+    shape_choices = _choose_without_mismatched(subject.reference, report)
+    yield from _check_shapes(report, "" if missing else misfit_reason, shape_choices)
     yield from _check_dtypes(report.cast)
 
 
@@ -113,26 +116,31 @@ def _hint_for_keys(
     reference: Reference,
     report: MatchReport,
     missing: Sequence[str],
-    differs: str,
+    misfit_reason: str,
 ) -> str:
-    """Return a hint why keys differ, and how to make them equal."""
+    """Return a hint why keys differ from the reference, and how to make them equal.
+
+    The first cause that applies: adapters, a recipe, parametrizations, joined tensors, averages,
+    renamed keys, another architecture. `misfit_reason` is the hint if none does.
+    """
     unexpected = report.unexpected_keys
-    if differs == MERGE or report.recipe:
-        return differs.replace("ADAPTER", "FILE")
-    if form := _find_parametrization_call(unexpected):
-        return f"call {form} on the model that saved it, and save it again"
-    if form := _find_parametrization_call(missing):
-        return f"the file has plain weights: call {form} on the new model, then load"
+    if misfit_reason == MERGE or report.recipe:
+        return misfit_reason.replace("ADAPTER", "FILE")
+    if torch_call := _find_parametrization_call(unexpected):
+        return f"call {torch_call} on the model that saved it, and save it again"
+    if torch_call := _find_parametrization_call(missing):
+        return f"the file has plain weights: call {torch_call} on the new model, then load"
     tensors, slots = get_named_tensors(model.node), reference.target.slots
     file_shapes = {name: tensors[name].shape for name in unexpected if name in tensors}
     model_shapes = {name: shape for name in missing if (shape := slots[name].shape) is not None}
-    for joined, parts, text in (
+    for joined_shapes, part_shapes, template in (
         (model_shapes, file_shapes, "{0} = torch.cat([{1}])"),
         (file_shapes, model_shapes, "{1} = {0}.chunk({2})"),
     ):
-        if join := _find_joined_tensor(joined, parts):
-            shown = ", ".join(map(printable, join[1]))
-            code = text.format(printable(join[0]), shown, len(join[1]))
+        if join := _find_joined_tensor(joined_shapes, part_shapes):
+            joined, parts = join
+            shown_parts = ", ".join(map(printable, parts))
+            code = template.format(printable(joined), shown_parts, len(parts))
             return f"in code: {code}, in the order in which the model uses them"
     if find_average_prefix([*tensors]):
         return f"{ema_command(subject.checkpoint)} writes the averaged weights (EMA)"
@@ -141,19 +149,22 @@ def _hint_for_keys(
         return f"{command} shows the proposed rules for the keys"
     if not report.fitting:
         return "no key matches: the file is for a different architecture"
-    if differs or not missing:
-        return differs
+    if misfit_reason or not missing:
+        return misfit_reason
     missing_names = listed(summarize_names(missing, max_count=2))
     return f"load with strict=False: the model keeps its own {missing_names}"
 
 
 def _find_parametrization_call(names: Collection[str]) -> str:
-    """Return the torch call that makes weights plain again; "" if they are plain."""
+    """Return the torch call that makes weights plain again; "" if they are plain.
+
+    The keys show it: `parametrizations.NAME.`, or two keys such as `weight_g` and `weight_v`.
+    """
     known_names = set(names)
     for name in names:
-        if (match := _PARAMETRIZED.search(name)) is not None:
+        if (match := _PARAMETRIZED_KEY.search(name)) is not None:
             return f"torch.nn.utils.parametrize.remove_parametrizations(module, {match[1]!r})"
-        for suffix, partner, function in _FORMS:
+        for suffix, partner, function in _PARAMETRIZATIONS:
             base = name.removesuffix(suffix)
             if base != name and base + partner in known_names:
                 last = base.rpartition(".")[2]
@@ -166,17 +177,20 @@ def _find_joined_tensor(
 ) -> tuple[str, list[str]] | None:
     """Return a tensor that has the rows of several others next to it, and the names of these.
 
-    For example `qkv` of `q`, `k` and `v`. None if no tensor is joined.
+    For example `attn.qkv.weight` and `attn.q.weight`, `attn.k.weight`, `attn.v.weight`. They have
+    the same parent or grandparent, the same last component, and shapes whose first axes add up.
+    None if no tensor is joined.
     """
     parts_by_path: dict[str, list[str]] = {}
     for part in part_shapes:
-        parts_by_path.setdefault(".".join(part.split(".")[:-2]), []).append(part)
+        grandparent = ".".join(part.split(".")[:-2])
+        parts_by_path.setdefault(grandparent, []).append(part)
     for name, shape in joined_shapes.items():
         parent = name.rpartition(".")[0]
         for path in (parent, parent.rpartition(".")[0]):
             candidates = [
                 part
-                for part in parts_by_path.get(path, ())[:_MOST_JOINED]
+                for part in parts_by_path.get(path, ())[:_MAX_JOINED]
                 if name.endswith(part.rpartition(".")[2])
                 and len(shape) == len(part_shapes[part]) > 0
                 and shape[1:] == part_shapes[part][1:]
@@ -192,60 +206,69 @@ def _find_joined_tensor(
 def _check_renamed_keys(
     model: Section, report: MatchReport, fix: Steps | None
 ) -> Iterator[Complaint]:
-    """Yield a complaint about keys that rules rename to those of the reference."""
-    pairs: dict[str, str] = {}
+    """Yield a complaint about keys that match the reference only after rules rename them.
+
+    `fix` has the steps that make the file fit. It is empty if tensors are missing, which is another
+    complaint; then the fix only renames.
+    """
+    new_by_old: dict[str, str] = {}
     texts = []
     for renaming in report.renamed:
         if renaming.kind == "known" and all(
             "parametrizations." in new for _, new in renaming.names
         ):
             continue  # torch itself loads the old form of weight_norm
-        pairs.update(renaming.names)
+        new_by_old.update(renaming.names)
         texts.append(printable(renaming.text))
-    if not pairs:
+    if not new_by_old:
         return
     kinds = {renaming.kind for renaming in report.renamed}
     rules = tuple(renaming.rule for renaming in report.renamed)
-    if not fix:  # only the keys: missing tensors have their own complaint
+    if not fix:
         fix = (Rename(rules),) if all(rules) else None
     bare_keys = map_to_bare_keys(model)
-    is_stripped = report.fits and all(
-        bare_keys.get(old_name) == new for old_name, new in pairs.items()
+    is_only_stripped = report.fits and all(
+        bare_keys.get(old) == new for old, new in new_by_old.items()
     )
     yield Complaint(
         "wrappers" if kinds == {"wrapper"} else "renamed",
         f"keys differ from the reference: {listed(texts, most=3)}",
-        summarize_names(pairs),
-        quote=quote("missing-key", printable([*pairs.values()][-1])),
+        summarize_names(new_by_old),
+        quote=quote("missing-key", printable([*new_by_old.values()][-1])),
         effect="with strict=False they are left out, without an error",
         fix=fix,
-        resume=(Strip(),) if is_stripped else None,
+        resume=(Strip(),) if is_only_stripped else None,
     )
 
 
-def _choose_without_heads(reference: Reference, report: MatchReport) -> tuple[Choice, ...]:
-    """Return the conversion without the tensors of other shapes, if all others match."""
-    allowed = dict(Allowance().judge(report).remedy.arguments)
-    names = allowed.get("allow_mismatched")
-    if not isinstance(names, tuple) or not allowed.keys() <= {
-        "allow_mismatched",
-        "allow_unexpected",
-    }:
+def _choose_without_mismatched(reference: Reference, report: MatchReport) -> tuple[Choice, ...]:
+    """Return the conversion without the tensors that have other shapes, if all others match.
+
+    For example without the head of a classifier for another number of classes. Empty if the file
+    needs more to fit than leaving out these and unexpected tensors.
+    """
+    needed_options = dict(Allowance().judge(report).remedy.arguments)
+    names = needed_options.get("allow_mismatched")
+    can_leave_out = needed_options.keys() <= {"allow_mismatched", "allow_unexpected"}
+    if not isinstance(names, tuple) or not can_leave_out:
         return ()
-    extra = allowed.get("allow_unexpected")
-    steps = Fit(
+    unexpected = needed_options.get("allow_unexpected")
+    fit_step = Fit(
         reference,
         allow_mismatched=names,
-        allow_unexpected=extra if isinstance(extra, (bool, tuple)) else None,
+        allow_unexpected=unexpected if isinstance(unexpected, (bool, tuple)) else None,
     )
     code = f"ckptool.load_into(model, FILE, allow_missing={list(names)!r})"
-    return (Choice((steps,), "fitting", code),)
+    return (Choice((fit_step,), "fitting", code),)
 
 
 def _check_shapes(
-    report: MatchReport, differs: str, choices: tuple[Choice, ...]
+    report: MatchReport, misfit_reason: str, choices: tuple[Choice, ...]
 ) -> Iterator[Complaint]:
-    """Yield a complaint about tensors with shapes that differ from the reference."""
+    """Yield a complaint about tensors with shapes that differ from the reference.
+
+    A `misfit_reason` is its hint. `choices` is offered only if nothing better is known.
+    """
     mismatches = report.mismatched
     if not mismatches:
         return
@@ -263,39 +286,41 @@ def _check_shapes(
         f"the shape of {counted(len(mismatches), 'tensor')} differs from the reference: "
         f"{listed(shown, most=3)}",
         summarize_names(names),
-        hint=differs
-        or (f"resize position embeddings ({_INTERPOLATE}), or " * can_resize)
+        hint=misfit_reason
+        or (f"resize position embeddings ({_INTERPOLATE_COMMAND}), or " * can_resize)
         + "delete them from the state dict and load with strict=False: the model keeps its own "
         + listed(summarize_names(names, max_count=2)),
         quote=quote("size", printable(first.name), list(first.shape), list(first.wanted)),
-        effect=f"strict=False does not skip it. {_HALF_LOADED}",
-        choices=() if can_resize or differs else choices,
+        effect=f"strict=False does not skip it. {_EFFECT_HALF_LOADED}",
+        choices=() if can_resize or misfit_reason else choices,
     )
 
 
 def _check_dtypes(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
     """Yield complaints about tensors that torch would cast on loading."""
-    truncated = [cast for cast in casts if is_floating(cast.before) and not is_floating(cast.after)]
-    rounded = [cast for cast in casts if cast not in truncated]
-    if truncated:
+    truncating = [
+        cast for cast in casts if is_floating(cast.before) and not is_floating(cast.after)
+    ]
+    other_casts = [cast for cast in casts if cast not in truncating]
+    if truncating:
         yield Complaint(
             "cast-to-integer",
-            f"{counted(len(truncated), 'floating-point tensor')} would load into integer or "
-            f"boolean buffers: {_summarize_casts(truncated)}",
-            summarize_names(cast.name for cast in truncated),
+            f"{counted(len(truncating), 'floating-point tensor')} would load into integer or "
+            f"boolean buffers: {_summarize_casts(truncating)}",
+            summarize_names(cast.name for cast in truncating),
             hint="in code: state[name] = state[name].long(), if the values are integers",
             severity="misleads",
             effect="load_state_dict copies them without an error: 2.87 becomes 2, inf becomes "
             "the smallest integer, and as a boolean every value except 0 becomes True.",
         )
-    if rounded:
+    if other_casts:
         yield Complaint(
             "dtype",
-            f"the dtype of {counted(len(rounded), 'tensor')} differs from the reference: "
-            f"{_summarize_casts(rounded)}",
-            summarize_names(cast.name for cast in rounded),
-            hint=f"ckptool cast FILE --dtype {rounded[0].after} --dry-run counts what overflows, "
-            "underflows and loses precision",
+            f"the dtype of {counted(len(other_casts), 'tensor')} differs from the reference: "
+            f"{_summarize_casts(other_casts)}",
+            summarize_names(cast.name for cast in other_casts),
+            hint=f"ckptool cast FILE --dtype {other_casts[0].after} --dry-run counts what "
+            "overflows, underflows and loses precision",
             severity="note",
             effect="load_state_dict casts to the model's dtype without an error; values that are "
             "too large become inf (65,520 and more in float16).",
@@ -310,7 +335,10 @@ def _summarize_casts(casts: Sequence[DtypeChange]) -> str:
 
 
 def check_training(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about optimizer state that would load for the wrong parameter, or none."""
+    """Yield complaints about optimizer state that would load for the wrong parameter, or none.
+
+    Also about model weights of a schedule-free optimizer in train mode.
+    """
     for section in subject.optimizers:
         if subject.models and has_training_weights(section):
             yield Complaint(
@@ -330,7 +358,10 @@ def check_training(subject: Subject) -> Iterator[Complaint]:
 
 
 def _check_optimizer(subject: Subject, section: Section) -> Iterator[Complaint]:
-    """Yield complaints about the groups and states of one optimizer."""
+    """Yield complaints about the groups and states of one optimizer, and about its model.
+
+    Nothing for the optimizer of another library. The model is the one in the file.
+    """
     if section.is_foreign:
         return
     if not section.node["param_groups"]:
@@ -338,7 +369,7 @@ def _check_optimizer(subject: Subject, section: Section) -> Iterator[Complaint]:
             "optimizer-groups",
             "the optimizer has no parameter groups",
             (f"{_name_section(section)}/param_groups",),
-            hint=_WITHOUT_STATE,
+            hint=_HINT_WITHOUT_STATE,
             quote=quote("group-count"),
         )
         return
@@ -350,7 +381,7 @@ def _check_optimizer(subject: Subject, section: Section) -> Iterator[Complaint]:
             f"the optimizer has the state of {counted(len(unused), 'parameter')} that its groups "
             "do not have",
             summarize_names(f"{_name_section(section)}/state/{key}" for key in unused),
-            hint=_WITHOUT_STATE,
+            hint=_HINT_WITHOUT_STATE,
             severity="misleads",
             effect="The optimizer loads it without an error and never uses it.",
         )
@@ -368,7 +399,8 @@ def _guess_parameters(model: Section, tensors: dict[str, TensorRef]) -> dict[str
     return {
         names.get(name, name): tensor.shape
         for name, tensor in tensors.items()
-        if is_floating(tensor.dtype) and name.rpartition(".")[2] not in BUFFER_NAMES | INTEGERS
+        if is_floating(tensor.dtype)
+        and name.rpartition(".")[2] not in BUFFER_NAMES | INTEGER_BUFFERS
     }
 
 
@@ -378,35 +410,43 @@ def _name_section(section: Section) -> str:
 
 
 def _check_optimizer_of_model(section: Section, model: Section) -> Iterator[Complaint]:
-    """Yield complaints about an optimizer state that does not belong to this model."""
+    """Yield a complaint if an optimizer state does not belong to this model.
+
+    By the number of parameters, else by shapes, else by their order. The order is only compared if
+    there is one group with as many parameters as the model has.
+    """
     distinct_tensors = drop_ties(
         ((name,), value) for name, value in get_named_tensors(model.node).items()
     )
     tensors = {str(path[0]): tensor for path, tensor in distinct_tensors}
-    weights = _guess_parameters(model, tensors)
-    order = [key for group in list_groups(section) for key in group]
-    states = find_shapes(section)
-    foreign = Counter(states.values()) - Counter(weight.shape for weight in tensors.values())
-    if len(order) > len(tensors):
-        text = f"the optimizer was saved for {counted(len(order), 'parameter')}"
+    shape_by_parameter = _guess_parameters(model, tensors)
+    saved_order = [key for group in list_groups(section) for key in group]
+    shape_by_state = find_shapes(section)
+    unknown_shapes = Counter(shape_by_state.values()) - Counter(
+        tensor.shape for tensor in tensors.values()
+    )
+    if len(saved_order) > len(tensors):
+        text = f"the optimizer was saved for {counted(len(saved_order), 'parameter')}"
         yield _complain_of_optimizer_size(
             section, f"{text}, but the model has {counted(len(tensors), 'tensor')}"
         )
-    elif foreign:
-        text = "the optimizer has {} with shapes that no tensor of the model has"
-        yield _complain_of_optimizer_size(section, text.format(counted(foreign.total(), "state")))
-    elif len(order) == len(weights) and len(section.node["param_groups"]) == 1:
-        own_names = list_names(section)
-        names = list(map(map_to_bare_names(own_names).__getitem__, own_names))
-        if names and set(names) != set(weights):
+    elif unknown_shapes:
+        states = counted(unknown_shapes.total(), "state")
+        text = f"the optimizer has {states} with shapes that no tensor of the model has"
+        yield _complain_of_optimizer_size(section, text)
+    elif len(saved_order) == len(shape_by_parameter) and len(section.node["param_groups"]) == 1:
+        saved_names = list_names(section)  # empty for most optimizers
+        bare_names = map_to_bare_names(saved_names)
+        names = [bare_names[name] for name in saved_names] or list(shape_by_parameter)
+        if set(names) != set(shape_by_parameter):
             return
-        shapes = [weights[name] for name in names] if names else list(weights.values())
-        pairs = zip(order, shapes, strict=True)
         misplaced = [
-            index for index, (key, shape) in enumerate(pairs) if states.get(key, shape) != shape
+            position
+            for position, (key, name) in enumerate(zip(saved_order, names, strict=True))
+            if shape_by_state.get(key, shape_by_parameter[name]) != shape_by_parameter[name]
         ]
         if misplaced:
-            yield _complain_of_optimizer_order(misplaced, names or list(weights))
+            yield _complain_of_optimizer_order(misplaced, names)
 
 
 def _complain_of_optimizer_size(section: Section, text: str) -> Complaint:
@@ -415,19 +455,20 @@ def _complain_of_optimizer_size(section: Section, text: str) -> Complaint:
         "optimizer-size",
         text,
         (_name_section(section),),
-        hint=_WITHOUT_STATE,
+        hint=_HINT_WITHOUT_STATE,
         quote=quote("group-size"),
         effect="or step() fails on a size",
     )
 
 
-def _complain_of_optimizer_order(wrong: list[int], names: Sequence[str]) -> Complaint:
-    """Return the complaint about states at positions of other parameters."""
+def _complain_of_optimizer_order(positions: list[int], names: Sequence[str]) -> Complaint:
+    """Return the complaint about states at `positions` of other parameters of `names`."""
     return Complaint(
         "optimizer-order",
         "the optimizer lists its parameters in a different order from the model: "
-        f"the shapes of {counted(len(wrong), 'state')} differ from those of the parameters there",
-        summarize_names(names[at] for at in wrong),
+        f"the shapes of {counted(len(positions), 'state')} differ from those of the parameters "
+        "there",
+        summarize_names(names[position] for position in positions),
         hint="build the optimizer with its parameters in the saved order, or load the weights "
         "without the optimizer",
         severity="misleads",
