@@ -23,15 +23,17 @@ from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import load_format, load_writable_format, shard_format_of
 from ckptool.formats.base import NewFile, WritePlan
 from ckptool.formats.safetensors_header import FORMAT, make_metadata
-from ckptool.writing.target import INDEX, split_extension
+from ckptool.writing.target import INDEX_SUFFIX, split_extension
 
 DEFAULT_SIZE = 5 * 10**9
-"""The default size of the tensors in a shard, in bytes."""
-_ENDINGS = frozenset({".safetensors", ".bin", ".pth", ".pt", ".th", ".ckpt", ".pkl", ".model"})
-_SIZE = re.compile(
+"""The default limit of the tensors in a shard, in bytes."""
+_WEIGHT_EXTENSIONS = frozenset(
+    {".safetensors", ".bin", ".pth", ".pt", ".th", ".ckpt", ".pkl", ".model"}
+)
+_SIZE_PATTERN = re.compile(
     r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]?)(I?)B)?\s*", re.IGNORECASE | re.ASCII
 )
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_POWER_BY_UNIT = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_size(text: str) -> int:
@@ -40,11 +42,11 @@ def parse_size(text: str) -> int:
     Raises:
         UsageError: if it is not a size, or less than one byte.
     """
-    match = _SIZE.fullmatch(text)
+    match = _SIZE_PATTERN.fullmatch(text)
     size = 0
     if match:
         number, power, binary = match[1], match[2] or "", match[3]
-        size = int(Fraction(number) * (1024 if binary else 1000) ** _POWERS[power.upper()])
+        size = int(Fraction(number) * (1024 if binary else 1000) ** _POWER_BY_UNIT[power.upper()])
     if not match or size < 1 or (match[3] and not match[2]):
         raise UsageError(
             f"{text!r} is not a shard size",
@@ -85,40 +87,47 @@ def plan_shards(
     limit = DEFAULT_SIZE if max_shard_size is None else max_shard_size
     if limit < 1:
         raise UsageError(f"a shard cannot have {limit} bytes")
-    names = _Names(os.fspath(path), format)
-    is_tensors_only = load_format(format).tensors_only
-    parts = (_divide_for_safetensors if is_tensors_only else _divide_for_torch)(checkpoint)
+    paths = _ShardPaths(os.fspath(path), format)
+    divide = _divide_for_safetensors if load_format(format).tensors_only else _divide_for_torch
+    divided = divide(checkpoint)
     if same_files:
-        placed = _group_by_file(checkpoint, parts.groups)
-        return _plan_files(checkpoint, format, names.index, parts, placed)
-    runs = _fill_shards(parts.groups, limit) or [[]]
-    if not (indexed or names.indexed) and len(runs) == 1:
+        keys_by_file = _group_by_file(checkpoint, divided.groups)
+        return _plan_files(checkpoint, format, paths.index, divided, keys_by_file)
+    shards = _fill_shards(divided.groups, limit) or [[]]
+    if not (indexed or paths.indexed) and len(shards) == 1:
         return load_writable_format(shard_format_of(format)).plan(checkpoint)
-    files = {names.shard_path(number, len(runs)): run for number, run in enumerate(runs, 1)}
-    return _plan_files(checkpoint, format, names.index, parts, files)
+    keys_by_file = {
+        paths.shard_path(number, len(shards)): keys for number, keys in enumerate(shards, 1)
+    }
+    return _plan_files(checkpoint, format, paths.index, divided, keys_by_file)
 
 
 def _plan_files(
     checkpoint: Checkpoint,
     format: str,
     index: str,
-    parts: _Parts,
-    files: Mapping[str, Sequence[str]],
+    divided: _DividedStateDict,
+    keys_by_file: Mapping[str, Sequence[str]],
 ) -> WritePlan:
-    """Return the plan of `files`, each with its keys, and of their `index`."""
+    """Return the plan of the shards, each with its keys, and of their `index`, the last file."""
     plan_file = load_writable_format(shard_format_of(format)).plan
-    plans = [plan_file(part) for part in _iterate_shards(checkpoint, files.values())]
-    shards = [plan.files[0]._replace(path=file) for file, plan in zip(files, plans, strict=True)]
-    file_of = {name: os.path.basename(file) for file, run in files.items() for name in run}
-    metadata = {**parts.metadata, "total_size": sum(size for size, _ in parts.groups)}
-    index_of = {"metadata": metadata, "weight_map": {name: file_of[name] for name in parts.held}}
-    text = f"{json.dumps(index_of, indent=2)}\n".encode()
+    plans = [plan_file(shard) for shard in _iterate_shards(checkpoint, keys_by_file.values())]
+    shards = [
+        plan.files[0]._replace(path=file) for file, plan in zip(keys_by_file, plans, strict=True)
+    ]
+    file_by_key = {
+        key: os.path.basename(file) for file, keys in keys_by_file.items() for key in keys
+    }
+    metadata = {**divided.metadata, "total_size": sum(size for size, _ in divided.groups)}
+    weight_map = {key: file_by_key[key] for key in divided.stored_keys}
+    document = {"metadata": metadata, "weight_map": weight_map}
+    text = f"{json.dumps(document, indent=2)}\n".encode()
     return WritePlan(
         format,
         (*shards, NewFile(len(text), lambda output: output.write(text), path=index)),
         tensors=sum(plan.tensors for plan in plans),
-        left_out=parts.left_out,
-        notes=parts.notes,
+        left_out=divided.left_out,
+        notes=divided.notes,
         blockers=tuple(dict.fromkeys(name for plan in plans for name in plan.blockers)),
     )
 
@@ -126,62 +135,68 @@ def _plan_files(
 def _group_by_file(
     checkpoint: Checkpoint, groups: Iterable[tuple[int, Sequence[str]]]
 ) -> dict[str, list[str]]:
-    """Return the keys by the file that they were read from; others go to the first."""
+    """Return the keys by the file from which they were read, without files that have none.
+
+    Groups of new or computed tensors go to the first file.
+    """
     index = os.path.realpath(checkpoint.path)
     paths = [source.name for source in checkpoint.sources if os.path.realpath(source.name) != index]
-    files: dict[str, list[str]] = {path: [] for path in paths}
-    for _, names in groups:
-        tensors = (source for name in names for source in find_tensors([checkpoint.root[name]]))
-        files_read = (
-            source.storage.data.source.name
-            for source in tensors
-            if source.storage and source.storage.data
+    keys_by_file: dict[str, list[str]] = {path: [] for path in paths}
+    for _, keys in groups:
+        tensors = (tensor for key in keys for tensor in find_tensors([checkpoint.root[key]]))
+        read_files = (
+            tensor.storage.data.source.name
+            for tensor in tensors
+            if tensor.storage and tensor.storage.data
         )
-        files[next((file_read for file_read in files_read if file_read in files), paths[0])].extend(
-            names
-        )
-    return {file: names for file, names in files.items() if names}
+        file = next((path for path in read_files if path in keys_by_file), paths[0])
+        keys_by_file[file].extend(keys)
+    return {file: keys for file, keys in keys_by_file.items() if keys}
 
 
-class _Names:
+class _ShardPaths:
     """The paths of the shards and their index."""
 
     def __init__(self, path: str, format: str) -> None:
-        """Parse the path of the index or file; a stem may contain dots (`llama-2.7b`)."""
+        """Parse the path of the index, or of the one file; a stem may contain dots (`llama-2.7b`).
+
+        `indexed` is True for the path of an index. Without an extension, shards get that of the
+        format.
+        """
         self.path = path
-        self.indexed = path.lower().endswith(INDEX)
-        without_index = path[: -len(INDEX)] if self.indexed else path
+        self.indexed = path.lower().endswith(INDEX_SUFFIX)
+        without_index = path[: -len(INDEX_SUFFIX)] if self.indexed else path
         stem, extension = split_extension(without_index)
-        if extension.lower().removesuffix(".tar") not in _ENDINGS:
+        if extension.lower().removesuffix(".tar") not in _WEIGHT_EXTENSIONS:
             stem, extension = without_index, ""
-        self._stem, self._ending = stem, extension or load_format(format).shard_ending
+        self._stem, self._extension = stem, extension or load_format(format).shard_ending
 
     @property
     def index(self) -> str:
         """The path of the index."""
-        return self.path if self.indexed else f"{self._stem}{self._ending}{INDEX}"
+        return self.path if self.indexed else f"{self._stem}{self._extension}{INDEX_SUFFIX}"
 
     def shard_path(self, number: int, count: int) -> str:
         """Return the path of a shard, counted from 1."""
-        return f"{self._stem}-{number:05d}-of-{count:05d}{self._ending}"
+        return f"{self._stem}-{number:05d}-of-{count:05d}{self._extension}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """The content of the shards."""
+class _DividedStateDict:
+    """A state dict as groups of keys, from which shards are filled."""
 
     groups: Sequence[tuple[int, Sequence[str]]]
     """Keys that must stay together, with their bytes, in the order of their first keys."""
-    held: Sequence[str]
-    """The keys in the index: those that are in a shard."""
+    stored_keys: Sequence[str]
+    """The keys in the index. Tied keys that safetensors cannot store are only in `metadata`."""
     metadata: Mapping[str, str]
     """Entries of the index other than the size."""
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def _divide_for_safetensors(checkpoint: Checkpoint) -> _Parts:
-    """Return the parts of a state dict for safetensors: tied keys stay together.
+def _divide_for_safetensors(checkpoint: Checkpoint) -> _DividedStateDict:
+    """Divide a state dict for safetensors files: tied keys stay together.
 
     Raises:
         NotRepresentable: if safetensors cannot store a tensor.
@@ -191,12 +206,12 @@ def _divide_for_safetensors(checkpoint: Checkpoint) -> _Parts:
 
     content = plan_content(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
     tensors, ties, written = content.tensors, content.ties, content.written
-    anchors = {name: [ties.get(name, name)] for name in tensors}
+    stored_key = {name: [ties.get(name, name)] for name in tensors}
     groups = [
         (sum(written[name].nbytes for name in group if name in written), group)
-        for group in _group_by_anchor(anchors)
+        for group in _group_by_anchor(stored_key)
     ]
-    return _Parts(
+    return _DividedStateDict(
         groups,
         list(written),
         make_metadata(ties, tensors, None),
@@ -205,8 +220,8 @@ def _divide_for_safetensors(checkpoint: Checkpoint) -> _Parts:
     )
 
 
-def _divide_for_torch(checkpoint: Checkpoint) -> _Parts:
-    """Return the parts of a state dict for torch files: entries with common objects stay together.
+def _divide_for_torch(checkpoint: Checkpoint) -> _DividedStateDict:
+    """Divide a state dict for torch files: entries with common objects stay together.
 
     Raises:
         NotRepresentable: if the root is not a flat state dict.
@@ -218,18 +233,23 @@ def _divide_for_torch(checkpoint: Checkpoint) -> _Parts:
             file=checkpoint.path,
             hint="choose a state dict with --key NAME; ckptool info lists them",
         )
-    shareable = {name: _find_shareable(value) for name, value in root.items()}
+    size_by_object = {name: _find_shareable(value) for name, value in root.items()}
     groups = []
-    for group in _group_by_anchor(
-        {name: list(sizes_by_id) for name, sizes_by_id in shareable.items()}
-    ):
-        sizes = {key: size for name in group for key, size in shareable[name].items()}
+    for group in _group_by_anchor(size_by_object):
+        # Each object once, even if several entries share it.
+        sizes = {
+            identity: size for name in group for identity, size in size_by_object[name].items()
+        }
         groups.append((sum(sizes.values()), group))
-    return _Parts(groups, list(root), {})
+    return _DividedStateDict(groups, list(root), {})
 
 
 def _find_shareable(value: Any) -> dict[int, int]:
-    """Return the objects and storages in an entry, by identity, with bytes outside the pickle."""
+    """Return the bytes outside the pickle of each object in an entry, by its identity.
+
+    They are objects that several entries can share: containers, tensors and storages. Only storages
+    have such bytes.
+    """
     sizes: dict[int, int] = {}
     for node in walk_everything(value):
         storage: Storage | None = None
@@ -244,12 +264,15 @@ def _find_shareable(value: Any) -> dict[int, int]:
 
 
 def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
-    """Return the keys in groups that share an anchor, directly or through others."""
+    """Return the keys in groups that share an anchor, directly or through other keys.
+
+    `anchors` has the anchors of each key. Groups are in the order of their first keys.
+    """
     names = list(anchors)
-    parent = list(range(len(names)))
+    parent = list(range(len(names)))  # union-find: numbers of joined keys lead to the smallest one
 
     def find_root(number: int) -> int:
-        """Return the root of a key in the forest of joined keys."""
+        """Return the smallest number of the keys joined with this one; shorten the way to it."""
         while parent[number] != number:
             parent[number] = number = parent[parent[number]]
         return number
@@ -267,40 +290,45 @@ def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str
 
 def _fill_shards(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[list[str]]:
     """Return the keys of each shard, filled in order up to `limit` bytes."""
-    runs: list[list[str]] = []
-    filled = 0
-    for size, names in groups:
-        if not runs or filled + size > limit:
-            runs.append([])
-            filled = 0
-        runs[-1].extend(names)
-        filled += size
-    return runs
+    shards: list[list[str]] = []
+    filled_bytes = 0
+    for size, keys in groups:
+        if not shards or filled_bytes + size > limit:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].extend(keys)
+        filled_bytes += size
+    return shards
 
 
-def _iterate_shards(checkpoint: Checkpoint, runs: Iterable[Sequence[str]]) -> Iterator[Checkpoint]:
-    """Yield a checkpoint for each run of keys, in the order of the state dict."""
+def _iterate_shards(
+    checkpoint: Checkpoint, keys_by_shard: Iterable[Sequence[str]]
+) -> Iterator[Checkpoint]:
+    """Yield a checkpoint for each shard, with its keys in the order of the state dict.
+
+    The first shard has all attributes of the state dict.
+    """
     root = checkpoint.root
-    positions = {name: number for number, name in enumerate(root)}
+    positions = {key: number for number, key in enumerate(root)}
     attributes = root.attributes if isinstance(root, OrderedMap) else {}
-    for number, run in enumerate(runs):
-        shard = OrderedMap((name, root[name]) for name in sorted(run, key=positions.__getitem__))
-        shard.attributes = _select_attributes(run, attributes) if number else attributes
+    for number, keys in enumerate(keys_by_shard):
+        shard = OrderedMap((key, root[key]) for key in sorted(keys, key=positions.__getitem__))
+        shard.attributes = _select_metadata(keys, attributes) if number else attributes
         yield checkpoint.with_root(shard)
 
 
-def _select_attributes(names: Iterable[str], attributes: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the attributes that a later shard repeats; the first shard has all of them.
+def _select_metadata(keys: Iterable[str], attributes: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the attribute `_metadata` for a later shard, with the versions of its modules.
 
-    It repeats the `_metadata` of its modules, so that it loads correctly by itself.
+    With it, the shard loads correctly by itself. Empty if the state dict has no `_metadata`.
     """
     versions = attributes.get("_metadata")
     if not isinstance(versions, dict):
         return {}
     modules: dict[str, Any] = {}
-    for name in names:
+    for key in keys:
         path = ""
-        for part in name.split("."):
+        for part in key.split("."):
             if path not in modules and path in versions:
                 modules[path] = versions[path]
             path = f"{path}.{part}" if path else part

@@ -14,7 +14,7 @@ from ckptool.files.place import is_address, place_of
 from ckptool.formats import REGISTRY, WRITABLE, Source, load_format, shard_format_of
 from ckptool.words import shell
 
-INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
+_INDEX_NAME = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
 
 
 def make_default_target(
@@ -39,23 +39,23 @@ def make_default_target(
         source = os.path.basename(urlsplit(source).path.rstrip("/")) or "checkpoint"
     if os.path.basename(source.rstrip(os.sep)) in ("", ".", ".."):
         source = os.path.abspath(source)  # the name of the folder that we are in
-    stem, suffix = split_extension(source.rstrip(os.sep) or source)
+    stem, extension = split_extension(source.rstrip(os.sep) or source)
     if os.path.isdir(source):
-        stem, suffix = stem + suffix, ".pth"
+        stem, extension = stem + extension, ".pth"
     if sharded or not all(
-        candidate.writable for candidate in REGISTRY if suffix in candidate.endings
+        candidate.writable for candidate in REGISTRY if extension in candidate.endings
     ):
-        suffix = ".pth"
-    if format and format not in _find_formats(suffix):
-        suffix = next(
+        extension = ".pth"
+    if format and format not in _find_formats(extension):
+        extension = next(
             "".join(candidate.endings[:1]) for candidate in REGISTRY if candidate.name == format
         )
-    return f"{stem}.{word}{suffix}"
+    return f"{stem}.{word}{extension}"
 
 
 def split_extension(path: str) -> tuple[str, str]:
     """Split a path into stem and extension; `.pth.tar` and `.safetensors.index.json` are one."""
-    index = INDEX_ENDING.search(path)
+    index = _INDEX_NAME.search(path)
     if index:
         return path[: index.start()], index[0]
     stem, suffix = os.path.splitext(path)
@@ -65,12 +65,13 @@ def split_extension(path: str) -> tuple[str, str]:
     return stem, suffix
 
 
-INDEX = ".index.json"
-DEFAULT = "torch-zip"
+INDEX_SUFFIX = ".index.json"
+_DEFAULT_FORMAT = "torch-zip"
+"""The format for shards of a source whose format may contain more than tensors."""
 
 
 def _find_formats(extension: str) -> list[str]:
-    """Return the formats for an extension; an unknown one means torch's.
+    """Return the names of the formats to write for an extension; an unknown one means torch's.
 
     Raises:
         UsageError: if it is the extension of a format that cannot be written.
@@ -127,13 +128,13 @@ def is_folder_target(
 
 
 def _has_known_extension(name: str, source: Source | Sequence[str | os.PathLike[str]]) -> bool:
-    """Return True if the extension of a target is that of its source, or known."""
+    """Return True if the extension of a target is known, or the same as that of its source."""
     from ckptool.formats.identify import ENDINGS
 
     name = name.lower()
     extension = os.path.splitext(name)[1]
     extensions = {*ENDINGS, *(extension for format in REGISTRY for extension in format.endings)}
-    if name.endswith(INDEX) or extension in extensions:
+    if name.endswith(INDEX_SUFFIX) or extension in extensions:
         return True
     if isinstance(source, Checkpoint):
         source = source.path
@@ -149,9 +150,9 @@ def _is_set(source: Source | Sequence[str | os.PathLike[str]]) -> bool:
     if not isinstance(source, (str, os.PathLike)):
         return len(source) > 1 or any(map(_is_set, source))
     name = os.fspath(source)
-    is_single = place_of(name).is_file(name) and not INDEX_ENDING.search(name)
+    is_single = place_of(name).is_file(name) and not _INDEX_NAME.search(name)
     return not is_single or any(
-        os.path.basename(name) == load_format(one).index_name for one in WRITABLE
+        os.path.basename(name) == load_format(format).index_name for format in WRITABLE
     )
 
 
@@ -163,17 +164,18 @@ def choose_file(
     to_folder: bool,
     files_from: str | os.PathLike[str] | None = None,
 ) -> str:
-    """Return the file to write: in a folder, the file that the model's library looks for.
+    """Return the file to write for the target `path`.
 
-    For a format that is a folder, it is the file that lists the others. The library is that of the
-    weights' name, else that of the folder with the configuration.
+    For a format that is a folder, it is the file that lists the others. Else it is the target
+    itself or, with `to_folder`, the file in it that the model's library looks for. That library is
+    known from the name of the source, else from the folder with its configuration.
     """
     name, index = os.fspath(path), load_format(format or "").index_name
     if index:
         return name if os.path.basename(name) == index else os.path.join(name, index)
     if not to_folder:
         return name
-    is_safe = format is None or load_format(shard_format_of(format) or format).tensors_only
+    is_safetensors = format is None or load_format(shard_format_of(format) or format).tensors_only
     from ckptool.formats.model_folder import (
         find_library,
         identify_library,
@@ -186,7 +188,7 @@ def choose_file(
 
         folder = files_from or find_companion_folder(checkpoint)
         library = find_library(folder) if folder and os.path.isdir(folder) else None
-    return os.path.join(name, weights_file_name(library, safe=is_safe))
+    return os.path.join(name, weights_file_name(library, safe=is_safetensors))
 
 
 def choose_format(
@@ -209,8 +211,8 @@ def choose_format(
         UsageError: if the format, or that of the extension, cannot be written.
     """
     name = os.fspath(path).lower()
-    if name.endswith(INDEX):
-        single = _find_formats(os.path.splitext(name.removesuffix(INDEX))[1])[0]
+    if name.endswith(INDEX_SUFFIX):
+        single = _find_formats(os.path.splitext(name.removesuffix(INDEX_SUFFIX))[1])[0]
         return _choose_sharded_format(single, format)
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
@@ -223,29 +225,38 @@ def choose_format(
 
 
 def _choose_single_format(checkpoint: Checkpoint, name: str, format: str | None) -> str:
-    """Return the format of a target that is one file, or of shards if `format` is sharded."""
+    """Return `format`, else the one of the source if it fits the extension, else the first.
+
+    Raises:
+        UsageError: if `format` cannot be written.
+    """
     if format is not None:
         if format not in WRITABLE:
             raise UsageError(
                 f"{format!r} cannot be written; the format is one of {', '.join(WRITABLE)}"
             )
         return format
-    written = _find_formats(os.path.splitext(name)[1])
-    return checkpoint.format if checkpoint.format in written else written[0]
+    candidates = _find_formats(os.path.splitext(name)[1])
+    return checkpoint.format if checkpoint.format in candidates else candidates[0]
 
 
 def _choose_sharded_format(single: str, format: str | None) -> str:
     """Return the format of shards and their index: `safetensors-sharded` for `safetensors`.
 
-    `format` decides, if it is given. Otherwise it is that of the format `single`, or the default if
-    files of `single` may contain more than tensors.
+    A given `format` decides: the format of the shards, or already a sharded one. Otherwise it is
+    `single`, or the default if files of `single` may contain more than tensors.
+
+    Raises:
+        UsageError: if no shards have this format.
     """
-    chosen = format or (single if load_format(single).tensors_only else DEFAULT)
+    shard_format = format or (single if load_format(single).tensors_only else _DEFAULT_FORMAT)
     sharded_by_single = {entry.shard: entry.name for entry in REGISTRY if entry.shard}
-    if chosen in (*sharded_by_single, *sharded_by_single.values()):
-        return sharded_by_single.get(chosen, chosen)
+    if shard_format in sharded_by_single.values():
+        return shard_format
+    if shard_format in sharded_by_single:
+        return sharded_by_single[shard_format]
     raise UsageError(
-        f"shards are files of {' or '.join(sharded_by_single)}, not of {chosen}",
+        f"shards are files of {' or '.join(sharded_by_single)}, not of {shard_format}",
         hint="leave out --format, or name one file to write",
     )
 
@@ -269,15 +280,18 @@ def check_address(path: str | os.PathLike[str], *, in_place: bool, verify: bool 
 
 
 def describe_surprises(
-    checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None, written: str
+    checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None, written_format: str
 ) -> Iterator[str]:
-    """Yield notes on a target that the user may not expect: its format, a new folder."""
+    """Yield notes on a target that the user may not expect: its format, a new folder.
+
+    `format` is the one that the user chose, if any.
+    """
     folder, name = os.path.split(path)
     extension = os.path.splitext(name)[1].lower()
-    is_given = format is not None or name.lower().endswith(INDEX)
+    is_given = format is not None or name.lower().endswith(INDEX_SUFFIX)
     is_known = any(extension in registered.endings for registered in REGISTRY)
     if extension and not (is_given or is_known or checkpoint.path.lower().endswith(extension)):
-        yield f"{extension} is not a known extension; the file is written as {written}"
+        yield f"{extension} is not a known extension; the file is written as {written_format}"
     if folder and not is_address(path) and not os.path.isdir(folder):
         yield f"created the folder {folder}"
 

@@ -28,13 +28,13 @@ from ckptool.limits import DEFAULT_LIMITS
 from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.words import printable
 
-_LARGE = 1 << 20
+_MIN_THREADED_BYTES = 1 << 20
 """The minimum bytes of a run for its own thread."""
-_SAMPLE = 4096
-"""Bytes at both ends that are computed again if a checksum of everything is known."""
-_PART = 256 << 10
+_SAMPLE_BYTES = 4096
+"""Bytes at both ends of a run that are compared even if its checksum is right."""
+_BLOCK_BYTES = 256 << 10
 """Bytes read at a time for a checksum, so that they are still in the cache."""
-_HEADERS = (".pkl", ".json")
+_TREE_EXTENSIONS = (".pkl", ".json")
 """The extensions of the records with the tree."""
 
 
@@ -51,7 +51,7 @@ def check_sources_meanwhile(checkpoint: Checkpoint, format: str) -> Iterator[Cal
         UnreadableFile: if the system cannot read it.
     """
     records = _find_records_to_check(checkpoint, format)
-    is_large = sum(data.length for _, data, _ in records) >= _LARGE
+    is_large = sum(data.length for _, data, _ in records) >= _MIN_THREADED_BYTES
     threaded = [record for record in records if is_large and record[1].source.is_shared]
     _check_records(
         [record for record in records if not (is_large and record[1].source.is_shared)],
@@ -72,7 +72,7 @@ def check_sources_meanwhile(checkpoint: Checkpoint, format: str) -> Iterator[Cal
 
 
 def _check_records(records: list[Stated], has_ended: Callable[[], bool]) -> None:
-    """Compare the CRC-32 of records; stop if `has_ended`.
+    """Compare the CRC-32 of records with the stated one; stop once `has_ended` returns True.
 
     Raises:
         CorruptFile: if a record is damaged.
@@ -97,9 +97,13 @@ def _check_records(records: list[Stated], has_ended: Callable[[], bool]) -> None
 
 
 def _find_records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
-    """Return the records that are copied into a file of `format` without their CRC-32."""
+    """Return the records of local sources to check before a file of `format` is written from them.
+
+    The records of the tree, and those with tensor data that is copied without their CRC-32: later
+    readers cannot detect its damage.
+    """
     keeps_crc = load_format(format).hands_on_crc
-    starts: dict[int, list[int]] = {}
+    copied_offsets: dict[int, list[int]] = {}  # by the identity of a source
     for node in walk_everything(checkpoint.root):
         storage = node.storage if isinstance(node, (TensorRef, StorageRef)) else None
         data = None if storage is None else storage.whole or storage.data
@@ -108,13 +112,13 @@ def _find_records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
         is_plain = storage.byteorder == "little" and not storage.compressed
         if not (keeps_crc and is_plain and storage.crc32 is not None):
             for origin in _find_origins(data):
-                starts.setdefault(id(origin.source), []).append(origin.offset)
-    for offsets in starts.values():
+                copied_offsets.setdefault(id(origin.source), []).append(origin.offset)
+    for offsets in copied_offsets.values():
         offsets.sort()
 
-    def is_read(data: ByteRange) -> bool:
+    def is_copied(data: ByteRange) -> bool:
         """Return True if one of the copied ranges begins in `data`."""
-        offsets = starts.get(id(data.source), [])
+        offsets = copied_offsets.get(id(data.source), [])
         first = bisect_left(offsets, data.offset)
         return first < len(offsets) and offsets[first] < data.offset + data.length
 
@@ -123,12 +127,12 @@ def _find_records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
         for source in checkpoint.sources
         if not source.is_far  # remote bytes are checked while they are copied
         for name, data, crc32 in source.stated
-        if name.endswith(_HEADERS) or is_read(data)
+        if name.endswith(_TREE_EXTENSIONS) or is_copied(data)
     ]
 
 
 def _find_origins(data: ByteRange) -> Iterator[ByteRange]:
-    """Yield the ranges that a range is composed of, in any order."""
+    """Yield the ranges of files that a range is composed of, in any order."""
     pending = [data]
     while pending:
         part = pending.pop()
@@ -143,12 +147,15 @@ class _Run:
     """A range of the new file, and its expected bytes."""
 
     name: str
-    found: ByteRange
+    """The tensor or storage, for messages."""
+    written: ByteRange
+    """The range in the new file."""
     expected: Callable[[], Iterator[bytes]]
+    """Returns the expected bytes, read or computed from the source."""
     crc32: int | None = None
     """The expected CRC-32, if a source states it."""
     data: ByteRange | None = None
-    """The expected bytes, as one range."""
+    """The expected bytes as one range of a source, if they are one."""
 
 
 def verify(
@@ -181,7 +188,9 @@ def verify(
 
 
 def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) -> None:
-    """Compare a written file with its expected content; an index is not checked.
+    """Compare a written file with its expected content: a checkpoint, or the members of an archive.
+
+    A file without such content, for example an index, is not checked.
 
     Raises:
         WriteError, CorruptFile: as in `verify`.
@@ -217,41 +226,46 @@ def _verification_error(fact: str) -> WriteError:
 def _compare_runs(
     runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progress | None
 ) -> None:
-    """Compare all runs, and report the progress.
+    """Compare all runs, and report the progress in bytes.
 
     Raises:
         WriteError: for the first run that differs.
     """
-    total = sum(run.found.length for run in runs)
+    total = sum(run.written.length for run in runs)
     done = 0
-    for run, matches in _judge_runs(runs, streamed):
+    for run, matches in _check_runs(runs, streamed):
         if not matches:
             raise _verification_error(
                 f"the bytes of {printable(run.name)} differ from what was written"
             )
-        done += run.found.length
+        done += run.written.length
         if progress is not None:
             progress(done, total)
 
 
-def _judge_runs(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tuple[_Run, bool]]:
+def _check_runs(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tuple[_Run, bool]]:
     """Yield each run with True if it is correct; large runs with a known checksum first.
 
-    The threads read only the new file. The expected bytes may be inflated or computed from a source
-    that keeps a position, so only this thread reads them.
+    Runs with a known checksum are read once, the others are compared byte by byte. The threads
+    read only the new file. The expected bytes may be inflated or computed from a source that keeps
+    a position, so only this thread reads them.
     """
     threaded: list[tuple[_Run, int]] = []
     unthreaded: list[tuple[_Run, int | None]] = []
     for run in runs:
-        crc = _expected_checksum(run, streamed)
-        if crc is not None and run.found.length >= _LARGE and run.found.source.is_shared:
+        crc = _find_expected_crc(run, streamed)
+        if (
+            crc is not None
+            and run.written.length >= _MIN_THREADED_BYTES
+            and run.written.source.is_shared
+        ):
             threaded.append((run, crc))
         else:
             unthreaded.append((run, crc))
 
     def compute_run(run_and_crc: tuple[_Run, int]) -> int:
         """Return the CRC-32 of a run in the new file."""
-        return compute_crc32(run_and_crc[0].found.iterate_blocks(_PART))
+        return compute_crc32(run_and_crc[0].written.iterate_blocks(_BLOCK_BYTES))
 
     # The results have no variable: the traceback of an error would keep their threads.
     for (run, crc), actual_crc in zip(threaded, run_in_order(compute_run, threaded), strict=True):
@@ -262,41 +276,56 @@ def _judge_runs(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[
         else:
             yield (
                 run,
-                _has_checksum(run, expected_crc, compute_crc32(run.found.iterate_blocks(_PART))),
+                _has_checksum(
+                    run, expected_crc, compute_crc32(run.written.iterate_blocks(_BLOCK_BYTES))
+                ),
             )
 
 
-def _expected_checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
-    """Return the CRC-32 that the run should have; None: its bytes must be compared."""
+def _find_expected_crc(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
+    """Return the CRC-32 that the run should have; None: its bytes must be compared.
+
+    A source states it, or it was computed while the run was written (`streamed`, by offset).
+    """
     if run.crc32 is not None:
         return run.crc32
-    streamed_run = streamed.get(run.found.offset)
-    if streamed_run is None or streamed_run.length != run.found.length:
+    streamed_run = streamed.get(run.written.offset)
+    if streamed_run is None or streamed_run.length != run.written.length:
         return None
-    return None if run.data is None or run.found.length <= _SAMPLE else streamed_run.crc32
+    # Without one range the ends cannot be compared as well; a short run is compared completely.
+    if run.data is None or run.written.length <= _SAMPLE_BYTES:
+        return None
+    return streamed_run.crc32
 
 
 def _has_checksum(run: _Run, expected: int, actual: int) -> bool:
-    """Return True if the CRC-32 `actual` in the new file is the expected one."""
+    """Return True if the CRC-32 `actual` in the new file is the expected one.
+
+    A checksum that was computed during the write does not show that the right tensor was written,
+    so both ends are compared as well.
+
+    Raises:
+        CorruptFile: if the source itself does not have the CRC-32 that it states.
+    """
     if run.crc32 is None:
-        return actual == expected and run.data is not None and _has_same_ends(run.found, run.data)
+        return actual == expected and run.data is not None and _has_same_ends(run.written, run.data)
     if actual != expected:
         _check_source(run)
     return actual == expected
 
 
 def _is_equal(run: _Run) -> bool:
-    """Return True if the bytes are equal."""
+    """Return True if the bytes of a run are the expected ones, and as many."""
     position = 0
     for block in run.expected():
-        if run.found.read(position, len(block)) != block:
+        if run.written.read(position, len(block)) != block:
             return False
         position += len(block)
-    return position == run.found.length
+    return position == run.written.length
 
 
 def _check_source(run: _Run) -> None:
-    """Distinguish a source that does not match its directory from a failed copy.
+    """Refuse a source that does not have the CRC-32 that it states, after a run differed.
 
     Raises:
         CorruptFile: if the source is damaged.
@@ -311,14 +340,18 @@ def _check_source(run: _Run) -> None:
 
 
 def _has_same_ends(written: ByteRange, expected: ByteRange) -> bool:
-    """Return True if both ends are those of the right tensor, which a checksum does not show."""
-    length = min(_SAMPLE, written.length)
+    """Return True if the first and last bytes of two ranges are equal."""
+    length = min(_SAMPLE_BYTES, written.length)
     starts = (0, written.length - length)
     return all(written.read(start, length) == expected.read(start, length) for start in starts)
 
 
 def _iterate_storage_runs(expected: Checkpoint, written: Checkpoint) -> Iterator[_Run]:
-    """Yield every storage of two trees with equal pickles."""
+    """Yield the run of every storage in the new file, after comparing the pickles of both trees.
+
+    Raises:
+        WriteError: if the pickles differ.
+    """
     legacy = load_format(written.format).legacy
     expected_pickle, written_pickle = (
         encode(checkpoint.root, legacy=legacy) for checkpoint in (expected, written)
@@ -333,7 +366,14 @@ def _iterate_storage_runs(expected: Checkpoint, written: Checkpoint) -> Iterator
 
 
 def _make_storage_run(expected: Encoded, index: int, written: ByteRange, byteorder: str) -> _Run:
-    """Return the run of one storage in the new file, with the bytes of the source's storage."""
+    """Return the run of one storage in the new file, `written`, which has this `byteorder`.
+
+    The expected bytes are those of the storage `index` in the source, swapped if its byte order
+    differs.
+
+    Raises:
+        WriteError: if the sizes differ.
+    """
     storage = expected.storages[index]
     name = f"storage {storage.key!r}"
     data = storage.data
@@ -349,28 +389,35 @@ def _make_storage_run(expected: Encoded, index: int, written: ByteRange, byteord
     return _Run(name, written, data.iterate_blocks, plain_crc, data)
 
 
-def _iterate_tensor_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
-    """Yield every tensor of a flat state dict, by key."""
+def _iterate_tensor_runs(expected: Checkpoint, written_file: Checkpoint) -> Iterator[_Run]:
+    """Yield the run of every tensor of a flat state dict; a run of tied keys once.
+
+    Raises:
+        WriteError: if keys, dtypes or shapes differ.
+    """
     expected_tensors, written_tensors = (
         {path[-1]: tensor for path, tensor in checkpoint.tensors() if len(path) == 1}
-        for checkpoint in (expected, found)
+        for checkpoint in (expected, written_file)
     )
     if list(expected_tensors) != list(written_tensors):
         raise _verification_error("its keys or their order differ from what was written")
-    seen: set[int] = set()
+    seen_offsets: set[int] = set()
     for name, tensor in expected_tensors.items():
         written = written_tensors[name]
         if (tensor.dtype, tensor.shape) != (written.dtype, written.shape):
             raise _verification_error(
                 f"{printable(name)} has a different dtype or shape than what was written"
             )
-        if written.nbytes and written.data.offset not in seen:
-            seen.add(written.data.offset)
+        if written.nbytes and written.data.offset not in seen_offsets:
+            seen_offsets.add(written.data.offset)
             yield _make_tensor_run(name, tensor, written.data)
 
 
 def _make_tensor_run(name: str, tensor: TensorRef, written: ByteRange) -> _Run:
-    """Return the run of one tensor in the new file."""
+    """Return the run of one tensor in the new file, `written`, with the bytes of the source.
+
+    The CRC-32 of a storage is only that of a tensor that fills it.
+    """
     storage = tensor.storage
     if storage is None or not tensor.is_verbatim:
         return _Run(name, written, tensor.content)
