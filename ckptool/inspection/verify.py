@@ -169,7 +169,7 @@ class _FileCheck:
         findings = checks.check_structure(probe)
         self.add_findings(findings)
         self.check_name(probe)
-        mismatches = self.sum_up(findings.checksums)
+        mismatches = self.find_mismatches(findings.checksums)
         try:
             checkpoint = read_probe(probe)
         except CheckpointError as error:
@@ -337,7 +337,7 @@ class _FileCheck:
             text = "it" + text.removeprefix(error.file)
         self.add(problems=(Finding(kind, text, hint=error.hint),))
 
-    def sum_up(self, checksums: Sequence[Checksum]) -> list[_Mismatch]:
+    def find_mismatches(self, checksums: Sequence[Checksum]) -> list[_Mismatch]:
         """Compute checksums, and return the mismatches; other problems of records are added."""
         meter = Meter(self.progress, sum(checksum.data.length for checksum in checksums))
         compute = (

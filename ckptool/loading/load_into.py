@@ -490,6 +490,7 @@ class _Loading:
                 f"{kind}.load_state_dict does not accept assign=, which is needed"
             )
         entries = self._target.entries
+        # By key that the model's own code may fill: its version, to see if the code does.
         before = {
             name: _version_of(entries[name]) for name in self.plan.unfilled if name in entries
         }
@@ -504,7 +505,9 @@ class _Loading:
         after = (
             read_state_dict(self._model) if before and not list_fsdp_modules(self._model) else {}
         )
-        touched = (n for n in before if n in after and _version_of(after[n]) != before[n])
+        touched = (
+            name for name in before if name in after and _version_of(after[name]) != before[name]
+        )
         self._judge_answer(answer, set(touched))
 
     def _unmap(self, given: Mapping[str, Any]) -> None:

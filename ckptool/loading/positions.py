@@ -74,7 +74,7 @@ def find_doubt(
 
     Args:
         saved: The state of an optimizer in the file, with as many parameters in each group.
-        keys: The keys of its parameters, in the position_by_id of the groups.
+        keys: The keys of its parameters, in the order of the groups.
         optimizer: The live optimizer.
         model: The live model.
         state: The state dict of the model in the file.

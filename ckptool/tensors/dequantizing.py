@@ -57,7 +57,7 @@ _PER_127 = 7.874015718698502e-3
 def dequantize(
     state: Mapping[Any, Any],
     name: str,
-    found: Quantized,
+    quantized: Quantized,
     config: QuantizationConfig,
     file: str = "",
 ) -> dict[str, TensorRef]:
@@ -69,19 +69,19 @@ def dequantize(
     Raises:
         UnknownLayout: if the scheme or its layout is not supported, or not completely stated.
     """
-    packed, make = state[name], _LAYOUTS.get(found.scheme)
+    packed, dequantize_layout = state[name], _LAYOUTS.get(quantized.scheme)
     match packed:
         case (TensorRef() as codes, bias) if str(name).endswith(PACKED):
             return {"weight": _dequantize_tensor(codes)} | ({} if bias is None else {"bias": bias})
-    companions = {key.rpartition(".")[2]: state[key] for key in found.companions}
-    if make is None or not companions:
+    companions = {key.rpartition(".")[2]: state[key] for key in quantized.companions}
+    if dequantize_layout is None or not companions:
         return {"": _dequantize_tensor(packed)}
     if not all(map(is_plain, (packed, *companions.values()))):
         raise UnknownLayout("its parts are not plain tensors")
-    plain = to_plain_key(found.scheme, name)
+    plain = to_plain_key(quantized.scheme, name)
     if plain.removesuffix("weight") + "pre_quant_scale" in state:  # of NVIDIA's ModelOpt
         raise UnknownLayout("pre_quant_scale next to it scales the input of its layer")
-    return {"": make(Parts(name, state, packed, companions, plain, config, file))}
+    return {"": dequantize_layout(Parts(name, state, packed, companions, plain, config, file))}
 
 
 def can_dequantize(

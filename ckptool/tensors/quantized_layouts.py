@@ -89,7 +89,8 @@ def dequantize_quanto(parts: Parts) -> TensorRef:
         raise UnknownLayout("its shape is not known: it has no bias, which would show its rows")
     size, shifts = weight.sizes[1], range(0, 8, bits[0])
 
-    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of elements."""
         first, last = start // size, -(-stop // size)
         factors, offsets = (
             table[first:last].repeat_interleave(size)[start - first * size : stop - first * size]
@@ -97,7 +98,7 @@ def dequantize_quanto(parts: Parts) -> TensorRef:
         )
         return factors * read_planes(weight, start, stop, shifts, bits[0]) - offsets
 
-    return compute_tensor(weight, (rows, groups * size // rows), (scale, shift), numbers)
+    return compute_tensor(weight, (rows, groups * size // rows), (scale, shift), compute_elements)
 
 
 def dequantize_mlx(parts: Parts) -> TensorRef:
@@ -131,14 +132,15 @@ def dequantize_mlx(parts: Parts) -> TensorRef:
     ):
         parts.refuse_contradiction()
 
-    def rows(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of rows."""
         codes = unpack_bits(read_rows(weight, prod(outer), first, last), bits)
         scale, bias = (
             table.view(prod(outer), -1)[first:last].repeat_interleave(size, 1) for table in tables
         )
         return scale * codes + bias
 
-    return compute_rows(weight, (*outer, columns), (scales, biases), rows)
+    return compute_rows(weight, (*outer, columns), (scales, biases), compute_row_range)
 
 
 def dequantize_int8(parts: Parts) -> TensorRef:
@@ -207,13 +209,14 @@ def dequantize_compressed_tensors(parts: Parts) -> TensorRef:
             index = check_group_index(parts, more[0], groups)
         return scales.view(-1, groups).expand(rows, -1), zeros.expand(rows, groups), index
 
-    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of rows."""
         scales, zeros, index = tables
         codes = unpack_bits(read_rows(packed, rows, first, last), bits)[:, :columns]
         less = zeros[first:last].index_select(1, index)
         return (codes - less) * scales[first:last].float().index_select(1, index)
 
-    return compute_rows(packed, (rows, columns), tables, numbers, prepare=prepare)
+    return compute_rows(packed, (rows, columns), tables, compute_row_range, prepare=prepare)
 
 
 def refuse_other_scheme(
@@ -298,12 +301,13 @@ def _multiply_fp4(
     if scales[0].dtype != ("uint8" if len(scales) == 1 else "float8_e4m3fn"):
         raise UnknownLayout
 
-    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of rows."""
         factors = factors_of(tables[0].view(rows, -1)[first:last], *tables[1:])
         pairs = unpack_bits(read_rows(packed, rows, first, last), 4)
         return decode_fp4(pairs) * factors.repeat_interleave(size, 1)
 
-    return compute_rows(packed, (rows, 2 * half), scales, numbers)
+    return compute_rows(packed, (rows, 2 * half), scales, compute_row_range)
 
 
 def dequantize_gptq(parts: Parts) -> TensorRef:
@@ -366,7 +370,8 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
             )
         return tables[0].view(groups, rows), zeros, index
 
-    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of rows."""
         scale, zeros, index = tables
         codes = unpack_bits(read_rows(transposed, rows, first, last), bits)[:, :columns]
         offsets, factors = (
@@ -378,7 +383,7 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
         weight,
         (rows, columns),
         (scales, qzeros, *([] if order is None else [order])),
-        numbers,
+        compute_row_range,
         prepare=prepare,
         checked_only=[weight],
     )
@@ -424,7 +429,8 @@ def dequantize_awq(parts: Parts) -> TensorRef:
         )
         return tables[0].view(groups, rows), packed.view(groups, rows)
 
-    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of rows."""
         import torch
 
         packed = read_rows(transposed, words, first // 8, last // 8).view(torch.int32)
@@ -436,7 +442,7 @@ def dequantize_awq(parts: Parts) -> TensorRef:
         weight,
         (rows, columns),
         (scales, qzeros),
-        numbers,
+        compute_row_range,
         row_multiple=8,
         prepare=prepare,
         checked_only=[weight],
@@ -472,7 +478,8 @@ def dequantize_mxfp4(parts: Parts) -> TensorRef:
         exponents = tables[0].view(experts, rows, groups).transpose(1, 2)
         return (exponents.reshape(experts * groups, rows),)
 
-    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of rows."""
         import torch
 
         pairs = read_rows(transposed, experts * half, first // 2, last // 2)
@@ -484,7 +491,7 @@ def dequantize_mxfp4(parts: Parts) -> TensorRef:
         blocks,
         (experts, 2 * half, rows),
         (scales,),
-        numbers,
+        compute_row_range,
         row_multiple=2,
         prepare=prepare,
         checked_only=[blocks],
@@ -520,14 +527,15 @@ def dequantize_hqq(parts: Parts) -> TensorRef:
     if not block or not 0 <= packed_rows * len(shifts) - rows < len(shifts) or not shape:
         raise UnknownLayout
 
-    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of elements."""
         codes = read_planes(weight, start, stop, shifts, bits).to(get_torch_dtype(dtype))
         zeros, factors = (
             expand_blocks(table, (rows, columns), block, start, stop) for table in tables
         )
         return (codes - zeros) * factors
 
-    return compute_tensor(weight, shape, (zero, scale), numbers)
+    return compute_tensor(weight, shape, (zero, scale), compute_elements)
 
 
 def _unstated_error(config: QuantizationConfig, method: str) -> UnknownLayout:

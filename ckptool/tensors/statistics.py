@@ -274,6 +274,7 @@ class _Kernel:
         """The number to add to each read number, because torch reads another dtype."""
         seen_as, prepare = _list_preparations().get(dtype, (None, None))
         self._to_numbers = prepare
+        """Converts read elements to numbers that torch can calculate with; None if they are."""
         self._buffer = ElementBuffer(dtype, CHUNK, seen_as=seen_as)
         self._wide_buffer = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
         self._position_buffer = torch.empty(CHUNK, dtype=torch.float64, device="cpu")

@@ -310,30 +310,36 @@ def compute_rows(
     weight: TensorRef,
     shape: tuple[int, ...],
     parts: Sequence[TensorRef],
-    rows: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
+    compute_row_range: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
     *,
     row_multiple: int = 1,
     prepare: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple,
     checked_only: Sequence[TensorRef] = (),
 ) -> TensorRef:
-    """Like `compute_tensor`, but `rows` computes whole rows, a multiple of `row_multiple`."""
+    """Like `compute_tensor`, but by whole rows, a multiple of `row_multiple` at a time.
+
+    `compute_row_range(first, stop, tables)` returns the rows from `first` up to `stop`.
+    """
     columns = shape[-1]
     unit = row_multiple * columns
     if not unit:
         raise UnknownLayout
 
-    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        return rows(start // columns, stop // columns, tables).flatten()
+    def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a range of elements, which are whole rows."""
+        return compute_row_range(start // columns, stop // columns, tables).flatten()
 
     step = max(CHUNK // unit, 1) * unit
-    return compute_tensor(weight, shape, parts, numbers, checked_only, step=step, prepare=prepare)
+    return compute_tensor(
+        weight, shape, parts, compute_elements, checked_only, step=step, prepare=prepare
+    )
 
 
 def compute_tensor(
     weight: TensorRef,
     shape: tuple[int, ...],
     parts: Sequence[TensorRef],
-    numbers: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
+    compute_elements: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
     checked_only: Sequence[TensorRef] = (),
     *,
     step: int = CHUNK,
@@ -346,12 +352,16 @@ def compute_tensor(
     `parts`, once for all ranges; they stay in memory until the last element was read. The CRC-32 of
     `parts` and of `checked_only` is verified.
     """
-    old, data, count = weight.storage, weight.data, prod(shape)
-    storages = {id(one.storage): one.storage for one in (*parts, *checked_only)}.values()
-    checks = [check_storage(one, one.data) for one in storages if one and one.data is not None]
+    weight_storage, data, count = weight.storage, weight.data, prod(shape)
+    storages = {id(tensor.storage): tensor.storage for tensor in (*parts, *checked_only)}.values()
+    storage_checks = [
+        check_storage(storage, storage.data)
+        for storage in storages
+        if storage and storage.data is not None
+    ]
     tables: Sequence[torch.Tensor] = ()
     last_start, chunk, lock = -1, bytearray(), Lock()
-    if old is None or (count and not all(one.numel for one in parts)):
+    if weight_storage is None or (count and not all(tensor.numel for tensor in parts)):
         raise UnknownLayout
 
     def fill(offset: int, buffer: memoryview) -> None:
@@ -363,20 +373,27 @@ def compute_tensor(
         if not buffer:
             return
         with lock:
-            for check in checks:
+            for check in storage_checks:
                 check.check()
-            tables = tables or prepare([read_elements(one, 0, one.numel) for one in parts])
-            for start, stop, room, skipped in iterate_chunks(offset, buffer, 4, count, step):
+            tables = tables or prepare([read_elements(tensor, 0, tensor.numel) for tensor in parts])
+            for start, stop, part, skipped in iterate_chunks(offset, buffer, 4, count, step):
                 if start != last_start:
                     chunk = bytearray((stop - start) * 4)
                     elements = torch.frombuffer(chunk, dtype=torch.float32)
-                    elements.copy_(numbers(start, stop, tables))
+                    elements.copy_(compute_elements(start, stop, tables))
                     last_start = start
-                room[:] = chunk[skipped : skipped + len(room)]
+                part[:] = chunk[skipped : skipped + len(part)]
             if offset + len(buffer) == count * 4:
                 tables, last_start, chunk = (), -1, bytearray()
 
     source = make_computed_range((data,), count * 4, fill)
-    storage = Storage(old.key, source, source.length, old.device, sys.byteorder, whole=old.data)
+    storage = Storage(
+        weight_storage.key,
+        source,
+        source.length,
+        weight_storage.device,
+        sys.byteorder,
+        whole=weight_storage.data,
+    )
     stride = row_major_strides(shape)
     return replace(weight, dtype="float32", shape=shape, stride=stride, storage=storage, offset=0)
