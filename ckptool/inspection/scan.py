@@ -457,7 +457,10 @@ class _Scanner:
             )
 
     def judge_nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:
-        """Return the verdict and calls of bytes that a pickle passes to a function, each once."""
+        """Return the verdict and calls of bytes that a pickle passes to a function, each once.
+
+        Beyond the limits on depth and number, the verdict is `cannot tell`.
+        """
         if raw not in self.judged:
             if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MAX_STREAMS:
                 return CANNOT_TELL, ()
@@ -474,7 +477,8 @@ class _Scanner:
     def _scan_zip(self, data: ByteRange, where: str, depth: int) -> None:
         """Scan the records of a zip; if it is inconsistent, also those only headers point to.
 
-        Pickles come first: the storages that they refer to are tensor data, and are not scanned.
+        Pickles come first: the storages that they refer to are tensor data, and are not scanned. An
+        error of the zip reader becomes a note, except for several zips in one file.
         """
         records, is_inconsistent = list[tuple[str, ByteRange]](), True
         try:

@@ -247,6 +247,7 @@ class _States:
     """
 
     def __init__(self, ranks: Ranks) -> None:
+        """Start without objects; `ranks` are the processes that gather together."""
         self.replacements: dict[int, Any] = {}
         """By `id` of an object, its replacement: a state dict, or a gathered tensor."""
         self.counter: Any = None

@@ -125,6 +125,7 @@ class _ContainerState:
     """A dict, list or set, and its content."""
 
     def __init__(self, container: Any) -> None:
+        """Copy the container, but not its items."""
         self._container = container
         self._content = container.copy() if container else ()
 
@@ -196,6 +197,7 @@ class _ExtraState:
     """The extra state of a module, copied: loading may change objects inside it in place."""
 
     def __init__(self, module: torch.nn.Module) -> None:
+        """Copy the extra state of the module; one that cannot be copied is kept itself."""
         self._module = module
         state = module.get_extra_state()
         try:

@@ -480,20 +480,21 @@ class _Planner(Generic[T]):
             UsageError: if none fits, with the reason for the first.
         """
         rule, counts = group.rule, self._count_members(group)
+        # The first member for each key has the number 0 in all stacked variables.
         firsts = [members[(0,) * len(next(iter(members)))] for members in group.members]
         if not rule.takes_single or len(firsts) > 1:
             self._check_alike(group, firsts)
-        misfits: list[UsageError] = []
+        errors: list[UsageError] = []
         for index, equation in enumerate(rule.equations or (None,)):
             sizes = {**self._params, **counts}
             use = Use(rule.number, index if equation else -1)
             try:
                 return use, self._make_tensors(group, firsts, use, counts, sizes)
             except Misfit as misfit:
-                misfits.append(
+                errors.append(
                     self._misfit_error(group, firsts, equation or _IDENTITY_EQUATION, misfit, sizes)
                 )
-        raise misfits[0]
+        raise errors[0]
 
     def _count_members(self, group: _Members[T]) -> dict[str, int]:
         """Return the number of values of each variable that only the source has.

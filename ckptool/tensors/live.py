@@ -323,7 +323,14 @@ class _Frozen(LiveTree):
         return printable(name_of(tuple(self.path)))
 
     def _freeze_tensor(self, tensor: torch.Tensor) -> TensorRef:
-        """Return a reference to the tensor: detached, of torch's own class, and on the CPU."""
+        """Return a reference to the tensor: detached, of torch's own class, and on the CPU.
+
+        Sparse tensors become their parts, and tensors of other unusual layouts dense. Conjugate and
+        negative bits are resolved.
+
+        Raises:
+            NotRepresentable: if it is nested, or only its class can read it.
+        """
         import torch
 
         _refuse_class(tensor)
