@@ -304,7 +304,7 @@ WRONG = {
     "variable 'a' has a negative size or position": entry_of(offset=-1),
     "the index needs data file 7 of 1": entry_of(shard=7),
     "variable 'a' and its parts have different numbers of dimensions": entry_of(more=field(7, b"")),
-    "the part at .0. of .2. is missing": entry_of(more=field(7, field(1, b""))),
+    "the part of shape .2. at offset .0. is missing": entry_of(more=field(7, field(1, b""))),
 }
 
 
