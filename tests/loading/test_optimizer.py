@@ -490,7 +490,7 @@ REFUSED = [
     ({"parameters": unnamed, "kind": torch.optim.LBFGS}, lbfgs, SHAPED, VOUCH),
     ({"parameters": lambda model: unnamed(model)[:2]}, adam,
      NAMELESS.format("the optimizer in the file has 2 parameters in groups of 2, "
-                      "the live one has 6 in 6"),
+                      "but the live one has 6 in 6"),
      ALONE),
     ({}, lambda model: adam(three()),
      "the model has none of the optimizer's parameters",
