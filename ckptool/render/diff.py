@@ -26,16 +26,16 @@ from ckptool.words import clean, counted
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
-_SHORT = 40  # characters of each of two values on a line
-_MOST_MOVES = 5
+_MAX_VALUE_LENGTH = 40  # characters of each of two values on a line
+_MAX_MOVES = 5
 _FIGURES = ("rel norm", "max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
-_NUMBERS = range(5, 12)
+_NUMERIC_COLUMNS = range(5, 12)
 """Numeric columns of a table: all of `_FIGURES` except the last."""
-_SPARE = ("rmse", "mean abs", "cosine", "max rel", "what", "NaN, Inf", "max abs")
+_COLUMNS_BY_IMPORTANCE = ("rmse", "mean abs", "cosine", "max rel", "what", "NaN, Inf", "max abs")
 """Columns that are left out on a narrow terminal, the first one first."""
-_MARKS = {"M": "~", "T": "~", "D": "-", "A": "+", "R": ">"}
+_MARK_BY_STATUS = {"M": "~", "T": "~", "D": "-", "A": "+", "R": ">"}
 """The mark of each status in the bars of `--stat`."""
-_WIDEST_BAR = 32
+_MAX_BAR_WIDTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +69,44 @@ def diff_rows(diff: Diff, *, full: bool = False) -> Iterator[Row]:
 def _changed_rows(
     changes: Iterable[Changed], *, tags: bool = False, full: bool = False
 ) -> Iterator[Row]:
-    """Yield a row for each changed entry; with `tags`, also for device and requires_grad."""
-    for row in changes:
-        aspects = [aspect for aspect in row.what if tags or aspect not in TAGS]
-        place = (row.place or "").removeprefix("quantizer/")
+    """Yield a row for each changed entry; with `tags`, also for device and requires_grad.
+
+    Its sides are the aspects that differ and, for an entry inside an object or a tensor that became
+    a value, the changed texts.
+    """
+    for changed in changes:
+        aspects = [aspect for aspect in changed.what if tags or aspect not in TAGS]
+        if not aspects:
+            continue
+        place = (changed.place or "").removeprefix("quantizer/")
         description = ", ".join(aspects) + (f" at {clean(place)}" if place else "")
-        a, b = (" ".join(_describe_side(side, aspects, full)) for side in (row.a, row.b))
-        if row.change is not None and (row.place or "tensor" in (row.a.sort, row.b.sort)):
+        a, b = (" ".join(_describe_side(side, aspects, full)) for side in (changed.a, changed.b))
+        if changed.change is not None and (
+            changed.place or "tensor" in (changed.a.sort, changed.b.sort)
+        ):
             a, b = (
-                f"{a} {clean(text)}".strip() for a, text in zip((a, b), row.change, strict=True)
+                f"{side} {clean(text)}".strip()
+                for side, text in zip((a, b), changed.change, strict=True)
             )
-        if aspects:
-            yield Row(
-                row.status if row.counts else "=", row.name, description, a, b, row.difference,
-                is_weight=row.is_weight, is_integer=row.is_integer,
-            )  # fmt: skip
+        yield Row(
+            changed.status if changed.counts else "=",
+            changed.name,
+            description,
+            a,
+            b,
+            changed.difference,
+            is_weight=changed.is_weight,
+            is_integer=changed.is_integer,
+        )
 
 
 def _unpaired_rows(
     diff: Diff, full: bool, hidden: Collection[tuple[str, str | None]] = ()
 ) -> Iterator[Row]:
-    """Yield a row for each entry of only one file, except in `hidden` containers."""
+    """Yield a row for each entry of only one file (status D or A), and each renamed one (R).
+
+    Entries in `hidden` containers, pairs of A or B and a name, are left out.
+    """
     only_a, only_b = (
         [side for side in sides if (letter, side.container) not in hidden]
         for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b))
@@ -102,7 +119,10 @@ def _unpaired_rows(
 
 
 def _describe_side(side: Side, aspects: Sequence[str], full: bool) -> Iterator[str]:
-    """Yield these aspects of one side, except the values of a tensor, which have figures."""
+    """Yield these aspects of one side as texts, except the values of a tensor, which have figures.
+
+    If the types differ, the whole entry is described instead.
+    """
     if "type" in aspects:
         yield (f"{clean(side.type)} " if side.sort == "tensor" else "") + _describe_entry(
             side, full
@@ -130,33 +150,35 @@ def _describe_entry(side: Side, full: bool) -> str:
 def _format_value(side: Side, full: bool) -> str:
     """Return the value of an entry, shortened unless `full`."""
     text = repr(side.value) if side.type == "str" else str(side.value)
-    return clean(text if full else shorten(text, _SHORT))
+    return clean(text if full else shorten(text, _MAX_VALUE_LENGTH))
 
 
 def _fold_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return one row for rows of repeated layers that differ alike, with the largest figures."""
+    """Return one row for rows of repeated layers that differ alike, with the largest figures.
+
+    Its name is a pattern such as `layers.{0..11}.weight`; a renamed row has one for both names.
+    """
     folded = []
     for family in group_families((row.name, _fold_key(row, n)) for n, row in enumerate(rows)):
         members = [rows[n] for n in family.numbers]
         first, b = members[0], members[0].b
         if first.status == "R":
             b = group_families((row.b, None) for row in members)[0].label
-        worst = _find_largest_differences(
+        largest = _find_largest_differences(
             [row.figures for row in members if row.figures is not None]
         )
-        merged = replace(first, name=family.label, b=b, figures=worst, count=len(members))
-        folded.append(merged)
+        folded.append(replace(first, name=family.label, b=b, figures=largest, count=len(members)))
     return folded
 
 
 def _fold_key(row: Row, number: int) -> Hashable:
-    """Return a key that is equal for rows that can be folded.
+    """Return a key that is equal for rows that can be folded; `number` is the place of the row.
 
-    The numbers of a renamed row change in step in both names.
+    Renamed rows fold if both names have the same numbers. Others are not folded with any row.
     """
     if row.status == "R":
-        (_, before), (texts, after) = split_numbers(row.name), split_numbers(row.b)
-        return row.what, texts if before == after else number
+        (_, old_numbers), (new_texts, new_numbers) = split_numbers(row.name), split_numbers(row.b)
+        return row.what, new_texts if old_numbers == new_numbers else number
     difference = row.figures
     has_nonfinite = difference and tuple(
         map(bool, (difference.nan_a, difference.nan_b, difference.inf_a, difference.inf_b))
@@ -165,12 +187,15 @@ def _fold_key(row: Row, number: int) -> Hashable:
 
 
 def _find_largest_differences(differences: Sequence[Difference]) -> Difference | None:
-    """Return the largest of each difference. NaN and infinities are summed."""
+    """Return the largest of each figure, the smallest cosine, and the sums of NaN and infinities.
+
+    The counts of elements are those of the difference with the largest share. None without any.
+    """
     if not differences:
         return None
 
     def find_largest(name: str, sign: int = 1) -> Any:
-        """Return the largest figure of this name; NaN is above all."""
+        """Return the largest figure of this name, or the smallest if `sign` is -1; NaN first."""
         known = [
             figure
             for difference in differences
@@ -227,7 +252,7 @@ def _format_figures(difference: Difference | None, full: bool) -> list[str]:
 def _make_cells(row: Row, *, full: bool = False) -> list[str]:
     """Return the cells of a row from `what` to the figures."""
     a, b = row.a, row.b
-    if row.status == "R":
+    if row.status == "R":  # two names; the table that is not `full` has the old one in its heading
         a, b = _format_name(row.name) if full else "", _format_name(row.b)
     return [row.what, a, b, *_format_figures(row.figures, full)]
 
@@ -251,7 +276,7 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
             for row in diff_rows(diff, full=True)
             if row.status != "="
         ]
-        yield from table_lines(headings, rows, look, right=_NUMBERS)
+        yield from table_lines(headings, rows, look, right=_NUMERIC_COLUMNS)
     elif diff.identical:
         yield from chain(summary_lines(diff, look), note_lines(diff, look))
     else:
@@ -261,37 +286,42 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
             for tag in _describe_tags(diff)
             for line in wrap_text(f"{tag}{ignored}", look.width)
         )
-        top = chain(_heading_lines(diff, look), summary_lines(diff, look))
+        heading = chain(_heading_lines(diff, look), summary_lines(diff, look))
         yield from separate_blocks(
-            [top, *_difference_tables(diff, look, fold), tags, note_lines(diff, look)]
+            [heading, *_difference_tables(diff, look, fold), tags, note_lines(diff, look)]
         )
 
 
 def _heading_lines(diff: Diff, look: Look) -> Iterator[str]:
     """Yield a line about each file: its path, format and number of entries."""
+    # With the status of the entries that only this side has.
     sides = (("A", diff.a, diff.format_a, "D"), ("B", diff.b, diff.format_b, "A"))
-    for letter, path, form, status in sides:
+    for letter, path, format, status in sides:
         entries = counted(diff.common + diff.counts[status] + diff.counts["R"], "entry")
-        facts = f"  {clean(form)}, {entries}"
-        room = (look.width or 1 << 30) - len(facts) - 3
+        facts = f"  {clean(format)}, {entries}"
+        room = (look.width or 1 << 30) - len(facts) - len(f"{letter}  ")
         yield f"{look.bold(letter)}  {shorten(clean(path), room)}{facts}"
 
 
 def _difference_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
-    """Yield the tables of weights, tensors, values, and entries of only one side."""
+    """Yield the tables of weights, other tensors, values, entries of one side, and renamed entries.
+
+    Weights and tensors have two tables each: without figures (another dtype or shape), then with.
+    With `fold` a container that only one side has is one line.
+    """
     one_sided = _describe_one_sided_containers(diff) if fold else {}
     unpaired = _unpaired_rows(diff, full=False, hidden=one_sided)
     rows = map(list, (_changed_rows(diff.changed), _changed_rows(diff.values), unpaired))
     tensors, values, others = map(_fold_rows, rows) if fold else rows
     for heading in ("weight", "tensor"):
-        part = [row for row in tensors if row.is_weight == (heading == "weight")]
-        yield _rows_table(heading, [row for row in part if row.figures is None], look)
-        measured = [_merge_sides(row) for row in part if row.figures is not None]
+        group = [row for row in tensors if row.is_weight == (heading == "weight")]
+        yield _rows_table(heading, [row for row in group if row.figures is None], look)
+        measured = [_merge_sides(row) for row in group if row.figures is not None]
         measured.sort(
             key=lambda row: (not row.is_integer, magnitude_key(row.figures, diff.sort)),
             reverse=True,
         )
-        yield _rows_table(heading, measured, look, _SPARE)
+        yield _rows_table(heading, measured, look, _COLUMNS_BY_IMPORTANCE)
     yield _rows_table("value", values, look)
     yield (
         line
@@ -304,19 +334,24 @@ def _difference_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[
 
 
 def _describe_one_sided_containers(diff: Diff) -> dict[tuple[str, str | None], str]:
-    """Map side and name of each container that only A or B has to its number of entries."""
+    """Map the side (A or B) and name of each container that only one file has to its size in words.
+
+    It counts tensors, or entries if there are none. A container of one entry is left out.
+    """
     sides_by_container: dict[tuple[str, str | None], list[Side]] = {}
     for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b)):
         for side in sides:
             if side.container is not None:
                 sides_by_container.setdefault((letter, side.container), []).append(side)
-    tensors = {
-        key: sum(side.sort == "tensor" for side in sides_by_container[key])
-        for key in sides_by_container
-    }
+
+    def count_entries(sides: list[Side]) -> str:
+        """Return `3 tensors`, or `3 entries` if no entry is a tensor."""
+        tensors = sum(side.sort == "tensor" for side in sides)
+        return counted(tensors, "tensor") if tensors else counted(len(sides), "entry")
+
     return {
-        key: counted(tensors[key], "tensor") if tensors[key] else counted(len(sides), "entry")
-        for key, sides in sides_by_container.items()
+        container: count_entries(sides)
+        for container, sides in sides_by_container.items()
         if len(sides) > 1
     }
 
@@ -341,7 +376,7 @@ def _rows_table(
             headings,
             cells,
             look,
-            right=_NUMBERS,
+            right=_NUMERIC_COLUMNS,
             flexible=(0, 2, 3, 4),
             spare=[headings.index(name) for name in spare],
             optional=range(1, len(headings)),
@@ -349,18 +384,18 @@ def _rows_table(
 
 
 def _describe_tags(diff: Diff) -> Iterator[str]:
-    """Yield `device: cuda:3 -> cpu (14)`."""
+    """Yield a line about each tag that differs: `device: cuda:3 -> cpu (14)`."""
     rows: list[Changed | Renamed] = [*diff.changed, *diff.values, *diff.renamed]
     for tag in sorted(TAGS):
         moves = Counter(
             (str(getattr(row.a, tag)), str(getattr(row.b, tag))) for row in rows if tag in row.what
         )
         parts = [
-            f"{clean(before)} -> {clean(after)} ({number:,})"
-            for (before, after), number in moves.most_common(_MOST_MOVES)
+            f"{clean(before)} -> {clean(after)} ({count:,})"
+            for (before, after), count in moves.most_common(_MAX_MOVES)
         ]
-        if len(moves) > _MOST_MOVES:
-            parts.append(f"and {len(moves) - _MOST_MOVES:,} more")
+        if len(moves) > _MAX_MOVES:
+            parts.append(f"and {len(moves) - _MAX_MOVES:,} more")
         if parts:
             yield f"{tag}: {', '.join(parts)}"
 
@@ -375,7 +410,10 @@ def note_lines(diff: Diff, look: Look) -> Iterator[str]:
 
 
 def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
-    """Yield `12 of 161 common entries differ, 3 only in A; 149 equal`, wrapped."""
+    """Yield `12 of 161 common entries differ, 3 only in A; 149 equal`, wrapped.
+
+    For files without differences `identical: 161 entries`, or `equal` within the tolerance.
+    """
     remarks = [f"{diff.close:,} within the tolerance"] if diff.close else []
     if diff.by_checksum:
         remarks.append(f"{counted(diff.by_checksum, 'tensor')} compared only by CRC-32")
@@ -428,20 +466,25 @@ def stat_lines(diff: Diff, look: Look, *, fold: bool = True) -> Iterator[str]:
 
 
 def _module_lines(diff: Diff, look: Look, fold: bool) -> Iterator[str]:
-    """Yield the table of modules with bars of their differences, and its headings."""
-    modules: dict[str, Counter[str]] = {}
+    """Yield the table of modules, with the number of their differences and a bar of marks.
+
+    A bar has `~` for changed, `-` and `+` for one-sided, and `>` for renamed entries. All have one
+    scale, and at least one mark for each kind.
+    """
+    mark_counts: dict[str, Counter[str]] = {}  # by module
     for row in diff_rows(diff):
         name = row.b if row.status == "R" else row.name
         module = name[: max(name.rfind("."), name.rfind("/"), 0)]
-        if row.status in _MARKS:
-            modules.setdefault(module, Counter())[_MARKS[row.status]] += 1
-    keyed = ((name, tuple(sorted(marks.items()))) for name, marks in modules.items())
+        if row.status in _MARK_BY_STATUS:
+            mark_counts.setdefault(module, Counter())[_MARK_BY_STATUS[row.status]] += 1
+    # Repeated modules are folded if they have equal counts.
+    keyed = ((module, tuple(sorted(marks.items()))) for module, marks in mark_counts.items())
     folded = [
-        (family.label, len(family.names), modules[family.names[0]])
+        (family.label, len(family.names), mark_counts[family.names[0]])
         for family in fold_names(keyed, fold=fold)
     ]
     longest = max((times * marks.total() for _, times, marks in folded), default=1)
-    scale = min(1.0, _WIDEST_BAR / longest)
+    scale = min(1.0, _MAX_BAR_WIDTH / longest)
     rows = [
         [
             clean(label) or "(top level)",

@@ -25,12 +25,12 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII = " .:-=+*#%@"
 """The marks of a histogram: the first for an empty bin, the last for the fullest."""
 
-_MOST_REMARKS = 20
+_MAX_REMARKS = 20
 _COLUMNS = (
     *("name", "dtype", "elements", "min", "max", "mean", "std", "zeros", "nan", "inf", "norm"),
     *("histogram", "flags"),
 )
-_SPARE = (
+_COLUMNS_BY_IMPORTANCE = (
     *("histogram", "elements", "dtype", "norm", "mean", "zeros", "inf", "nan", "std", "max", "min"),
 )
 """Columns that are left out on a narrow terminal, the first one first."""
@@ -75,15 +75,15 @@ def _stats_table(rows: Sequence[TensorStats], look: Look, ramp: str) -> Iterator
         look,
         right=range(column("elements"), column("histogram")),
         flexible=(column("name"), column("flags")),
-        spare=list(map(column, _SPARE)),
+        spare=list(map(column, _COLUMNS_BY_IMPORTANCE)),
         optional=list(map(column, ("nan", "inf", "histogram", "flags"))),
     )
 
 
 def _make_cells(row: TensorStats, look: Look, ramp: str) -> list[str]:
-    """Return the cells of one row, figures as in `_COLUMNS`."""
+    """Return the cells of one row below `_COLUMNS`; no figures if it was not measured."""
     measures = row.measures
-    figures = [""] * 9
+    figures = [""] * (len(_COLUMNS) - 4)  # all columns except name, dtype, elements and flags
     if measures is not None:
         figures = [
             *map(_format_figure, (measures.minimum, measures.maximum, measures.mean, measures.std)),
@@ -99,7 +99,7 @@ def _make_cells(row: TensorStats, look: Look, ramp: str) -> list[str]:
     ]
     flags += ["tied"] if row.tie is not None else []
     text = " ".join(flags if row.reason is None else [*flags, "no statistics"])
-    if look.width is not None:
+    if look.width is not None:  # on a terminal: max! for max-outlier
         text = text.replace("-outlier", "!")
     return [_format_name(row), row.row.dtype, f"{row.row.numel:,}", *figures, text]
 
@@ -126,7 +126,7 @@ def _remark_lines(rows: Sequence[TensorStats], width: int | None) -> Iterator[st
         for remark in row.remarks
     ]
     lines += [f"no statistics for {listed(names)}: {why}" for why, names in reasons.items()]
-    for line in limit_lines(lines, _MOST_REMARKS):
+    for line in limit_lines(lines, _MAX_REMARKS):
         yield from wrap_text(line, width)
 
 

@@ -12,7 +12,7 @@ from ckptool.render.table import separate_blocks, table_lines
 from ckptool.render.text import PLAIN, Look, format_label, format_size, shorten
 from ckptool.words import clean, counted
 
-_VALUE_WIDTH = 60
+_MAX_VALUE_LENGTH = 60
 
 
 def listing_lines(listing: Listing, look: Look = PLAIN) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _value_table(listing: Listing, look: Look) -> Iterator[str]:
     rows = []
     for row in listing.values:
         text = repr(row.value) if isinstance(row.value, str) else str(row.value)
-        short = text if look.fmt else shorten(text, _VALUE_WIDTH)
+        short = text if look.fmt else shorten(text, _MAX_VALUE_LENGTH)
         rows.append([format_label(row.name, row.path), row.type, clean(short)])
     headers = ["name", "type", "value"] if look.fmt else ["value", "type", ""]
     return table_lines(headers, rows, look, flexible=(0, 2))
@@ -126,8 +126,8 @@ def _object_table(listing: Listing, look: Look) -> Iterator[str]:
     )
 
 
-_WIDEST = 100
-_LEAST = 12
+_MAX_TREE_WIDTH = 100
+_MIN_NAME_LENGTH = 12
 """Characters that every name keeps."""
 
 
@@ -138,19 +138,24 @@ def tree_lines(root: TreeNode, look: Look) -> Iterator[str]:
     """
     rows = list(_walk_tree(root, "", ""))
     facts = [_format_node_totals(node) for _, _, node in rows]
-    width = min(_WIDEST, max(len(lead) + len(name) for lead, name, _ in rows))
+    width = min(_MAX_TREE_WIDTH, max(len(lead) + len(name) for lead, name, _ in rows))
     if look.width is not None:
         if width + 2 + max(map(len, facts)) > look.width:
             facts = [_format_node_totals(node, brief=True) for _, _, node in rows]
-        deepest = max(len(lead) + min(len(name), _LEAST) for lead, name, _ in rows)
+        deepest = max(len(lead) + min(len(name), _MIN_NAME_LENGTH) for lead, name, _ in rows)
         width = min(width, max(deepest, look.width - max(map(len, facts)) - 2))
     for (lead, name, _), totals in zip(rows, facts, strict=True):
-        shown = name if look.width is None else shorten(name, max(width - len(lead), _LEAST))
+        shown = (
+            name if look.width is None else shorten(name, max(width - len(lead), _MIN_NAME_LENGTH))
+        )
         yield f"{lead + shown:<{width}}  {look.faint(totals)}"
 
 
 def _walk_tree(node: TreeNode, lead: str, below: str) -> Iterator[tuple[str, str, TreeNode]]:
-    """Yield the tree drawing before each name, the name, and its node."""
+    """Yield a node and all below it: the tree drawing before its name, the name, and the node.
+
+    `lead` is the drawing before this node, `below` the start of the drawing before its children.
+    """
     yield lead, clean(node.label) or "''", node
     for child in node.children:
         branch, deeper = ("`- ", "   ") if child is node.children[-1] else ("|- ", "|  ")
@@ -159,12 +164,12 @@ def _walk_tree(node: TreeNode, lead: str, below: str) -> Iterator[tuple[str, str
 
 def _format_node_totals(node: TreeNode, *, brief: bool = False) -> str:
     """Return the number of tensors, elements and bytes of a module, or the header of a tensor."""
-    own = node.tensor
-    if own is None or node.children:
+    tensor = node.tensor
+    if tensor is None or node.children:
         totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
         return ", ".join((*totals[: 1 if brief else 2], format_size(node.nbytes)))
     times = f"{node.count:,} x " if node.count > 1 else ""
-    return f"{times}{own.dtype} {format_shape(own.shape)}  {format_size(node.nbytes)}"
+    return f"{times}{tensor.dtype} {format_shape(tensor.shape)}  {format_size(node.nbytes)}"
 
 
 def tensor_line(tensor: TensorRow | TensorRef) -> str:

@@ -24,15 +24,17 @@ from ckptool.render.text import (
 )
 from ckptool.words import clean, counted
 
-_MOST_NAMED = 3
+_MAX_PATTERNS = 3
 """The most patterns of names in one cell."""
-_MOST_ROWS = 100
+_MAX_ROWS = 100
 """The most rows of one status in a folded table."""
-_MOST_LETTERS = 300
+_MAX_CELL_LENGTH = 300
 """The most characters of a cell in a folded table."""
 
 
 class _Row(NamedTuple):
+    """A row of the table: keys, the status such as MISSING, and details."""
+
     key: str
     status: str
     details: str = ""
@@ -90,12 +92,12 @@ def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iter
 def _format_hint(remedy: Remedy) -> str:
     """Return `add --rename ... to apply the proposed rule`, or the text of another remedy."""
     options = to_options_text(remedy)
-    if remedy != Remedy(remedy.arguments):
+    if remedy != Remedy(remedy.arguments):  # it has its own sentence
         return options
     arguments = dict(remedy.arguments)
     rules = arguments.get("rename", ())
-    several = "s" * (isinstance(rules, tuple) and len(rules) > 1)
-    purpose = f" to apply the proposed rule{several}" if [*arguments] == ["rename"] else ""
+    plural = "s" * (isinstance(rules, tuple) and len(rules) > 1)
+    purpose = f" to apply the proposed rule{plural}" if [*arguments] == ["rename"] else ""
     return f"add {options}{purpose}"
 
 
@@ -113,7 +115,10 @@ def note_lines(
     options: bool = False,
     rows: Iterable[_Row] | None = None,
 ) -> Iterator[str]:
-    """Yield the meaning of each status in the report or its `rows`, and its option."""
+    """Yield the meaning of each status in the report or its `rows`, with its option; then notes.
+
+    Options are named as on the command line, or as arguments of the library unless `options`.
+    """
     rows = _make_rows(report, fold=True) if rows is None else rows
     names = ("allow_missing", "allow_unexpected", "allow_mismatched", "allow_lossy_cast")
     option_names = {
@@ -121,7 +126,7 @@ def note_lines(
         for name in (*names, "transpose", "no_transpose")
     }
     rule = "a --rename rule" if options else _deciding_rule(report)
-    meanings = {**_MEANINGS}
+    meanings = {**_MEANING_BY_STATUS}
     if not any(cast.lossy for cast in report.cast):
         meanings["CAST"] = "converted to the model's dtype on loading"
     for status in dict.fromkeys(row.status for row in rows):
@@ -154,10 +159,10 @@ def _heading_lines(report: MatchReport, look: Look, judgement: Judgement) -> Ite
     verdict = "fits" if accepted else "does not fit"
     allowed = " with the allowed differences" if accepted and not report.fits else ""
     total = max(report.parameters, 1)
-    part = format_share(report.loaded if report.parameters else total, total)
+    share = format_share(report.loaded if report.parameters else total, total)
     tensors, verb = counted(report.names, "tensor"), "matches" if report.fitting == 1 else "match"
-    several = "all " * (report.names > 1) if report.fits else f"{report.fitting:,} of "
-    reason = f"{several}{tensors} {verb} ({part} of the parameters)"
+    matched = "all " * (report.names > 1) if report.fits else f"{report.fitting:,} of "
+    reason = f"{matched}{tensors} {verb} ({share} of the parameters)"
     if not report.names:
         reason = "the model has no tensors"
     elif not report.fits and report.fitting == report.names and not accepted:
@@ -174,10 +179,13 @@ def _match_table(rows: Sequence[_Row], look: Look) -> Iterator[str]:
 
 
 def _make_rows(report: MatchReport, *, fold: bool) -> list[_Row]:
-    """Return the differences, then the matches after a change, then other remarks."""
-    unclear = [(item.names, item.candidates, "could be") for item in report.ambiguous]
-    ambiguous = {name for names, _, _ in unclear for name in names}
-    unexpected = [name for name in report.unexpected_keys if name not in ambiguous]
+    """Return the rows of the table: differences, then matches after a change, then other remarks.
+
+    An ambiguous key is not listed as unexpected too.
+    """
+    ambiguities = [(item.names, item.candidates, "could be") for item in report.ambiguous]
+    ambiguous_names = {name for names, _, _ in ambiguities for name in names}
+    unexpected = [name for name in report.unexpected_keys if name not in ambiguous_names]
     shapes = (
         (item.name, f"file {format_shape(item.shape)}, model {format_shape(item.wanted)}")
         for item in report.mismatched
@@ -193,7 +201,7 @@ def _make_rows(report: MatchReport, *, fold: bool) -> list[_Row]:
         *_rows_by_name("MISSING", ((name, "") for name in report.missing_keys), fold),
         *_rows_by_name("UNEXPECTED", ((name, "") for name in unexpected), fold),
         *_rows_by_name("MISMATCH", shapes, fold),
-        *_rows_of_related("AMBIGUOUS", unclear, fold),
+        *_rows_of_related("AMBIGUOUS", ambiguities, fold),
         *_rows_by_name("LAYOUT", ((item.name, item.reason) for item in report.undecided), fold),
         *_rows_by_details("PROPOSED", _rename_pairs(report.proposed, fold), fold),
         *_rows_of_related("UNTIED", ((item[:1], item[1:], "!=") for item in report.untied), fold),
@@ -210,8 +218,10 @@ def _make_rows(report: MatchReport, *, fold: bool) -> list[_Row]:
 def _limit_rows(rows: Iterable[_Row]) -> Iterator[_Row]:
     """Yield the first rows of each status, and the number of its other rows."""
     for status, group in groupby(rows, key=lambda row: row.status):
-        for row in islice(group, _MOST_ROWS):
-            yield _Row(shorten(row.key, _MOST_LETTERS), status, shorten(row.details, _MOST_LETTERS))
+        for row in islice(group, _MAX_ROWS):
+            yield _Row(
+                shorten(row.key, _MAX_CELL_LENGTH), status, shorten(row.details, _MAX_CELL_LENGTH)
+            )
         hidden = sum(1 for _ in group)
         if hidden:
             yield _Row(f"and {hidden:,} more", status, "")
@@ -260,16 +270,19 @@ def _tied_rows(report: MatchReport, fold: bool) -> Iterator[_Row]:
 def _rows_of_related(
     status: str, related: Iterable[tuple[Sequence[str], Sequence[str], str]], fold: bool
 ) -> Iterator[_Row]:
-    """Yield rows of names and related names. Names whose numbers change in step are folded."""
+    """Yield rows of names and related names. Names whose numbers change in step are folded.
+
+    Each item of `related` has names, their related names, and the word between them.
+    """
     nonempty = [group for group in related if group[0]]
-    steps = [
+    keyed_names = [
         (names[0], _step_key(names[0], (*names[1:], *related_names)))
         for names, related_names, _ in nonempty
     ]
-    for family in fold_names(steps, fold=fold):
+    for family in fold_names(keyed_names, fold=fold):
         members = [nonempty[n] for n in family.numbers]
         key = _format_patterns(
-            (name for names, _, _ in members for name in names), fold, 1 if fold else _MOST_NAMED
+            (name for names, _, _ in members for name in names), fold, 1 if fold else _MAX_PATTERNS
         )
         related_names = _format_patterns(
             (name for _, related_names, _ in members for name in related_names), fold
@@ -278,16 +291,21 @@ def _rows_of_related(
 
 
 def _step_key(name: str, related_names: Sequence[str]) -> Hashable:
-    """Return a key that is equal for names whose numbers change together with related names."""
-    template = split_numbers(name)[1]
-    pairs = map(split_numbers, related_names)
+    """Return a key that is equal for names whose numbers change together with related names.
+
+    A related name with the numbers of `name` counts without them: `a.1.w` and `b.1.w` are like
+    `a.2.w` and `b.2.w`.
+    """
+    name_numbers = split_numbers(name)[1]
     return tuple(
-        texts if other_template == template else (texts, other_template)
-        for texts, other_template in pairs
+        texts if numbers == name_numbers else (texts, numbers)
+        for texts, numbers in map(split_numbers, related_names)
     )
 
 
-def _format_patterns(names: Iterable[str], fold: bool = True, max_count: int = _MOST_NAMED) -> str:
+def _format_patterns(
+    names: Iterable[str], fold: bool = True, max_count: int = _MAX_PATTERNS
+) -> str:
     """Return names for a cell, each once: `a.{0..3}.w, b.w and 4 more`."""
     folded = fold_names([(name, None) for name in dict.fromkeys(names)], fold=fold)
     hidden = sum(len(family.names) for family in folded[max_count:])
@@ -300,7 +318,7 @@ def _format_key(name: str) -> str:
     return clean(name) or "''"
 
 
-_MEANINGS = {
+_MEANING_BY_STATUS = {
     "MISSING": "only in the model; {allow_missing} keeps the model's tensor",
     "UNEXPECTED": "only in the file; {allow_unexpected} leaves it out",
     "MISMATCH": "the shapes differ; {allow_mismatched} keeps the model's tensor",

@@ -12,22 +12,26 @@ from ckptool.render.text import format_size, limit_lines
 from ckptool.words import clean, counted
 from ckptool.writing import Receipt
 
-SCREEN = 40
+MAX_LINES = 40
 """The most lines of one kind."""
-WORST = 3
+MAX_NAMED_TENSORS = 3
 """The most tensors that are named for each kind of loss."""
 
 
 def receipt_lines(receipt: Receipt) -> Iterator[str]:
-    """Yield all lines of a receipt, in the order of the work; the last one is about the file."""
+    """Yield all lines of a receipt, in the order of the work; the last one is about the file.
+
+    Of each kind of change, and of the left-out parts, the first lines are shown.
+    """
     for kind, changes in groupby(receipt.changes, key=lambda change: change.kind):
         mark = "warning: " if kind == "warning" else ""
-        yield from limit_lines((clean(mark + change.text) for change in changes), SCREEN)
+        yield from limit_lines((clean(mark + change.text) for change in changes), MAX_LINES)
     kinds = {change.kind for change in receipt.changes}
-    if receipt.source and not receipt.left_out and kinds <= {"warning", "format"}:
+    has_same_content = not receipt.left_out and kinds <= {"warning", "format"}
+    if receipt.source and has_same_content:
         yield "keys, values and devices are unchanged"
     yield from _outcome_lines(receipt.outcomes)
-    yield from limit_lines((f"left out: {clean(text)}" for text in receipt.left_out), SCREEN)
+    yield from limit_lines((f"left out: {clean(text)}" for text in receipt.left_out), MAX_LINES)
     for text in receipt.notes:
         yield f"note: {clean(text)}"
     for text in receipt.blockers:
@@ -42,15 +46,16 @@ def _outcome_lines(outcomes: Sequence[Change]) -> Iterator[str]:
 
     Tensors that lose precision are only in the totals.
     """
-    max_named = {"overflow": WORST, "underflow": WORST, "precision": 0}
+    max_named = {"overflow": MAX_NAMED_TENSORS, "underflow": MAX_NAMED_TENSORS, "precision": 0}
     seen = Counter[str]()
     for outcome in outcomes:
         seen[outcome.kind] += 1
         if seen[outcome.kind] <= max_named.get(outcome.kind, len(outcomes)):
             yield clean(f"warning: {outcome.text}" if outcome.kind == "warning" else outcome.text)
     for kind in ("overflow", "underflow"):
-        if seen[kind] > WORST:
-            yield f"{kind} in {counted(seen[kind] - WORST, 'more tensor')} (--json lists all)"
+        if seen[kind] > MAX_NAMED_TENSORS:
+            hidden = counted(seen[kind] - MAX_NAMED_TENSORS, "more tensor")
+            yield f"{kind} in {hidden} (--json lists all)"
 
 
 def receipt_line(receipt: Receipt) -> str:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from ckptool.errors import UsageError
 from ckptool.render.text import Look, shorten, wrap_text
 
-_NARROWEST = 12
-_READABLE = 24  # characters of a flexible column before spare columns are left out for it
-_WIDEST = 160  # characters that rows are padded to, so that one long name widens no other row
+_MIN_COLUMN_WIDTH = 12  # characters that a cell of a narrow table keeps
+_READABLE_WIDTH = 24  # characters of a flexible column before spare columns are left out for it
+_MAX_PADDED_WIDTH = (
+    160  # characters that rows are padded to, so that one long name widens no other row
+)
 
 
 def table_lines(
@@ -42,22 +44,26 @@ def table_lines(
         )
         return
     gap = " | " if ruled else "  "
-    full = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    bending = (flexible,) if isinstance(flexible, int) else flexible
+    full_widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    flexible_columns = (flexible,) if isinstance(flexible, int) else flexible
     spare = [n for n in spare if n in columns]
-    widths = _fit_widths(columns, full, look.width or 1 << 30, len(gap), bending, spare)
+    available = look.width or 1 << 30
+    # Removes spare columns from `columns` too.
+    widths = _fit_widths(columns, full_widths, available, len(gap), flexible_columns, spare)
     pattern = gap.join(
-        f"%{'' if n in right else '-'}{min(width, _WIDEST)}s"
+        f"%{'' if n in right else '-'}{min(width, _MAX_PADDED_WIDTH)}s"
         for n, width in zip(columns, widths, strict=True)
     )
     yield look.bold((pattern % tuple(headers[n] for n in columns)).rstrip())
     if ruled:
-        yield "-+-".join("-" * min(width, _WIDEST) for width in widths)
-    is_narrowed = widths != [full[n] for n in columns]
+        yield "-+-".join("-" * min(width, _MAX_PADDED_WIDTH) for width in widths)
+    is_narrowed = widths != [full_widths[n] for n in columns]
     for row in rows:
-        drawn = tuple(row[n] for n in columns)
-        yield (pattern % (tuple(map(shorten, drawn, widths)) if is_narrowed else drawn)).rstrip()
-    missing = ["names in full"] if widths[0] < full[columns[0]] else []
+        cells_shown = tuple(row[n] for n in columns)
+        if is_narrowed:
+            cells_shown = tuple(map(shorten, cells_shown, widths))
+        yield (pattern % cells_shown).rstrip()
+    missing = ["names in full"] if widths[0] < full_widths[columns[0]] else []
     missing += [headers[n] for n in spare if n not in columns and headers[n]]
     if missing:
         note = f"(a wider terminal shows {', '.join(missing)})"
@@ -66,28 +72,37 @@ def table_lines(
 
 def _fit_widths(
     columns: list[int],
-    full: Sequence[int],
+    full_widths: Sequence[int],
     available: int,
     gap: int,
     flexible: Collection[int],
     spare: Sequence[int],
 ) -> list[int]:
-    """Remove spare columns from `columns` until the others fit, and return their widths."""
-    smallest = [min(width, _READABLE) if n in flexible else width for n, width in enumerate(full)]
+    """Remove spare columns from `columns` until the others fit, and return their widths.
+
+    `full_widths` has every column, `gap` is the space between two. If the rows are still wider than
+    `available`, flexible columns shrink, the widest ones first.
+    """
+    smallest = [
+        min(width, _READABLE_WIDTH) if column in flexible else width
+        for column, width in enumerate(full_widths)
+    ]
     for column in spare:
         if sum(smallest[n] + gap for n in columns) <= available + gap:
             break
         columns.remove(column)
-    widths = [full[n] for n in columns]
+    widths = [full_widths[column] for column in columns]
     excess = sum(widths) + gap * (len(columns) - 1) - available
     shrinkable = sorted(
-        (n for n, flexible_column in enumerate(columns) if flexible_column in flexible),
+        (index for index, column in enumerate(columns) if column in flexible),
         key=widths.__getitem__,
     )
-    room = sum(widths[n] for n in shrinkable) - excess
-    for shrunk, n in enumerate(shrinkable):  # the widest columns lose most
-        widths[n] = min(widths[n], max(room // (len(shrinkable) - shrunk), _NARROWEST))
-        room -= widths[n]
+    room = sum(widths[index] for index in shrinkable) - excess
+    # From the narrowest: each gets an equal share of the room that is left, if it needs that much.
+    for shrunk_count, index in enumerate(shrinkable):
+        share = room // (len(shrinkable) - shrunk_count)
+        widths[index] = min(widths[index], max(share, _MIN_COLUMN_WIDTH))
+        room -= widths[index]
     return widths
 
 
@@ -103,13 +118,13 @@ def separate_blocks(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 _OTHER_NAMES = {"markdown": "github"}
-_SEPARATED = ("csv", "tsv")
+_SEPARATED_FORMATS = ("csv", "tsv")
 """Formats without padding, so that a program reads the cells as they are."""
 _ESCAPING_TWINS = {"unsafehtml": "html", "latex_raw": "latex"}
 """Formats that do not escape cells, and the same formats with escapes."""
 
-_MOST_PADDING = 32 << 20  # characters; one name of a megabyte would widen every row
-_MOST_PADDING_RATIO = 8
+_MAX_PADDING = 32 << 20  # characters; one name of a megabyte would widen every row
+_MAX_PADDING_RATIO = 8
 
 
 def resolve_format(word: str) -> str:
@@ -128,7 +143,7 @@ def list_formats() -> list[str]:
     """Return the names of all formats, sorted."""
     import tabulate  # 50 ms: only where a format is asked for
 
-    return sorted({*tabulate.tabulate_formats, *_OTHER_NAMES, *_SEPARATED})
+    return sorted({*tabulate.tabulate_formats, *_OTHER_NAMES, *_SEPARATED_FORMATS})
 
 
 def _format_cells(
@@ -152,13 +167,13 @@ def _format_cells(
         return iter(drawn.getvalue().splitlines())
     import tabulate
 
-    escape = _ESCAPES.get(fmt, str)
+    escape = _ESCAPE_BY_FORMAT.get(fmt, str)
     headers, *rows = ([escape(cell) for cell in row] for row in cells)
-    content = sum(len(cell) for row in rows for cell in row)
-    widest = sum(max((len(row[n]) for row in rows), default=0) for n in range(len(headers)))
-    if widest * len(rows) > _MOST_PADDING + _MOST_PADDING_RATIO * content:
+    content_length = sum(len(cell) for row in rows for cell in row)
+    row_width = sum(max((len(row[n]) for row in rows), default=0) for n in range(len(headers)))
+    if row_width * len(rows) > _MAX_PADDING + _MAX_PADDING_RATIO * content_length:
         raise UsageError(
-            f"the longest cell would make each of {len(rows):,} rows {widest:,} characters wide "
+            f"the longest cell would make each of {len(rows):,} rows {row_width:,} characters wide "
             f"in the format {fmt}",
             hint="--fmt csv pads nothing, and neither does --json",
         )
@@ -185,7 +200,7 @@ def _make_entity_escape(characters: str) -> Callable[[str], str]:
 
 
 _escape_markdown = _make_backslash_escape(r"[\\|`*<&~]|(?<=\])\(|(?<![^\W_])_")
-_ESCAPES: dict[str, Callable[[str], str]] = {
+_ESCAPE_BY_FORMAT: dict[str, Callable[[str], str]] = {
     "github": _escape_markdown,
     "pipe": _escape_markdown,
     "rst": _make_backslash_escape(r"[\\|`*]|_(?![^\W_])"),

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ckptool.inspection.scan import Scan, Stream
     from ckptool.inspection.verify import ManifestOutcome, Verdict
 
-_FAILS = "does not load on this machine"
-_WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
+_FAILURE = "does not load on this machine"
+_WORD_BY_SEVERITY = {"fails": "error", "misleads": "warning", "note": "note"}
 
 
 def diagnosis_lines(
@@ -38,7 +38,7 @@ def diagnosis_lines(
     """Yield the verdict, the complaints (where and why with `explain`), and the commands."""
     name = clean(diagnosis.file)
     verdict = verdict_text(diagnosis)
-    yield f"{look.bold(name)}{' ' if verdict.startswith(_FAILS) else ': '}{verdict}"
+    yield f"{look.bold(name)}{' ' if verdict.startswith(_FAILURE) else ': '}{verdict}"
     if not diagnosis.complaints:
         if explain and (remark := load_format(diagnosis.format or "").remark):
             yield from _fact_lines("why", remark, look)
@@ -58,12 +58,14 @@ def verdict_text(diagnosis: Diagnosis) -> str:
     if not diagnosis.complaints:
         return f"no problems found with {_loader_name(diagnosis)} or load_state_dict"
     counts: Counter[str] = Counter(complaint.severity for complaint in diagnosis.complaints)
-    text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
+    text = ", ".join(
+        counted(counts[kind], word) for kind, word in _WORD_BY_SEVERITY.items() if counts[kind]
+    )
     if diagnosis.reader:
         others = f", {_loader_name(diagnosis)} does not: " if counts["fails"] else "; "
         return clean(f"{diagnosis.reader} reads it as is{others}{text}")
     if counts["fails"]:
-        return f"{_FAILS}: {text}"
+        return f"{_FAILURE}: {text}"
     return f"{_loader_name(diagnosis)} opens it; {text}"
 
 
@@ -75,14 +77,18 @@ def _loader_name(diagnosis: Diagnosis) -> str:
 
 def complaint_text(number: int, complaint: Complaint) -> str:
     """Return `1. error: it contains objects that ...`."""
-    return f"{number}. {_WORDS[complaint.severity]}: {_join_lines(complaint.text)}"
+    return f"{number}. {_WORD_BY_SEVERITY[complaint.severity]}: {_join_lines(complaint.text)}"
 
 
 def _complaint_lines(
     number: int, complaint: Complaint, look: Look, explain: bool, quoted: dict[str, int]
 ) -> Iterator[str]:
-    """Yield a complaint; `quoted` has the first number of each kind of quoted error."""
-    word = _WORDS[complaint.severity]
+    """Yield a complaint: the fact, then the error or its effect, and a hint if no command helps.
+
+    With `explain` also the place, all effects and each hint; without, a note has only the fact.
+    `quoted` has the first number of each kind of quoted error.
+    """
+    word = _WORD_BY_SEVERITY[complaint.severity]
     colored = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
     lines = wrap_text(complaint_text(number, complaint), look.width, indent="   ")
     yield lines[0].replace(word, colored, 1)
@@ -93,7 +99,7 @@ def _complaint_lines(
         yield from _fact_lines("why", "; ".join(why), look)
     elif complaint.severity != "note":
         text = _quote_error(complaint, number, quoted)
-        if not text and complaint.effect:
+        if not text and complaint.effect:  # its first clause, as a sentence
             text = complaint.effect.partition("; ")[0].rstrip(".") + "."
         yield from wrap_text(f"   {_join_lines(text)}", look.width, indent="   ")
     if explain or not (complaint.commands or complaint.alternatives):
@@ -136,6 +142,7 @@ def _plan_lines(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
     if diagnosis.code:
         title = "Or in Python:" if diagnosis.resume else resume_title(diagnosis.training)
         yield from (look.bold(title), f"  {clean(diagnosis.code)}")
+    # The numbers of the complaints, by their alternative commands and the code that loads these.
     choices: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for number, complaint in numbered:
         if complaint.alternatives:
@@ -147,12 +154,16 @@ def _plan_lines(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
         yield from titled_commands(f"{title}{' (choose one)' * several}:", commands, look)
         if code:
             yield from (look.bold("Then in Python:"), f"  {clean(code)}")
-    unfixed = [str(at) for at, item in numbered if not (item.commands or item.alternatives)]
+    unfixed = [
+        str(number)
+        for number, complaint in numbered
+        if not (complaint.commands or complaint.alternatives)
+    ]
     if 0 < len(unfixed) < len(numbered):
         yield f"Not fixed: {', '.join(unfixed)}"
 
 
-_MOST_PROBLEMS = 40
+_MAX_PROBLEMS = 40
 """The most problems of one file."""
 
 
@@ -164,13 +175,13 @@ def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
         return
     yield f"{name}: {look.alarm(counted(len(verdict.problems), 'problem'))}"
     hints = set()
-    for problem in verdict.problems[:_MOST_PROBLEMS]:
+    for problem in verdict.problems[:_MAX_PROBLEMS]:
         place = f"{clean(problem.place)}: " if problem.place else ""
         yield from wrap_text(f"  {place}{clean(problem.text)}", look.width, indent="    ")
         if problem.hint and problem.hint not in hints:
             hints.add(problem.hint)
             yield f"    {look.faint('hint:')} {clean(problem.hint)}"
-    hidden = len(verdict.problems) - _MOST_PROBLEMS
+    hidden = len(verdict.problems) - _MAX_PROBLEMS
     if hidden > 0:
         yield f"  and {counted(hidden, 'problem')} more (--json lists all)"
 
@@ -237,7 +248,7 @@ def _make_rows(result: Verdict | CheckpointError) -> list[list[str]]:
     ]
 
 
-_MOST_CALLS = 20
+_MAX_CALLS = 20
 """The most calls of one file."""
 
 
@@ -254,7 +265,7 @@ def scan_lines(report: Scan, look: Look = PLAIN) -> Iterator[str]:
         shown = _describe_scan(report.verdict)
         yield f"{name}: {look.alarm(shown) if is_bad else shown}{modules}"
     lines = (line for stream in report.streams for line in _stream_lines(stream))
-    yield from (f"  {line}" for line in limit_lines(lines, _MOST_CALLS))
+    yield from (f"  {line}" for line in limit_lines(lines, _MAX_CALLS))
 
 
 def _stream_lines(stream: Stream) -> Iterator[str]:

@@ -13,12 +13,16 @@ from typing import NamedTuple
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.words import listed, printable
 
-_MOST = 1 << 20
+_MAX_BYTES = 1 << 20
 """The most bytes to parse."""
 _SPACE = re.compile(r"[ \t\n\r]*")
-_QUANTIZATION = ("quantization_config", "quantization")
+_QUANTIZATION_KEYS = ("quantization_config", "quantization")
 """The key of transformers, then of MLX, which writes both."""
-_ROWS, _TYPES, _TEXT = "vocab_size", ("torch_dtype", "dtype"), "text_config"
+_VOCABULARY_KEY, _DTYPE_KEYS, _TEXT_CONFIG_KEY = (
+    "vocab_size",
+    ("torch_dtype", "dtype"),
+    "text_config",
+)
 
 
 class Edited(NamedTuple):
@@ -31,107 +35,129 @@ class Edited(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """A key and a value of a JSON object, with their positions in the text: key, value, end."""
+    """A key and a value of a JSON object, with their positions in the text."""
 
     key: str
     value: object
-    start: int
-    at: int
-    stop: int
+    key_start: int
+    value_start: int
+    value_end: int
 
 
 def edit_configuration(path: str, checkpoint: Checkpoint) -> Edited:
-    """Return a configuration with the changes of a checkpoint."""
+    """Return the edit that makes a configuration reflect the changes of a checkpoint.
+
+    It is empty if no change concerns it: dequantized, resized and cast tensors do. A file that is
+    not a JSON object only gets a warning.
+    """
     changes = checkpoint.changes
     is_dequantized = any(change.kind == "dequantize" for change in changes)
-    rows = {
+    new_rows = {
         change.was: change.now
         for change in changes
         if change.kind == "resize" and change.was != change.now
     }
-    types = {
+    new_dtypes = {
         change.was: change.now
         for change in changes
         if change.kind in ("cast", "dequantize") and change.now is not None
     }
-    if not (is_dequantized or rows or types):
+    if not (is_dequantized or new_rows or new_dtypes):
         return Edited()
     with open(path, "rb") as file:
-        raw = file.read(_MOST + 1)
+        raw = file.read(_MAX_BYTES + 1)
     try:
         text = raw.decode()
-        if len(raw) > _MOST or not isinstance(json.loads(text), dict):
+        if len(raw) > _MAX_BYTES or not isinstance(json.loads(text), dict):
             raise ValueError
     except (ValueError, RecursionError):
         warning = "config.json is not a valid JSON object, so it does not reflect the change"
         return Edited(warnings=(Change("warning", f"{warning} of the weights"),))
-    work = _Work(text, checkpoint, rows, types)
-    work.edit_object(text.index("{"), "", is_dequantized=is_dequantized)
-    return Edited(work.apply_edits().encode(), tuple(work.notes), tuple(work.warnings))
+    edits = _ConfigurationEdits(text, checkpoint, new_rows, new_dtypes)
+    edits.edit_object(text.index("{"), "", is_dequantized=is_dequantized)
+    return Edited(edits.apply_edits().encode(), tuple(edits.notes), tuple(edits.warnings))
 
 
-class _Work:
+class _ConfigurationEdits:
     """The edits of the text of one configuration."""
 
     def __init__(
-        self, text: str, checkpoint: Checkpoint, rows: dict[int, int], types: dict[str, str]
+        self,
+        text: str,
+        checkpoint: Checkpoint,
+        new_rows: dict[int, int],
+        new_dtypes: dict[str, str],
     ) -> None:
-        """Start without edits; `rows` and `types` map the old to the new values."""
-        self._text, self._rows, self._types = text, rows, types
+        """Start without edits; `new_rows` and `new_dtypes` map old values to new ones."""
+        self._text, self._new_rows, self._new_dtypes = text, new_rows, new_dtypes
         tensors = [tensor for _, tensor in checkpoint.tensors()]
-        self._kept = {tensor.sizes[0] for tensor in tensors if tensor.shape} - {*rows.values()}
+        row_counts = {tensor.sizes[0] for tensor in tensors if tensor.shape}
+        self._unchanged_row_counts = row_counts - {*new_rows.values()}
+        """Numbers of rows of tensors that were not resized."""
         self._edits: list[tuple[int, int, str]] = []
+        """Start, end and new text of each edit, by positions in the old text."""
         self.notes: list[str] = []
         self.warnings: list[Change] = []
 
     def edit_object(self, start: int, prefix: str, *, is_dequantized: bool = False) -> None:
-        """Edit the object at `start` of the text, and the object of the text model in it."""
+        """Edit the object at `start` of the text, and the object of the text model in it.
+
+        `prefix` is that of its keys in notes. `is_dequantized` removes the quantization.
+        """
         members = list(_iterate_members(self._text, start))
-        removed = [is_dequantized and member.key in _QUANTIZATION for member in members]
+        removed = [is_dequantized and member.key in _QUANTIZATION_KEYS for member in members]
         first_kept = next(
-            (index for index, is_gone in enumerate(removed) if not is_gone), len(removed)
+            (index for index, is_removed in enumerate(removed) if not is_removed), len(removed)
         )
-        if first_kept:
-            last = members[first_kept].start if first_kept < len(removed) else members[-1].stop
-            self._edits.append((members[0].start, last, ""))
+        if first_kept:  # removed with the comma after them; later ones with the comma before them
+            last = (
+                members[first_kept].key_start
+                if first_kept < len(removed)
+                else members[-1].value_end
+            )
+            self._edits.append((members[0].key_start, last, ""))
         for index, member in enumerate(members):
             name = f"{prefix}{member.key}"
             if removed[index]:
                 self.notes.append(f"config.json: removed {name}")
                 if index > first_kept:
-                    self._edits.append((members[index - 1].stop, member.stop, ""))
-            elif member.key == _ROWS and self._rows and type(member.value) is int:
+                    self._edits.append((members[index - 1].value_end, member.value_end, ""))
+            elif member.key == _VOCABULARY_KEY and self._new_rows and type(member.value) is int:
                 self._edit_rows(member, name)
-            elif member.key in _TYPES and self._types and isinstance(member.value, str):
+            elif member.key in _DTYPE_KEYS and self._new_dtypes and isinstance(member.value, str):
                 self._edit_dtype(member, name)
-            elif member.key == _TEXT and isinstance(member.value, dict) and not prefix:
-                self.edit_object(member.at, f"{_TEXT}.", is_dequantized=is_dequantized)
+            elif member.key == _TEXT_CONFIG_KEY and isinstance(member.value, dict) and not prefix:
+                self.edit_object(
+                    member.value_start, f"{_TEXT_CONFIG_KEY}.", is_dequantized=is_dequantized
+                )
 
     def _edit_rows(self, member: _Member, name: str) -> None:
-        """Edit the number of rows, or warn if no resized tensor had this number."""
-        new = self._rows.get(member.value) if isinstance(member.value, int) else None
+        """Edit the number of rows, or warn if no tensor has this number, resized or not."""
+        new = self._new_rows.get(member.value) if isinstance(member.value, int) else None
         if new is not None:
             self._replace(member, name, new)
-        elif member.value not in self._kept:
-            had = listed(map(str, self._rows))
+        elif member.value not in self._unchanged_row_counts:
+            had = listed(map(str, self._new_rows))
             text = f"config.json: {name} is {member.value}, but the resized tensors had {had} rows"
             self.warnings.append(Change("warning", text))
 
     def _edit_dtype(self, member: _Member, name: str) -> None:
         """Edit the dtype; warn if no tensor that was cast had it."""
-        new = [*self._types.values()][-1]
+        new = [*self._new_dtypes.values()][-1]
         old = str(member.value).removeprefix("torch.")
         if old in (new, "auto"):
             return
-        if old not in self._types and None not in self._types:  # None: of a dequantized weight
+        if (
+            old not in self._new_dtypes and None not in self._new_dtypes
+        ):  # None: of a dequantized weight
             text = f"config.json: {name} was {printable(old)}, but the file had "
-            self.warnings.append(Change("warning", text + listed(self._types)))
+            self.warnings.append(Change("warning", text + listed(self._new_dtypes)))
         self._replace(member, name, str(member.value).removesuffix(old) + new)
 
     def _replace(self, member: _Member, name: str, new: object) -> None:
         """Add the edit of a value, and a note."""
         self.notes.append(f"config.json: {name} {printable(str(member.value))} -> {new}")
-        self._edits.append((member.at, member.stop, json.dumps(new)))
+        self._edits.append((member.value_start, member.value_end, json.dumps(new)))
 
     def apply_edits(self) -> str:
         """Return the text with all edits."""

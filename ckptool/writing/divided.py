@@ -63,43 +63,47 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
     """
     _check_same_sources(job, group)
     target = os.path.realpath(plan.index)
-    parts = plan_parts(target, {file.path: file.size for file in plan.files}, job.mode)
+    pending_files = plan_parts(target, {file.path: file.size for file in plan.files}, job.mode)
+    shards = pending_files[:-1]  # the last one is the index
     token = group.run_on_first(lambda: _hash_write(plan, job, options))
-    names = {
-        part.path: temporary_name(target, f".ckptool-{token}-{number:05}.whole")
-        for number, part in enumerate(parts[:-1], 1)
+    complete_names = {  # the name of each complete file until all are renamed, by its target
+        shard.path: temporary_name(target, f".ckptool-{token}-{number:05}.whole")
+        for number, shard in enumerate(shards, 1)
     }
     complete_paths: set[str] = set()
 
     def begin() -> frozenset[str]:
-        """Claim the set, and return the targets of files that an earlier run completed."""
-        complete = [part for part in parts[:-1] if _try_size(names[part.path]) == part.size]
-        for part in complete:
-            part.temporary = names[part.path]
-            complete_paths.add(part.temporary)
+        """Lock the set, and return the targets of files that an earlier run completed."""
+        complete = [
+            shard for shard in shards if _try_size(complete_names[shard.path]) == shard.size
+        ]
+        for shard in complete:
+            shard.temporary = complete_names[shard.path]
+            complete_paths.add(shard.temporary)
         set_lock = begin_set(
             plan.index,
             target,
-            parts,
+            pending_files,
             overwrite=job.may_replace,
             is_kept=complete_paths.__contains__,
         )
         stack.enter_context(set_lock)
-        return frozenset(part.path for part in complete)
+        return frozenset(shard.path for shard in complete)
 
     with ExitStack() as stack:
         complete = group.run_on_first(begin)
-        pending = [part for part in parts[:-1] if part.path not in complete]
-        shares = _distribute(pending, len(group.collect(0)))
+        missing = [shard for shard in shards if shard.path not in complete]
+        process_count = len(group.collect(0))
+        shares = _distribute(missing, process_count)
         with group.raise_on_all_ranks():
             files = {file.path: file for file in plan.files}
-            own_files = [(files[part.path], part) for part in shares[group.own]]
-            _write(job, own_files, names, plan.format, group)
-        group.run_on_first(lambda: _finish(plan, target, parts, names, job))
+            files_of_rank = [(files[shard.path], shard) for shard in shares[group.own]]
+            _write_share(job, files_of_rank, complete_names, plan.format, group)
+        group.run_on_first(lambda: _finish(plan, target, pending_files, complete_names, job))
 
 
 def finish_divided(plan: WritePlan, job: Job, options: str) -> bool:
-    """Finish the same write if its renames were interrupted; return True if they were.
+    """Finish an earlier run of the same write if its renames were interrupted; True if they were.
 
     Raises:
         As `recover_set`.
@@ -130,9 +134,11 @@ def _check_same_sources(job: Job, group: WriterGroup) -> None:
 
 def _hash_write(plan: WritePlan, job: Job, options: str) -> str:
     """Return a token that identifies a write by its sources, options and files."""
-    checkpoint, facts = job.checkpoint, [options]
+    checkpoint = job.checkpoint
+    facts = [options]
     facts += (f"{source.name} {source.version()}" for source in checkpoint.sources)
-    for folder, _, names in sorted(os.walk(checkpoint.path)):  # most files open on first read
+    # The files of a folder are no sources before they are read for the first time.
+    for folder, _, names in sorted(os.walk(checkpoint.path)):
         for path in (os.path.join(folder, name) for name in sorted(names)):
             status = os.stat(path) if os.path.isfile(path) else None
             facts += [f"{path} {status.st_size} {status.st_mtime_ns}"] if status else []
@@ -151,58 +157,69 @@ def _try_size(path: str) -> int | None:
         return None
 
 
-def _distribute(parts: Sequence[PendingFile], count: int) -> list[list[PendingFile]]:
-    """Distribute the files, largest first, each to the process with the fewest bytes."""
+def _distribute(files: Sequence[PendingFile], count: int) -> list[list[PendingFile]]:
+    """Return the files of each of `count` processes.
+
+    The largest file comes first, each to the process with the fewest bytes.
+    """
     shares: list[list[PendingFile]] = [[] for _ in range(count)]
-    for part in sorted(parts, key=lambda part: -part.size):
-        min(shares, key=lambda share: sum(member.size for member in share)).append(part)
+    for file in sorted(files, key=lambda file: -file.size):
+        smallest = min(shares, key=lambda share: sum(other.size for other in share))
+        smallest.append(file)
     return shares
 
 
-def _write(
+def _write_share(
     job: Job,
     files: Sequence[tuple[NewFile, PendingFile]],
-    names: Mapping[str, str],
+    complete_names: Mapping[str, str],
     format: str,
     group: WriterGroup,
 ) -> None:
-    """Write the files of this process; stop after a failure of another one."""
-    total, done = sum(part.size for _, part in files), 0
+    """Write the files of this process, and give complete ones their names in `complete_names`.
+
+    Stops after a failure of another process. A source that changed is an error.
+    """
+    total, done = sum(pending.size for _, pending in files), 0
     roots = [file.checkpoint.root for file, _ in files if file.checkpoint]
     roots += [member.checkpoint.root for file, _ in files for member in file.members]
     checkpoint = job.checkpoint.with_root(roots)
-    with job.attribute_errors(), check_sources_meanwhile(checkpoint, format) as check_sources:
-        for file, part in files:
+    with job.attribute_errors(), check_sources_meanwhile(checkpoint, format) as wait_for_checks:
+        for file, pending in files:
             if group.has_failed:
                 return
-            part.old = refuse_target(part.path, overwrite=job.may_replace)
-            part.reserve()
+            pending.old = refuse_target(pending.path, overwrite=job.may_replace)
+            pending.reserve()
             with (
-                convert_os_errors(part.path),
-                part.open_output(shift_progress(job.progress, done, total)) as output,
+                convert_os_errors(pending.path),
+                pending.open_output(shift_progress(job.progress, done, total)) as output,
             ):
                 output.is_verified = job.verify
                 file.write(output)
             if job.verify:
                 verify_file(file, output, job.progress)
-            done += part.size
+            done += pending.size
             job.check_sources()
-            os.replace(part.temporary, names[part.path])
-        check_sources()
+            os.replace(pending.temporary, complete_names[pending.path])
+        wait_for_checks()
 
 
 def _finish(
-    plan: WritePlan, target: str, parts: Sequence[PendingFile], names: Mapping[str, str], job: Job
+    plan: WritePlan,
+    target: str,
+    pending_files: Sequence[PendingFile],
+    complete_names: Mapping[str, str],
+    job: Job,
 ) -> None:
-    """Write the index and rename all files to their targets, in process 0."""
-    index = parts[-1]
+    """Write the index, the last file, and rename all files to their targets, in process 0."""
+    *shards, index = pending_files
     index.reserve()
     with convert_os_errors(index.path), index.open_output(None) as output:
         plan.files[-1].write(output)
-    for part in parts[:-1]:
-        part.temporary = names[part.path]
-        part.inode = os.stat(part.temporary).st_ino
-    for part in parts:
-        part.check_finished(overwrite=job.may_replace)
+    for shard in shards:  # another process may have written it
+        shard.temporary = complete_names[shard.path]
+        shard.inode = os.stat(shard.temporary).st_ino
+    for pending in pending_files:
+        pending.check_finished(overwrite=job.may_replace)
     job.check_sources()
-    rename_all(target, [part.move() for part in parts])
+    rename_all(target, [pending.move() for pending in pending_files])

@@ -31,7 +31,9 @@ class Job:
     in_place: bool
     """True if the target is the source, or has its name."""
     verify: bool
+    """True to read the file back and compare it."""
     progress: Progress | None
+    """Called with the bytes done and the total bytes."""
 
     @property
     def may_replace(self) -> bool:
@@ -94,31 +96,32 @@ def execute(plan: WritePlan, job: Job) -> None:
         _write_files(plan, job)
         return
 
-    def check() -> None:
-        """Verify the file if the job asks for it."""
+    def verify_if_asked() -> None:
+        """Read the file back and compare it, if the job asks for it."""
         if job.verify:
             verify(job.checkpoint, job.path, {}, job.progress)
 
     if plan.patch is None:  # the source already has the new content
         with job.attribute_errors():
-            check()
+            verify_if_asked()
         job.check_sources()
         return
+    # The patch is made from the header, so its checksum is checked before anything is written.
     header = job.checkpoint.with_root(None)
-    with job.attribute_errors(), check_sources_meanwhile(header, plan.format) as check_header:
-        check_header()
-    apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=check)
+    with job.attribute_errors(), check_sources_meanwhile(header, plan.format) as wait_for_checks:
+        wait_for_checks()
+    apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=verify_if_asked)
 
 
 def _write_files(plan: WritePlan, job: Job) -> None:
-    """Write new files next to their targets, reading the sources in order, and rename them."""
+    """Write new files next to their targets, and rename them when all of them are checked."""
     outputs: list[FileOutput] = []
     for fd in job.open_files():
         announce_read(fd)
 
-    def check() -> None:
+    def check_before_rename() -> None:
         """Check the sources, and verify the new files if the job asks for it."""
-        check_sources()
+        wait_for_checks()
         if job.verify:
             for file, output in zip(plan.files, outputs, strict=True):
                 verify_file(file, output, job.progress)
@@ -126,13 +129,13 @@ def _write_files(plan: WritePlan, job: Job) -> None:
 
     with (
         job.attribute_errors(),
-        check_sources_meanwhile(job.checkpoint, plan.format) as check_sources,
+        check_sources_meanwhile(job.checkpoint, plan.format) as wait_for_checks,
         place_of(job.path).open_outputs(
             plan.index or job.path,
             {file.path or job.path: file.size for file in plan.files},
             overwrite=job.may_replace,
             mode=job.mode,
-            check=check,
+            check=check_before_rename,
             progress=job.progress,
             shared=plan.files[0].shared if len(plan.files) == 1 else None,
         ) as open_output,

@@ -137,49 +137,50 @@ def save(
     kind, identify an interrupted write that continues.
     """
     check_address(path, in_place=in_place, verify=verify)
-    is_far = is_address(path)
+    is_remote = is_address(path)
     if apart is None:
         path = _choose_file(checkpoint, path, format, files_from, to_folder=to_folder)
     is_source = in_place and _is_source_path(path, checkpoint.sources)
     if is_source:
         check_still_source(path, checkpoint.sources)
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
-    name = choose_format(checkpoint, path, format, sharded=max_shard_size is not None)
+    format_name = choose_format(checkpoint, path, format, sharded=max_shard_size is not None)
     load_format(checkpoint.format).refuse_unusable(checkpoint)
-    if load_format(name).flat and apart is None:
+    if load_format(format_name).flat and apart is None:
         checkpoint = _take_state_dict(checkpoint)
         refuse_placeholders(checkpoint)
     else:
         checkpoint = checkpoint.with_late_values()
-    if load_format(name).index_name and checkpoint.root is not checkpoint.original:
+    if load_format(format_name).index_name and checkpoint.root is not checkpoint.original:
         rewrite = False  # of such a folder only the index is written again
     is_new_file = not is_source or rewrite or max_shard_size is not None
     if apart is not None:
-        plan = _plan_apart(checkpoint, os.path.dirname(path), name, apart(checkpoint))
+        plan = _plan_apart(checkpoint, os.path.dirname(path), format_name, apart(checkpoint))
     else:
         indexed = bool(format and shard_format_of(format))
         plan = _plan(
-            checkpoint, path, name, max_shard_size, is_new_file=is_new_file, indexed=indexed
+            checkpoint, path, format_name, max_shard_size, is_new_file=is_new_file, indexed=indexed
         )
     job = Job(
         checkpoint,
         os.fspath(path),
         overwrite,
         is_source,
-        _has_computed_tensors(checkpoint) and not is_far if verify is None else verify,
+        _has_computed_tensors(checkpoint) and not is_remote if verify is None else verify,
         progress,
     )
     if to_folder or files_from is not None:
         plan, warnings = _add_companions(plan, job, files_from, to_folder=to_folder)
         checkpoint = checkpoint.with_root(checkpoint.root, *warnings)
         job = replace(job, checkpoint=checkpoint)
-    is_divided = plan.index and apart is None and not (dry_run or is_far)
+    is_divided = plan.index and apart is None and not (dry_run or is_remote)
+    # An earlier run of this write may only lack some renames.
     if group and is_divided and group.run_on_first(lambda: finish_divided(plan, job, options)):
         return _make_receipt(plan, job, group, dry_run=False)
     for file in plan.files if plan.index else ():
         check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
-    notes = [*plan.notes, *describe_surprises(checkpoint, path, format, name)]
+    notes = [*plan.notes, *describe_surprises(checkpoint, path, format, format_name)]
     if placeholders := find_placeholders(checkpoint):
         notes.append(f"{placeholders.text}; {placeholders.hint}")
     if all(change.kind != "fit" for change in checkpoint.changes):
@@ -190,7 +191,7 @@ def save(
             notes.append(f"{stated_in} next to the file still states the quantization")
     if any(source.is_far for source in checkpoint.sources):
         notes += _describe_remote(checkpoint, dry_run=dry_run)
-    if (to_folder or plan.index) and apart is None and not is_far:
+    if (to_folder or plan.index) and apart is None and not is_remote:
         notes += _find_other_models(path, plan)
     if dry_run and (plan.index or os.path.isdir(checkpoint.path)):
         notes.append(_describe_space(plan, path))
@@ -204,7 +205,7 @@ def save(
         elif is_divided and len(plan.files) > 2:
             write_divided(plan, job, group, options)
         else:
-            group.collect(0)  # so that every process looks before the run_on_first one writes
+            group.collect(0)  # every process has checked the target before the first one writes
             group.run_on_first(lambda: _execute_by_folder(plan, job))
     receipt = _make_receipt(plan, job, group, dry_run=dry_run)
     return receipt if apart is None else replace(receipt, path=os.path.dirname(path))
@@ -218,7 +219,10 @@ def _choose_file(
     *,
     to_folder: bool,
 ) -> str | os.PathLike[str]:
-    """Return the file to write: for a folder a file in it, for the source's own the index."""
+    """Return the file to write: in a target folder, a file; for the source's folder, its index.
+
+    Any other path is returned unchanged.
+    """
     if to_folder or load_format(format or "").index_name:
         return choose_file(checkpoint, path, format, to_folder=to_folder, files_from=files_from)
     index = choose_file(checkpoint, path, checkpoint.format, to_folder=False)
@@ -287,7 +291,11 @@ def _execute_by_folder(plan: WritePlan, job: Job) -> None:
 def _add_companions(
     plan: WritePlan, job: Job, files_from: str | os.PathLike[str] | None, *, to_folder: bool
 ) -> tuple[WritePlan, Sequence[Change]]:
-    """Return the plan with the files that belong next to the weights in a folder, and warnings."""
+    """Return the plan with the files that belong next to the weights in a folder, and warnings.
+
+    They are copied from `files_from`, else from the folder of the source. The plan is unchanged if
+    that has no such files, or is the target itself.
+    """
     from ckptool.writing.companions import find_companion_folder, with_companions
 
     if not to_folder:
@@ -333,7 +341,8 @@ def _plan_in_place(
 ) -> WritePlan | None:
     """Return the in-place edit of the source, or None if a new file is needed.
 
-    A file with hard links is written again, because the journal of an edit is next to one name.
+    An unchanged checkpoint needs no edit: the plan keeps the file. A file with hard links is
+    written again, because the journal of an edit is next to one name.
     """
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
         tensors, rejected = sum(1 for _ in checkpoint.tensors()), find_blockers(checkpoint.root)
@@ -457,7 +466,13 @@ def _has_computed_tensors(checkpoint: Checkpoint) -> bool:
 
 
 def _take_state_dict(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the one state dict; without one, the format raises the error."""
+    """Return the checkpoint with its one state dict as root; unchanged if it has none.
+
+    Then the format raises its own error.
+
+    Raises:
+        AmbiguousName: if there are several.
+    """
     try:
         return extract_state_dict(checkpoint)
     except AmbiguousName:
@@ -467,10 +482,10 @@ def _take_state_dict(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
-    """Refuse a result without the tensors that were asked for, or without any content.
+    """Refuse a result without needed entries, or without any tensors, unless the source has none.
 
     Raises:
-        NotRepresentable: if the result is one; the message shows what is missing.
+        NotRepresentable: the message lists the missing entries, or the content of the source.
     """
     needed = [change.text for change in checkpoint.changes if change.needed and not change.wanted]
     if needed:
@@ -498,7 +513,11 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
 
 
 def _refuse_left_out(checkpoint: Checkpoint, plan: WritePlan, *, strict: bool) -> None:
-    """With `strict`, refuse to leave out parts that the user did not leave out."""
+    """With `strict`, refuse to leave out parts that the user did not ask to leave out.
+
+    Raises:
+        NotRepresentable: the message lists them.
+    """
     requested = {change.text for change in checkpoint.changes if change.wanted}
     lost = [text for text in plan.left_out if text not in requested]
     if strict and lost:
@@ -510,7 +529,11 @@ def _refuse_left_out(checkpoint: Checkpoint, plan: WritePlan, *, strict: bool) -
 
 
 def _refuse_loss(checkpoint: Checkpoint, plan: WritePlan) -> None:
-    """Refuse an in-place change that loses data unrequested: there is no other copy."""
+    """Refuse an in-place change that loses data or changes the format: there is no other copy.
+
+    Raises:
+        NotRepresentable: if it does; `overwrite` accepts it.
+    """
     lost = "; ".join(plan.left_out)
     if plan.format != checkpoint.format:
         lost = f"it would become a {plan.format}" + (f", without {lost}" if lost else "")
@@ -529,7 +552,7 @@ def _is_source_path(path: str | os.PathLike[str], sources: Sequence[Source]) -> 
 
 
 def _list_left_out(checkpoint: Checkpoint, target: str) -> Iterator[str]:
-    """Yield the parts left out by the reader, the transforms, and the format."""
+    """Yield the parts left out by the reader, the transforms, and the `target` format."""
     yield from checkpoint.details.left_behind
     yield from checkpoint.details.unreferenced
     yield from _list_transform_losses(checkpoint)

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
 """One digit for the height of a bar, as `histogram.js` reads it."""
 
-_EXACT = 1 << 53  # beyond this the numbers of JavaScript have holes
+_MAX_EXACT_INTEGER = 1 << 53  # beyond this the numbers of JavaScript have holes
 
 
 def to_json_number(value: Any) -> float | int | str | None:
     """Return six digits of a number, or a word if JSON has no such number."""
     if value is None or isinstance(value, complex):
         return None
-    if isinstance(value, int) and abs(value) < _EXACT:
+    if isinstance(value, int) and abs(value) < _MAX_EXACT_INTEGER:
         return int(value)
     number = float(f"{value:.6g}")
     if not math.isfinite(number):
         return str(number)
-    return int(number) if number.is_integer() and abs(number) < _EXACT else number
+    return int(number) if number.is_integer() and abs(number) < _MAX_EXACT_INTEGER else number
 
 
 class Names:
@@ -48,14 +48,18 @@ class Names:
     def __init__(self) -> None:
         """Start with the root."""
         self._labels = [""]
+        """The label of each module, by its number."""
         self._parents = [0]
+        """The number of the parent of each module, by its number."""
         self._children: dict[tuple[int, str], int] = {}
+        """The number of a module, by its parent and label."""
         self._modules: dict[tuple[str, ...], int] = {}
+        """The number of a module, by its keys and the separator of the last one."""
 
     def locate(self, path: Sequence[str | int]) -> tuple[int, str]:
-        """Return the module that a tensor with this path belongs to, and the label of its own.
+        """Return the number of the module of a tensor with this path, and the tensor's own label.
 
-        A name of more dots than modules nest is one label.
+        Modules are added. A key with too many dots (`MAX_PARTS`) is one label.
         """
         *outer, label = map(str, path) if path else ("",)
         if "." in label and label.count(".") <= MAX_PARTS:
@@ -76,16 +80,19 @@ class Names:
         return {"label": self._labels, "parent": self._parents}
 
     def _find_module(self, keys: tuple[str, ...], *, dotted: bool) -> int:
-        """Return the module at these keys; if `dotted`, the last key has parts of its own."""
-        known = (*keys, "." if dotted else "/")
-        if known not in self._modules:
+        """Return the module at these keys, added with its parents if it is new.
+
+        If `dotted`, the last key is split at its dots into nested modules.
+        """
+        cache_key = (*keys, "." if dotted else "/")
+        if cache_key not in self._modules:
             module = 0
             for depth, key in enumerate(keys):
                 head, *tail = key.split(".") if dotted and depth == len(keys) - 1 else (key,)
                 for label in (f"/{head}" if depth else head, *(f".{part}" for part in tail)):
                     module = self._find_child(module, label)
-            self._modules[known] = module
-        return self._modules[known]
+            self._modules[cache_key] = module
+        return self._modules[cache_key]
 
     def _find_child(self, module: int, label: str) -> int:
         """Return the number of a child module, which is added if it is new."""
@@ -96,7 +103,7 @@ class Names:
         return number
 
 
-_CHANGES = ("rel_norm", "max_rel", "max_abs", "mean_abs", "cosine", "share")
+_CHANGE_FIGURES = ("rel_norm", "max_rel", "max_abs", "mean_abs", "cosine", "share")
 
 
 def diff_columns(report: Report, diff: Diff) -> dict[str, Any]:
@@ -119,7 +126,7 @@ def diff_columns(report: Report, diff: Diff) -> dict[str, Any]:
             "what": [clean(describe_difference(row)) for row in rows],
             **{
                 key: [to_json_number(getattr(row.figures, key, None)) for row in rows]
-                for key in _CHANGES
+                for key in _CHANGE_FIGURES
             },
         },
     }
@@ -139,7 +146,7 @@ def describe_difference(row: Row) -> str:
 
 
 _FIGURES = ("minimum", "maximum", "mean", "std", "norm", "zeros", "nan", "infinite")
-_WORDS: dict[str, Callable[[TensorStats], str]] = {
+_WORD_COLUMNS: dict[str, Callable[[TensorStats], str]] = {
     "dtype": lambda tensor: tensor.row.dtype,
     "shape": lambda tensor: format_shape(tensor.row.shape),
     "device": lambda tensor: tensor.row.device,
@@ -195,9 +202,9 @@ def _list_marks(tensor: TensorStats) -> Iterable[str]:
 def _encode_words(
     tensors: Sequence[TensorStats],
 ) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
-    """Return the words of each column in order of first use, and the number of each tensor's."""
+    """Return the distinct words of each column, and for each tensor the number of its word."""
     words, columns = {}, {}
-    for column, word_of in _WORDS.items():
+    for column, word_of in _WORD_COLUMNS.items():
         numbers: dict[str, int] = {}
         columns[column] = [numbers.setdefault(word_of(tensor), len(numbers)) for tensor in tensors]
         words[column] = list(map(clean, numbers))

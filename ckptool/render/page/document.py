@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptool.comparison.report import FileSummary, Report
     from ckptool.diagnosis import Diagnosis
 
-_IN_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+_SCRIPT_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def to_html(text: str) -> str:
@@ -81,17 +81,20 @@ def script_json(document: Any) -> str:
         ValueError: JSON cannot have a NaN or infinity.
     """
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.translate(_IN_SCRIPT)
+    return text.translate(_SCRIPT_ESCAPES)
 
 
-FIRST = 100
+MAX_FIRST_ROWS = 100
 """The most rows of a table that is shown without the script."""
-_MOST_LISTED = 12
-_LONGEST = 200
+_MAX_LISTED = 12
+_MAX_TEXT_LENGTH = 200
 
 
 def render_facts(files: Sequence[FileSummary]) -> str:
-    """Return a table of the facts about each file."""
+    """Return a table of the facts about each file: a row for each fact, a column for each file.
+
+    A fact that no file has is left out.
+    """
     infos = [file.info for file in files]
     rows = [
         ("file", [to_html(info.file) for info in infos if len(infos) > 1]),
@@ -140,15 +143,15 @@ def render_values(files: Sequence[FileSummary]) -> str:
     names = list(dict.fromkeys(name for file in files for name in file.values))
     rows = [
         [
-            to_html(shorten(text, _LONGEST))
+            to_html(shorten(text, _MAX_TEXT_LENGTH))
             for text in (name, *(file.values.get(name, "") for file in files))
         ]
-        for name in names[:FIRST]
+        for name in names[:MAX_FIRST_ROWS]
     ]
     if not rows:
         return ""
     headers = ["name", *(_render_title(file.info) if len(files) > 1 else "value" for file in files)]
-    remark = f"The first {FIRST} of {len(names):,}." if len(names) > FIRST else ""
+    remark = f"The first {MAX_FIRST_ROWS} of {len(names):,}." if len(names) > MAX_FIRST_ROWS else ""
     drawn = render_table(headers, rows, right=set(), class_="sections values")
     return render_element("div", drawn, class_="frame") + (
         render_element("p", remark) if remark else ""
@@ -165,16 +168,17 @@ def _render_parameter_count(files: Sequence[FileSummary]) -> str:
 def _render_lines(texts: Iterable[str]) -> str:
     """Return lines of the file's text: the first ones, then the number of the rest."""
     lines = list(texts)
-    shown = [to_html(shorten(text, _LONGEST)) for text in lines[:_MOST_LISTED]]
-    if len(lines) > _MOST_LISTED:
-        shown.append(f"and {len(lines) - _MOST_LISTED:,} more")
+    shown = [to_html(shorten(text, _MAX_TEXT_LENGTH)) for text in lines[:_MAX_LISTED]]
+    if len(lines) > _MAX_LISTED:
+        shown.append(f"and {len(lines) - _MAX_LISTED:,} more")
     return "<br>".join(shown)
 
 
 def render_sections(info: Info, caption: str = "") -> str:
     """Return a table of the sections of a file; `caption` is text."""
     rows = [
-        [to_html(shorten(cell, _LONGEST)) for cell in row] for row in section_rows(info.sections)
+        [to_html(shorten(cell, _MAX_TEXT_LENGTH)) for cell in row]
+        for row in section_rows(info.sections)
     ]
     if not rows:
         return ""
@@ -194,7 +198,7 @@ def render_notes(report: Report, infos: Sequence[Info]) -> str:
     ]
     all_notes = [*report.notes, *file_notes, *(() if report.diff is None else report.diff.notes)]
     items = "".join(
-        render_element("li", to_html(shorten(note, 2 * _LONGEST))) for note in all_notes
+        render_element("li", to_html(shorten(note, 2 * _MAX_TEXT_LENGTH))) for note in all_notes
     )
     return render_element("ul", items, class_="notes") if items else ""
 
@@ -203,13 +207,13 @@ def render_first_tensors(report: Report) -> str:
     """Return the first rows of the table of tensors."""
     rows = [
         [
-            to_html(shorten(tensor.row.name, _LONGEST)),
+            to_html(shorten(tensor.row.name, _MAX_TEXT_LENGTH)),
             tensor.row.dtype,
             format_shape(tensor.row.shape),
             to_html(tensor.row.device),
             format_size(tensor.row.nbytes),
         ]
-        for tensor in report.tensors[:FIRST]
+        for tensor in report.tensors[:MAX_FIRST_ROWS]
     ]
     headings = ["name", "dtype", "shape", "device", "size"]
     return _render_first_rows(headings, rows, {4}, len(report.tensors))
@@ -219,8 +223,12 @@ def render_first_changes(diff: Diff) -> str:
     """Return the first rows of the table of changes."""
     all_rows = list(diff_rows(diff))
     rows = [
-        [row.status, to_html(shorten(row.name, _LONGEST)), to_html(describe_difference(row))]
-        for row in all_rows[:FIRST]
+        [
+            row.status,
+            to_html(shorten(row.name, _MAX_TEXT_LENGTH)),
+            to_html(describe_difference(row)),
+        ]
+        for row in all_rows[:MAX_FIRST_ROWS]
     ]
     return _render_first_rows(["", "name", "what"], rows, set(), len(all_rows)) if rows else ""
 
@@ -230,10 +238,10 @@ def _render_first_rows(
 ) -> str:
     """Return a table of the first rows, for a browser without scripts."""
     drawn = render_table(headers, rows, right=right, class_="first")
-    if total > FIRST:
+    if total > MAX_FIRST_ROWS:
         drawn += render_element(
             "p",
-            f"Only the first {FIRST} of {total:,} rows are shown. Enable JavaScript to see all.",
+            f"Only the first {MAX_FIRST_ROWS} of {total:,} rows are shown. Enable JavaScript to see all.",
         )
     return drawn
 
@@ -259,7 +267,10 @@ def render_page(report: Report) -> bytes:
 
 
 def _page_parts(report: Report) -> Iterator[str]:
-    """Yield the parts of the document, in order."""
+    """Yield the document in order: head, summary, values, sections that the script fills, data.
+
+    `noscript` tables have the first rows for a browser without scripts.
+    """
     style, script = _read_asset("page.css"), _join_scripts()
     files = [report.file] if report.other is None else [report.file, report.other]
     infos = [file.info for file in files]

@@ -17,7 +17,7 @@ from ckptool.render.figures import draw_histogram
 from ckptool.render.page import render_page, write_page
 from ckptool.render.page.data import DIGITS, Names, to_json_number
 from ckptool.render.page.document import (
-    FIRST,
+    MAX_FIRST_ROWS,
     SCRIPTS,
     render_element,
     render_table,
@@ -105,10 +105,12 @@ def test_the_data_tells_of_every_tensor_in_the_order_of_the_file():
 
 
 def test_without_the_script_there_are_a_summary_and_the_first_rows():
-    many = drawn({"state_dict": state(*(f"layer.{n}" for n in range(FIRST + 5)))})
+    many = drawn({"state_dict": state(*(f"layer.{n}" for n in range(MAX_FIRST_ROWS + 5)))})
     inside = [one for one in many.elements if "noscript" in one.inside]
-    assert sum(one.tag == "tr" for one in inside) == FIRST + 1
-    assert f"Only the first {FIRST} of {FIRST + 5} rows" in many.one("noscript").text
+    assert sum(one.tag == "tr" for one in inside) == MAX_FIRST_ROWS + 1
+    assert (
+        f"Only the first {MAX_FIRST_ROWS} of {MAX_FIRST_ROWS + 5} rows" in many.one("noscript").text
+    )
     (summary,) = many.all("section", id="summary")
     assert "torch-zip" in summary.text
 
