@@ -54,7 +54,7 @@ def write_changed(
     if target.output is not None and target.in_place:
         raise UsageError("--output and --in-place cannot be combined", hint="use one of them")
     target_path, group = target.output, find_group()
-    params = {
+    options_of_result = {  # options that the written bytes may depend on
         name: value
         for name, value in click.get_current_context().params.items()
         if name not in ("workers", "quiet", "as_json")
@@ -95,7 +95,7 @@ def write_changed(
             verify=target.verify,
             progress=progress,
             group=group,
-            options=repr(sorted(params.items())),
+            options=repr(sorted(options_of_result.items())),
             **options,
         )
     screen.print_receipt(receipt, receipt_lines(receipt))
@@ -103,7 +103,11 @@ def write_changed(
 
 
 def _refuse_link(path: str) -> None:
-    """Raise an error if an in-place edit would affect other links."""
+    """Refuse an in-place edit of a link, or of a file with other hard links.
+
+    Raises:
+        TargetExists: if `path` is one.
+    """
     if os.path.islink(path):
         raise TargetExists(
             f"is a link to {os.path.realpath(path)}",
@@ -118,7 +122,8 @@ def _refuse_link(path: str) -> None:
         )
 
 
-_GROUP = "ckptool.group"
+_GROUP_KEY = "ckptool.group"
+"""The key of the group of processes in the command context's `meta`."""
 
 workers_option = click.option(
     "--workers",
@@ -129,6 +134,9 @@ workers_option = click.option(
 
 def run_divided(work: Callable[[], object], workers: int | None) -> None:
     """Do the work in this process, as a torchrun worker, or in new processes.
+
+    With several processes, each finds their group with `find_group`. New ones run the same command
+    line, and their exit code becomes that of this process.
 
     Raises:
         WorkerFailed: if a worker fails.
@@ -148,7 +156,7 @@ def run_divided(work: Callable[[], object], workers: int | None) -> None:
             record_errors(describe_error),
             connect_group("ckptool", undone="no target was written") as ranks,
         ):
-            click.get_current_context().meta[_GROUP] = ranks
+            click.get_current_context().meta[_GROUP_KEY] = ranks
             work()
     else:
         from ckptool.trainer.launching import launch
@@ -179,7 +187,7 @@ def find_group() -> WriterGroup | None:
         UsageError: if torchrun started a verb that runs in one process.
     """
     context = click.get_current_context()
-    group: WriterGroup | None = context.meta.get(_GROUP)
+    group: WriterGroup | None = context.meta.get(_GROUP_KEY)
     if group is None and _is_launched():
         raise UsageError(
             f"{context.info_name} runs in one process, but torchrun started "
@@ -192,5 +200,5 @@ def find_group() -> WriterGroup | None:
 def _is_launched() -> bool:
     """Return True if torchrun started this command, and not a script that calls it."""
     is_module = os.path.basename(sys.argv[0]) == "__main__.py"
-    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return is_module and many and "TORCHELASTIC_RUN_ID" in os.environ
+    has_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return is_module and has_several and "TORCHELASTIC_RUN_ID" in os.environ

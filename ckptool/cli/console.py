@@ -72,7 +72,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """Raise on the first signal; a second Ctrl-C ends the process."""
+        """Raise on the first signal; a second Ctrl-C ends the process, other later signals nothing."""
         if self.received:
             if number == signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
@@ -86,10 +86,10 @@ class Interrupts:
 
 
 _DELAY = 0.5  # seconds before the bar appears
-_INTERVAL = 0.1
-_WIDTH = 24
+_REDRAW_INTERVAL = 0.1  # seconds
+_BAR_WIDTH = 24
 _DEFAULT_COLUMNS = 80  # if the terminal does not report its width
-_NARROWEST = 4
+_MIN_BAR_WIDTH = 4
 """Characters of the narrowest bar; a narrower terminal shows only the text."""
 
 
@@ -112,10 +112,14 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self._clock = clock
         self._is_shown = not quiet and self._stream.isatty()
         self._started = clock()
-        self._next = self._started + _DELAY
-        self._drawn = 0
+        """When the current phase began."""
+        self._next_draw = self._started + _DELAY
+        """The earliest time of the next drawing."""
+        self._drawn_width = 0
+        """The characters on the line, which the next drawing covers; 0 after `wipe`."""
         self._phases = list(phases)
-        self._done = 0
+        """The labels of the current phase and the later ones."""
+        self._last_done = 0
 
     def __exit__(self, *_: object) -> None:
         """Remove the bar, to make room for the next message."""
@@ -123,46 +127,45 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
 
     def wipe(self) -> None:
         """Remove the bar until it is drawn again."""
-        if self._drawn:
-            self._stream.write("\r" + " " * self._drawn + "\r")
+        if self._drawn_width:
+            self._stream.write("\r" + " " * self._drawn_width + "\r")
             self._stream.flush()
-            self._drawn = 0
+            self._drawn_width = 0
 
     def __call__(self, done: int, total: int, text: str | None = None) -> None:
         """Draw the bar with `text`, or with bytes and time left, unless it was drawn just now."""
         now = self._clock()
-        if done < self._done:
+        if done < self._last_done:  # the next phase
             self._started, self._phases = now, self._phases[1:]
-        self._done = done
-        if not self._is_shown or now < self._next:
+        self._last_done = done
+        if not self._is_shown or now < self._next_draw:
             return
-        self._next = now + _INTERVAL
+        self._next_draw = now + _REDRAW_INTERVAL
         if text is None:
             text = " ".join([*self._phases[:1], f"{format_size(done)} of {format_size(total)}"])
             elapsed = now - self._started
             if 0 < done < total and elapsed >= _DELAY:
                 text += f", {format_duration(elapsed * (total - done) / done)} left"
-        columns = (
-            detect_columns(self._stream) or _DEFAULT_COLUMNS
-        ) - 1  # in the last column a terminal may wrap
-        width = min(_WIDTH, columns - len(text) - len("[] "))
+        # Without the last column, in which a terminal may wrap.
+        columns = (detect_columns(self._stream) or _DEFAULT_COLUMNS) - 1
+        width = min(_BAR_WIDTH, columns - len(text) - len("[] "))
         line = text[:columns]
-        if width >= _NARROWEST:
+        if width >= _MIN_BAR_WIDTH:
             line = f"[{'#' * (width * done // total if total else width):-<{width}}] {text}"
-        self._stream.write(f"\r{line:<{min(self._drawn, columns)}}")
+        self._stream.write(f"\r{line:<{min(self._drawn_width, columns)}}")
         self._stream.flush()
-        self._drawn = len(line)
+        self._drawn_width = len(line)
 
 
 EXIT_CODE = "ckptool.exit_code"
 """The key of the exit code in the command context's `meta`."""
-_BATCH = 1000
+_BATCH_LINES = 1000
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Write lines to stdout in batches."""
     remaining: Iterator[str] = iter(lines)
-    while batch := list(islice(remaining, _BATCH)):
+    while batch := list(islice(remaining, _BATCH_LINES)):
         with _name_stdout_in_errors():
             sys.stdout.write("\n".join(batch) + "\n")
 
@@ -287,7 +290,7 @@ def _replace_program(hint: str) -> str:
 ERROR, INTERRUPTED = 2, 130
 ARGUMENTS = "ckptool.arguments"
 """The key of the command line arguments in the command context's `meta`."""
-_OUR_MODULES = frozenset(
+_KNOWN_MODULES = frozenset(
     ("__main__", "", "ckptool", "click", "numpy", "safetensors", "sklearn", "tabulate", "torch")
 )
 """The top-level modules of ckptool and its dependencies."""
@@ -387,7 +390,10 @@ def _report_error(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException) -> tuple[str, str | None]:
-    """Return the sentence and the hint of an error."""
+    """Return the sentence and the hint of an error.
+
+    An error that none of us expected is a bug in ckptool, or in the code of the user's model.
+    """
     if isinstance(error, CheckpointError):
         if error.remedy is None:
             return error.sentence, error.hint
@@ -412,7 +418,10 @@ def describe_error(error: BaseException) -> tuple[str, str | None]:
 
 
 def _describe_usage_error(error: click.ClickException) -> tuple[str, str | None]:
-    """Return the sentence of click and a hint: a renamed option, or the help."""
+    """Return the sentence of click and a hint: a renamed option, a file like one, or the help.
+
+    Options that click proposes but that are not similar are removed from the sentence.
+    """
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"{context.command_path} --help" if context else None
     if isinstance(error, click.NoSuchOption):
@@ -437,8 +446,8 @@ def _find_user_code_line(error: BaseException) -> str | None:
 
     location = None
     for frame, line in walk_tb(error.__traceback__):
-        home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if home not in _OUR_MODULES and home not in sys.stdlib_module_names:
+        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if module not in _KNOWN_MODULES and module not in sys.stdlib_module_names:
             location = f"{frame.f_code.co_filename}:{line}"
     return location
 

@@ -241,25 +241,8 @@ def command(
     The copied config.json is updated for --dequantize, --resize and --dtype. --format dcp writes a
     folder for torch.distributed.checkpoint.load.
     """
-    if target.in_place:
-        if len(sources) > 1 or target.output is not None or max_shard_size is not None:
-            raise UsageError(
-                "--in-place needs one SOURCE, and no DESTINATION or --max-shard-size",
-                hint="ckptool convert FILE --in-place --move OLD=NEW",
-            )
-        if split_key(sources[0]) is not None:
-            raise UsageError(
-                "--in-place does not accept KEY=FILE as SOURCE",
-                hint="ckptool convert FILE --in-place --nest KEY",
-            )
-        files, destination = list(sources), sources[0]
-    elif target.output is None and len(sources) < 2:
-        hint = "ckptool convert A B, or ckptool convert A --in-place to change A itself"
-        raise UsageError("convert needs a DESTINATION", hint=hint)
-    else:
-        *files, destination = [*sources, target.output] if target.output else sources
-        if not destination:
-            raise UsageError("DESTINATION is empty", hint="ckptool convert A B")
+    *files, destination = _resolve_files(sources, target, max_shard_size)
+    source = files if files[1:] else files[0]
     steps = make_steps(
         {
             "salvage": salvage,
@@ -273,11 +256,11 @@ def command(
         }
     )
 
-    if drop:  # --force also applies to the target
+    if drop:  # not made by `make_steps`, because --force is an option of the target
         steps.insert(position_for(steps, Drop), Drop(drop, force=target.force))
     goal = Destination(
         destination,
-        files if files[1:] else files[0],
+        source,
         steps,
         format=target.format,
         files_from=files_from,
@@ -304,13 +287,42 @@ def command(
             to_folder=goal.is_folder and not target.in_place,
             apart=goal.apart,
             opening=lambda: open_for_steps(
-                files if files[1:] or split_key(files[0]) else files[0], steps, salvage=salvage
+                files if split_key(files[0]) else source, steps, salvage=salvage
             ),
         )
         if any(change.kind == "salvage" and change.count for change in receipt.changes):
             set_exit_code(1)
 
     run_divided(write, workers)
+
+
+def _resolve_files(
+    sources: tuple[str, ...], target: OutputOptions, max_shard_size: str | None
+) -> list[str]:
+    """Return the files to read, then the one to write: with --in-place, the same one.
+
+    Raises:
+        UsageError: if no destination is given, or an option or source excludes --in-place.
+    """
+    if target.in_place:
+        if len(sources) > 1 or target.output is not None or max_shard_size is not None:
+            raise UsageError(
+                "--in-place needs one SOURCE, and no DESTINATION or --max-shard-size",
+                hint="ckptool convert FILE --in-place --move OLD=NEW",
+            )
+        if split_key(sources[0]) is not None:
+            raise UsageError(
+                "--in-place does not accept KEY=FILE as SOURCE",
+                hint="ckptool convert FILE --in-place --nest KEY",
+            )
+        return [sources[0], sources[0]]
+    if target.output is None and len(sources) < 2:
+        hint = "ckptool convert A B, or ckptool convert A --in-place to change A itself"
+        raise UsageError("convert needs a DESTINATION", hint=hint)
+    files = [*sources, target.output] if target.output else [*sources]
+    if not files[-1]:
+        raise UsageError("DESTINATION is empty", hint="ckptool convert A B")
+    return files
 
 
 def _parse_params(params: tuple[str, ...]) -> dict[str, str]:

@@ -150,8 +150,9 @@ def _write_fixed_file(
     ]  # fmt: skip
     if plan.command is None or target is None or open_choices:
         file = shell(diagnosis.file)
-        choose = "several fixes are possible; choose one"
-        message = choose if open_choices else "no ckptool command fixes it"
+        message = "no ckptool command fixes it"
+        if open_choices:
+            message = "several fixes are possible; choose one"
         raise UsageError(
             message, file=diagnosis.file, hint=diagnosis.first_command or f"ckptool doctor {file}"
         )

@@ -28,15 +28,15 @@ from ckptool.remedies import Remedy
 from ckptool.transforms import regex_rule
 from ckptool.words import a_class, printable
 
-_EVERY = "*"
-_GLOB = "*?["
-_WORDS = {
+_ALL_KEYS = "*"
+_GLOB_CHARACTERS = "*?["
+_ALLOWANCES = {
     "allow_missing": "Allow model tensors to be missing from the file.",
     "allow_unexpected": "Allow file tensors to be left out.",
     "allow_mismatched": "Allow tensors to differ in shape; the model keeps its own.",
     "allow_lossy_cast": "Allow a cast to change the values of tensors.",
 }
-"""The help of each option."""
+"""The help of each `--allow-` option, by its argument."""
 
 
 class Allowing(BriefHelpOption):
@@ -46,36 +46,41 @@ class Allowing(BriefHelpOption):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words twice, the first time to count the positional arguments."""
-        options = {f"--{name.replace('_', '-')}" for name in _WORDS}
+        """Join an option and the word after it if that is a glob, then parse the words.
+
+        The first time the words are parsed with all options as flags. If there are more positional
+        arguments than the command has, the likeliest globs among the words after options are joined
+        to these: `--allow-missing=head.*`.
+        """
+        options = {f"--{name.replace('_', '-')}" for name in _ALLOWANCES}
         end = args.index("--") if "--" in args else len(args)
         bare_positions = [index for index, word in enumerate(args[:end]) if word in options]
         expanded = [
-            f"{word}={_EVERY}" if index in bare_positions else word
+            f"{word}={_ALL_KEYS}" if index in bare_positions else word
             for index, word in enumerate(args)
         ]
-        values, left_over, _ = self.make_parser(ctx).parse_args(args=list(expanded))
+        values, surplus, _ = self.make_parser(ctx).parse_args(args=list(expanded))
         files = values.get("sources")
-        if isinstance(files, tuple):  # convert accepts any number
-            left_over = list(files)[1 if values.get("output") else 2 :]
+        if isinstance(files, tuple):  # of convert: one source and a target suffice
+            surplus = list(files)[1 if values.get("output") else 2 :]
             bare_positions = [
                 index
                 for index in bare_positions
                 if not os.path.lexists("".join(args[index + 1 : index + 2]))
             ]
-        likely = [
+        candidates = [  # positions of options with a word behind them
             index
             for index in bare_positions
             if args[index + 1 : index + 2] and not args[index + 1].startswith("-")
         ]
-        # try globs first, then keys, then files
-        likely.sort(
+        # Globs first, then keys, then existing files.
+        candidates.sort(
             key=lambda index: (
-                not set(_GLOB) & set(args[index + 1]),
+                not set(_GLOB_CHARACTERS) & set(args[index + 1]),
                 os.path.lexists(args[index + 1]),
             )
         )
-        for index in sorted(likely[: len(left_over)], reverse=True):
+        for index in sorted(candidates[: len(surplus)], reverse=True):
             expanded[index : index + 2] = [f"{args[index]}={args[index + 1]}"]
         return super().parse_args(ctx, expanded)
 
@@ -100,9 +105,9 @@ def allowance_options(*, casts: bool = True) -> Decorator:
                 f"--{name.replace('_', '-')}",
                 "[GLOB]",
                 f"{text} Repeatable. [default GLOB: all]",
-                callback=lambda _, __, globs: True if _EVERY in globs else globs or False,
+                callback=lambda _, __, globs: True if _ALL_KEYS in globs else globs or False,
             )
-            for name, text in _WORDS.items()
+            for name, text in _ALLOWANCES.items()
             if casts or name != "allow_lossy_cast"
         ),
         click.option(
@@ -138,7 +143,9 @@ def _rename_allowed_keys(remedy: Remedy) -> Remedy:
     return remedy._replace(arguments=tuple(arguments.items()), instead=alternatives)
 
 
-_FORMS = "give a checkpoint, or code that builds the model: module:factory, for example net:build"
+_HINT_REFERENCE = (
+    "give a checkpoint, or code that builds the model: module:factory, for example net:build"
+)
 
 
 def resolve_reference(text: str) -> Any:
@@ -158,7 +165,7 @@ def resolve_reference(text: str) -> Any:
             hint=f"give {stem}:factory; {HINT}",
         )
     if not is_file:
-        raise FileMissing("no such file", file=text, hint=_FORMS)
+        raise FileMissing("no such file", file=text, hint=_HINT_REFERENCE)
     return text
 
 

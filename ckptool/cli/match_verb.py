@@ -84,13 +84,13 @@ def command(
     reference = resolve_reference(like)
     wanted = describe_like(reference, key=like_key)
     with open_state_dict(file, key=key, wanted=wanted.slots) as state:
-        by_type = reference is like  # a file: its header is enough
+        is_file = reference is like
         plan = plan_load(
             state,
             wanted,
             rename=rules,
             choices=TransposeRules.parse(transpose, no_transpose),
-            by_type=by_type,
+            by_type=is_file,  # judge casts without torch
         )
         applied = tuple(_find_applied_rules(rules, state))
         is_module = state.section.kind == "module"

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from ckptool.trainer import TrainResult
 
 SCHEMA = "ckptool.train/1"
-_DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
+_DEFAULT_DESCRIPTIONS = {"batch_size": "30 for --data random, 32 otherwise"}
 """How the help describes a default that depends on another option."""
 
 
@@ -131,10 +131,12 @@ def _add_config_options(command: Any) -> Any:
 def _make_option(field: Field[Any], texts: Mapping[str, str]) -> Any:
     """Return the option of a field, with its default and its help text."""
     name = "force" if field.name == "overwrite" else field.name.replace("_", "-")
-    default = None if field.name in _DEFAULTS or field.default is MISSING else field.default
+    default = (
+        None if field.name in _DEFAULT_DESCRIPTIONS or field.default is MISSING else field.default
+    )
     settings: dict[str, Any] = {"default": default, "help": texts.get(field.name, "")}
-    if field.name in _DEFAULTS:
-        settings["show_default"] = _DEFAULTS[field.name]
+    if field.name in _DEFAULT_DESCRIPTIONS:
+        settings["show_default"] = _DEFAULT_DESCRIPTIONS[field.name]
     elif default not in (None, ()) and field.type != "bool":
         settings["show_default"] = True
     if field.type == "bool":
@@ -225,7 +227,7 @@ def command(
 
 
 def _print_gpus(before: str | None, screen: Screen) -> None:
-    """Print which GPUs of the machine are used; `before` is the variable's earlier value."""
+    """Print which GPUs of the machine are used; `before` is the earlier CUDA_VISIBLE_DEVICES."""
     require_visible_gpus()
     now = os.environ[VISIBLE]
     if read_rank() is not None and (read_rank() or before == now):
@@ -236,15 +238,22 @@ def _print_gpus(before: str | None, screen: Screen) -> None:
 
 
 def _make_config(options: dict[str, Any]) -> TrainConfig:
-    """Return the configuration of the run."""
+    """Return the configuration of the run from the options of the verb.
+
+    Defaults that depend on others: the batch size on the data, `ddp` under a launcher of several
+    processes, and `--resume auto` for a run that the launcher restarted.
+
+    Raises:
+        UsageError: if `--out` is missing, or an option is invalid.
+    """
     if options["out"] is None:
         raise UsageError("Missing option '--out'.", hint="ckptool train --help")
     if options["batch_size"] is None:
         options["batch_size"] = default_batch_size(options["data"])
-    is_named = (
+    has_strategy = (
         click.get_current_context().get_parameter_source("strategy") != ParameterSource.DEFAULT
     )
-    if not is_named and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not has_strategy and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         options["strategy"] = "ddp"
     if options["resume"] is None and is_restarted():
         options["resume"] = "auto"
@@ -253,7 +262,11 @@ def _make_config(options: dict[str, Any]) -> TrainConfig:
 
 
 def _is_worker(config: TrainConfig, nproc: int | None, port: int | None) -> bool:
-    """Return True if this process trains, False if it starts the processes that train."""
+    """Return True if this process trains, False if it starts the processes that train.
+
+    Raises:
+        UsageError: if the strategy does not fit the number of processes or these options.
+    """
     strategy = format_option("strategy", config.strategy)
     if config.strategy in SPREAD:
         if read_rank() is None and nproc is None:
@@ -300,9 +313,8 @@ def _train(config: TrainConfig, screen: Screen) -> None:
     if result.stopped is not None:
         set_exit_code(128 + result.stopped)
     if screen.as_json and not read_rank():
-        best = (
-            result.best if math.isfinite(result.best) else None
-        )  # infinite before the end of the first epoch
+        # It is infinite before the end of the first epoch.
+        best = result.best if math.isfinite(result.best) else None
         fields = {
             **printer.to_document(),
             **result.to_dict(),
@@ -321,14 +333,20 @@ class EventPrinter(Observer):
 
     def __init__(self, config: TrainConfig, screen: Screen, *, rank: int | None) -> None:
         """Store the options; `rank` is None without a launcher."""
-        self._make_config, self._screen, self._rank = config, screen, rank
+        self._config, self._screen, self._rank = config, screen, rank
         self._bar = screen.progress()
         self._events: list[Any] = []
+        """All events except steps, shapes and progress of validation, for the document."""
         self._started: Started | None = None
-        self._first: tuple[float, int] | None = None
+        """The event of the start, which has the numbers of epochs and steps."""
+        self._first_step: tuple[float, int] | None = None
+        """The time of the first step of this process and its number, to estimate the time left."""
 
     def tell(self, event: Any) -> None:
-        """Print an event, or store it for the document."""
+        """Print an event, and store it for the document.
+
+        Ranks other than 0 print only shapes. Steps and validation only move the progress bar.
+        """
         if isinstance(event, Traced):
             self._print_shapes(event)
         elif self._rank:
@@ -351,13 +369,13 @@ class EventPrinter(Observer):
     def _format_progress(self, event: Stepped) -> str:
         """Return the text after the bar: epoch, step, loss and time left."""
         now, total = time.monotonic(), self._total_steps
-        began, first = self._first = self._first or (now, event.step)
+        start_time, start_step = self._first_step = self._first_step or (now, event.step)
         seconds_left = None
-        if event.step > first:
-            seconds_left = (now - began) / (event.step - first) * (total - event.step)
-        return progress_text(
-            event, total, self._started.epochs if self._started else 0, seconds_left
-        )
+        if event.step > start_step:
+            seconds_per_step = (now - start_time) / (event.step - start_step)
+            seconds_left = seconds_per_step * (total - event.step)
+        epochs = self._started.epochs if self._started else 0
+        return progress_text(event, total, epochs, seconds_left)
 
     def _events_of(self, kind: type[Event]) -> list[Event]:
         """Return the stored events of one class."""
@@ -382,17 +400,17 @@ class EventPrinter(Observer):
     def _total_steps(self) -> int:
         """The number of steps in the whole run; 0 before it starts."""
         steps = self._started.steps * self._started.epochs if self._started else 0
-        return min(steps, self._make_config.max_steps or steps)
+        return min(steps, self._config.max_steps or steps)
 
     @property
     def _existing_checkpoints(self) -> list[Saved]:
         """The checkpoints that still exist, the newest last."""
         saved = self._events_of(Saved)
-        newest = {checkpoint.path: checkpoint for checkpoint in saved}
+        last_by_path = {checkpoint.path: checkpoint for checkpoint in saved}
         return [
             checkpoint
             for checkpoint in saved
-            if checkpoint is newest[checkpoint.path] and os.path.exists(checkpoint.path)
+            if checkpoint is last_by_path[checkpoint.path] and os.path.exists(checkpoint.path)
         ]
 
     def finish(self, result: TrainResult) -> None:

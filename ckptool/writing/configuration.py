@@ -143,7 +143,7 @@ class _ConfigurationEdits:
 
     def _edit_dtype(self, member: _Member, name: str) -> None:
         """Edit the dtype; warn if no tensor that was cast had it."""
-        new = [*self._new_dtypes.values()][-1]
+        new = [*self._new_dtypes.values()][-1]  # that of the last cast
         old = str(member.value).removeprefix("torch.")
         if old in (new, "auto"):
             return

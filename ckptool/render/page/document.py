@@ -241,7 +241,8 @@ def _render_first_rows(
     if total > MAX_FIRST_ROWS:
         drawn += render_element(
             "p",
-            f"Only the first {MAX_FIRST_ROWS} of {total:,} rows are shown. Enable JavaScript to see all.",
+            f"Only the first {MAX_FIRST_ROWS} of {total:,} rows are shown. "
+            "Enable JavaScript to see all.",
         )
     return drawn
 
