@@ -72,7 +72,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """Raise on the first signal; a second Ctrl-C ends the process, other later signals nothing."""
+        """Raise on the first signal; a second Ctrl-C ends the process. Ignore other later signals."""
         if self.received:
             if number == signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
@@ -232,7 +232,7 @@ class Screen:
     def note_if_filtered(
         self, subject: str, include: Iterable[str], exclude: Iterable[str]
     ) -> None:
-        """Write a note that the filters, if any, leave nothing."""
+        """Write a note that the filters, if any, leave nothing; `subject` is `no tensor` or so."""
         filters = [f"--include {glob!r}" for glob in include]
         filters += [f"--exclude {glob!r}" for glob in exclude]
         if filters:

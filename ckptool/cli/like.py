@@ -48,9 +48,9 @@ class Allowing(BriefHelpOption):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Join an option and the word after it if that is a glob, then parse the words.
 
-        The first time the words are parsed with all options as flags. If there are more positional
-        arguments than the command has, the likeliest globs among the words after options are joined
-        to these: `--allow-missing=head.*`.
+        First the words are parsed with each option as `--allow-missing=*`. If that leaves more
+        positional arguments than the command has, as many words after options are globs, and are
+        joined to these: `--allow-missing=head.*`. The likeliest globs are taken.
         """
         options = {f"--{name.replace('_', '-')}" for name in _ALLOWANCES}
         end = args.index("--") if "--" in args else len(args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import click
@@ -82,17 +82,17 @@ def command(
     ckptool.load_into, or save it with the model's keys with ckptool convert --like.
     """
     reference = resolve_reference(like)
-    wanted = describe_like(reference, key=like_key)
-    with open_state_dict(file, key=key, wanted=wanted.slots) as state:
+    model_target = describe_like(reference, key=like_key)
+    with open_state_dict(file, key=key, wanted=model_target.slots) as state:
         is_file = reference is like
         plan = plan_load(
             state,
-            wanted,
+            model_target,
             rename=rules,
             choices=TransposeRules.parse(transpose, no_transpose),
             by_type=is_file,  # judge casts without torch
         )
-        applied = tuple(_find_applied_rules(rules, state))
+        applied_rules = tuple(_find_applied_rules(rules, state))
         is_module = state.section.kind == "module"
     report = plan.report
     globs = {name.removeprefix("allow_"): arguments for name, arguments in allowed.items()}
@@ -108,26 +108,36 @@ def command(
         print_lines(lines)
         return
     print_lines(lines)
-    arguments: dict[str, Any] = {
-        "like": like,
-        "key": key,
-        "like_key": like_key,
-        "rename": applied,
-        **{f"allow_{name}": globs[name] for name in ("missing", "unexpected", "mismatched")},
-        "min_coverage": min_coverage,
-        "transpose": transpose,
-        "no_transpose": no_transpose,
-        "model_only": is_module,
-    }
     command = ""
     if all(rule.regex for rule in rules) and _can_convert(report):
-        target = find_unused_path(make_default_target(file, "fitted"))
-        options = Remedy(
-            tuple((name, value) for name, value in arguments.items() if value is not None)
+        command = _make_convert_command(
+            file,
+            {
+                "like": like,
+                "key": key,
+                "like_key": like_key,
+                "rename": applied_rules,
+                **{
+                    f"allow_{name}": globs[name] for name in ("missing", "unexpected", "mismatched")
+                },
+                "min_coverage": min_coverage,
+                "transpose": transpose,
+                "no_transpose": no_transpose,
+                "model_only": is_module,
+            },
         )
-        words = ["ckptool", "convert", as_argument(file), as_argument(target)]
-        command = shlex.join([*words, *to_option_words(options)])
     print_lines(advice_lines(judgement, look, command=command))
+
+
+def _make_convert_command(file: str, arguments: Mapping[str, Any]) -> str:
+    """Return the `convert` command that writes the file with the model's keys.
+
+    `arguments` are its options by the names of the library; those that are None are left out.
+    """
+    target = find_unused_path(make_default_target(file, "fitted"))
+    given = Remedy(tuple((name, value) for name, value in arguments.items() if value is not None))
+    words = ["ckptool", "convert", as_argument(file), as_argument(target)]
+    return shlex.join([*words, *to_option_words(given)])
 
 
 def _find_applied_rules(rules: Iterable[Rule], state: StateDict) -> Iterator[str]:

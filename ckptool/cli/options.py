@@ -64,6 +64,7 @@ def complete_with(words: Callable[[], Iterable[str]]) -> Any:
     """Return a `shell_complete` that offers `words()`, called only when Tab is pressed."""
 
     def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+        """Return the words that begin with the text that was typed so far."""
         return [word for word in words() if word.startswith(incomplete)]
 
     return complete

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -32,10 +32,17 @@ _RULE_MAKERS: dict[str, Callable[[str], Rule]] = {
 
 
 def _make_rules(arguments: dict[str, Any]) -> list[Rule]:
-    """Remove the renaming options from the arguments, and return their rules in order."""
-    texts: dict[str, Iterable[str]] = {name: iter(arguments.pop(name)) for name in _RULE_MAKERS}
-    order = click.get_current_context().meta.get(_ORDER, ())
-    return [_RULE_MAKERS[name](next(iter(texts[name]))) for name in order if name in _RULE_MAKERS]
+    """Remove the renaming options from the arguments, and return their rules as typed.
+
+    Click collects the texts of each option; `RulesInOrder` stored the order of all options.
+    """
+    texts_by_option = {name: iter(arguments.pop(name)) for name in _RULE_MAKERS}
+    options_in_order = click.get_current_context().meta.get(_ORDER, ())
+    return [
+        _RULE_MAKERS[name](next(texts_by_option[name]))
+        for name in options_in_order
+        if name in _RULE_MAKERS
+    ]
 
 
 def rename_options(subject: str) -> Decorator:

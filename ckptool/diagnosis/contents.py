@@ -98,7 +98,8 @@ def check_damage(
 ) -> Iterator[Complaint]:
     """Read all bytes, and yield complaints about damage, missing data, NaN and infinite values.
 
-    Infinite values are only reported in models and optimizers, and where they are not valid.
+    NaN and infinite values are only reported in models and optimizers, and not in tensors in which
+    infinity is valid, such as masks.
     """
     from ckptool.inspection.unwritten import find_unwritten
     from ckptool.inspection.verify import verify  # only needed to read the tensor data

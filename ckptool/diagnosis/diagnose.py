@@ -449,7 +449,10 @@ class Planner:
         )
 
     def _iterate_alternatives_to_plain(self) -> Iterator[Steps]:
-        """Yield steps for objects that cannot become plain data, the least loss first."""
+        """Yield steps for objects that cannot become plain data, the least loss first.
+
+        Dropping the objects; then taking only the model, without its training state.
+        """
         yield (Plain(drop_objects=True),)
         if self._subject.model is not None:
             yield (Take(self._subject.key, model_only=True),)

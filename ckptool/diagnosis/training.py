@@ -281,15 +281,16 @@ def _check_shapes(
         f"{mismatch.name} (file {list(mismatch.shape)}, model {list(mismatch.wanted)})"
         for mismatch in mismatches
     )
+    resize = f"resize position embeddings ({_INTERPOLATE_COMMAND}), or " if can_resize else ""
+    initialized = listed(summarize_names(names, max_count=2))
     yield Complaint(
         "size-mismatch",
         f"the shape of {counted(len(mismatches), 'tensor')} differs from the reference: "
         f"{listed(shown, most=3)}",
         summarize_names(names),
         hint=misfit_reason
-        or (f"resize position embeddings ({_INTERPOLATE_COMMAND}), or " * can_resize)
-        + "delete them from the state dict and load with strict=False: the model keeps its own "
-        + listed(summarize_names(names, max_count=2)),
+        or f"{resize}delete them from the state dict and load with strict=False: "
+        f"the model keeps its own {initialized}",
         quote=quote("size", printable(first.name), list(first.shape), list(first.wanted)),
         effect=f"strict=False does not skip it. {_EFFECT_HALF_LOADED}",
         choices=() if can_resize or misfit_reason else choices,

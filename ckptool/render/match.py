@@ -50,6 +50,8 @@ def match_lines(
 ) -> Iterator[str]:
     """Return the lines of a match report: a summary, a table of differences and their meaning.
 
+    If all keys match unchanged there is no table, only the summary and the tied keys.
+
     With `fold` repeated layers are one row, and a long table is cut. A `judgement` decides whether
     the file fits. Advice names arguments of the library, or `options` of the command line. With
     `look.fmt` the result is the table alone, without folded rows.
@@ -59,8 +61,8 @@ def match_lines(
     heading = _heading_lines(report, look, judgement or Allowance().judge(report))
     if _has_no_remarks(report) and not _reasons_outside_table(judgement):
         ties = ", ".join(f"{row.key} {row.details}" for row in _tied_rows(report, fold=True))
-        lines = wrap_text(f"tied: {ties}", look.width) if ties else ()
-        return separate_blocks([(*heading, *lines), _optimizer_lines(report, look)])
+        tied_lines = wrap_text(f"tied: {ties}", look.width) if ties else ()
+        return separate_blocks([(*heading, *tied_lines), _optimizer_lines(report, look)])
     rows = _make_rows(report, fold=fold)
     shown = [*_limit_rows(rows)] if fold else rows
     notes = note_lines(report, look, judgement=judgement, options=options, rows=rows)

@@ -86,13 +86,9 @@ def format_duration(seconds: float) -> str:
     """Return seconds as people read them: `50 s`, `12 min`, `3 h 5 min`."""
     minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min"
-        if minutes
-        else f"{seconds_left} s"
-    )
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if minutes else f"{seconds_left} s"
 
 
 def format_share(part: int, whole: int, *, none: str = "0%") -> str:

@@ -326,14 +326,14 @@ def _describe_space(plan: WritePlan, path: str | os.PathLike[str]) -> str:
 
 def _describe_remote(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
     """Yield notes on a remote source: its commit, and the bytes to download."""
-    if pinned := place_of(checkpoint.path).pin_revision(checkpoint.path):
-        yield f"read at revision {pinned}"
+    if revision := place_of(checkpoint.path).pin_revision(checkpoint.path):
+        yield f"read at revision {revision}"
     if dry_run:
         storages = (tensor.storage for _, tensor in checkpoint.tensors())
-        data = count_far_bytes(
+        remote_bytes = count_far_bytes(
             storage.data for storage in storages if storage is not None and storage.data is not None
         )
-        yield f"would fetch {data:,} bytes of tensor data"
+        yield f"would fetch {remote_bytes:,} bytes of tensor data"
 
 
 def _plan_in_place(

@@ -206,10 +206,11 @@ def _divide_for_safetensors(checkpoint: Checkpoint) -> _DividedStateDict:
 
     content = plan_content(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
     tensors, ties, written = content.tensors, content.ties, content.written
-    stored_key = {name: [ties.get(name, name)] for name in tensors}
+    # A tied key shares the anchor of the key under which its tensor is stored.
+    anchors = {name: [ties.get(name, name)] for name in tensors}
     groups = [
         (sum(written[name].nbytes for name in group if name in written), group)
-        for group in _group_by_anchor(stored_key)
+        for group in _group_by_anchor(anchors)
     ]
     return _DividedStateDict(
         groups,
