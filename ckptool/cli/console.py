@@ -72,7 +72,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """Raise on the first signal; a second Ctrl-C ends the process. Ignore other later signals."""
+        """Raise on the first signal; a second Ctrl-C ends the process; others do nothing."""
         if self.received:
             if number == signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
