@@ -67,13 +67,13 @@ def _get_attribute(text: str, node: Any, name: str) -> Any:
 
 
 def _hint_available_names(node: Any) -> str:
-    """Return a hint with the models and callables of a module or class."""
-    module = getattr(node, "__name__", "")
+    """Return a hint with the models in a module or class, and the module's own callables."""
+    own_name = getattr(node, "__name__", "")
     candidates = [
         name
         for name, value in getattr(node, "__dict__", {}).items()
         if not name.startswith("_")
-        and (is_model(value) or (callable(value) and getattr(value, "__module__", "") == module))
+        and (is_model(value) or (callable(value) and getattr(value, "__module__", "") == own_name))
     ]
     return (
         f"use {listed(candidates, _MOST_NAMED)}"

@@ -285,7 +285,7 @@ def command(
             max_shard_size=max_shard_size,
             files_from=None if target.in_place else goal.companions,
             to_folder=goal.is_folder and not target.in_place,
-            apart=goal.apart,
+            divide_files=goal.divide_files,
             opening=lambda: open_for_steps(
                 files if split_key(files[0]) else source, steps, salvage=salvage
             ),

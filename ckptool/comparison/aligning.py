@@ -464,7 +464,11 @@ def _find_sections(root: Any) -> list[Section]:
 
 
 def _pair_sections(parts_a: list[Section], parts_b: list[Section]) -> list[Couple]:
-    """Return pairs of sections: with equal paths, else the only ones of their sort."""
+    """Return pairs of sections: with equal paths, else the only ones of their kind.
+
+    The sections of a kind that are still unpaired make a pair if, on each side, all of them are
+    one and the same object of the file (their `holder`), reached by several paths.
+    """
     by_path = {(part.path, _normalize_kind(part)): part for part in parts_b}
     couples = [
         (part, by_path[part.path, _normalize_kind(part)])
@@ -479,9 +483,9 @@ def _pair_sections(parts_a: list[Section], parts_b: list[Section]) -> list[Coupl
     return couples
 
 
-def _find_unpaired(parts: list[Section], sort: str, paired_ids: set[int]) -> list[Section]:
-    """Return the sections of one sort whose identity is not in `paired_ids`."""
-    return [part for part in parts if _normalize_kind(part) == sort and id(part) not in paired_ids]
+def _find_unpaired(parts: list[Section], kind: str, paired_ids: set[int]) -> list[Section]:
+    """Return the sections of one kind that are not paired yet."""
+    return [part for part in parts if _normalize_kind(part) == kind and id(part) not in paired_ids]
 
 
 def _normalize_kind(part: Section) -> str:

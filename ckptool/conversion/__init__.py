@@ -103,7 +103,7 @@ def convert(
         return save(
             goal.to_single_file(result),
             checkpoint.path if is_same else goal.path,
-            apart=goal.apart,
+            divide_files=goal.divide_files,
             format=name,
             max_shard_size=max_shard_size,
             files_from=None if is_same else goal.companions,

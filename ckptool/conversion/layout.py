@@ -79,13 +79,13 @@ class Destination:
         return os.path.realpath(self._name) in map(os.path.realpath, names)
 
     def format_for(self, checkpoint: Checkpoint) -> str:
-        """Return the name of the format, as in `choose_format`.
+        """Return the name of the format of the target, or of each file that a recipe makes.
 
         Raises:
             UsageError: if there is none, or both the format and a recipe make several files.
         """
         path = self.path
-        if not self.apart:
+        if not self.divide_files:
             path = choose_file(
                 checkpoint,
                 path,
@@ -94,7 +94,9 @@ class Destination:
                 files_from=self._files_from,
             )
         name = choose_format(checkpoint, path, self._format, sharded=self._sharded)
-        if self.apart and (self._sharded or shard_format_of(name) or load_format(name).index_name):
+        if self.divide_files and (
+            self._sharded or shard_format_of(name) or load_format(name).index_name
+        ):
             text = "the recipe determines the number of files"
             raise UsageError(text, hint="leave out --max-shard-size and formats with several files")
         return name
@@ -126,7 +128,7 @@ class Destination:
         raise UsageError(text, file=self._name, hint="end the target with / to name a folder")
 
     @property
-    def apart(self) -> Callable[[Checkpoint], Mapping[str, Checkpoint]] | None:
+    def divide_files(self) -> Callable[[Checkpoint], Mapping[str, Checkpoint]] | None:
         """The function that divides the result into files by name, if there are several."""
         recipe = self._recipe
         if recipe is None or not self.is_folder:

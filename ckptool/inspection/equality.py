@@ -50,8 +50,8 @@ _VALUE_PARTS = frozenset({"values", "buffer", "_local_tensor"})
 
 
 def type_name(node: Any) -> str:
-    """Return the type of a value as in `list`, or the class of another entry."""
-    if isinstance(node, Opaque):
+    """Return the type that `ckptool list` shows for a value, or the class of a tensor or object."""
+    if isinstance(node, Opaque):  # `plain` is the type and the text of a value in a class
         return node.plain[0] if node.plain is not None else node.class_name
     if isinstance(node, (TensorRef, StorageRef, DeviceValue, Global)):
         return getattr(node, "class_name", "torch.Tensor")

@@ -512,6 +512,8 @@ class _Scanner:
     ) -> Iterator[tuple[str, ByteRange]]:
         """Yield name and bytes of the records that any zip header points to, local or central.
 
+        A compressed record is yielded as stored and inflated, because a header may lie about that.
+
         Headers of both kinds may contradict each other, and programs follow different ones. So each
         name, compression method and largest size that a header states is tried. Without a valid
         size, a record ends at the next header.
@@ -532,7 +534,9 @@ class _Scanner:
                 data_starts[position] = position + _LOCAL_HEADER.size + name_length + last_field
                 last_header_by_name[name] = position
                 targets = {position}
-            else:  # the last field is the position of the local header, maybe from the first one
+            else:
+                # A central header belongs to the last local header with its name, or to the one at
+                # its last field: a position in the file, or relative to the first local header.
                 targets = {
                     last_header_by_name.get(name, -1),
                     last_field,

@@ -149,10 +149,13 @@ class _Pruning:
             UsageError: if a list or an object would lose some of its tensors, or a dict with two
                 paths in the file would become two dicts.
         """
+        # A container is removed (an optimizer even if the user chose some of it, with a note), or
+        # partly kept although it cannot be divided (an error), or kept without some entries.
         kept_containers: list[_Entry] = []
         dropped_texts: list[tuple[str, int]] = []
-        dropped: dict[int, tuple[Path, frozenset[Any]]] = {}
-        pending = [root for root in (self._entries.get(()),) if root and root.is_container]
+        removed_keys_by_id: dict[int, tuple[Path, frozenset[Any]]] = {}
+        root = self._entries.get(())
+        pending = [root] if root and root.is_container else []
         while pending:
             entry = pending.pop()
             if entry.is_removed:
@@ -172,7 +175,9 @@ class _Pruning:
                 text = f"{counted(len(names), 'entry')} of {owner}: {listed(names)}"
                 dropped_texts.append((text, len(names)))
             keys = frozenset(child.path[-1] for child in removed)
-            first_path, first_keys = dropped.setdefault(id(entry.node), (entry.path, keys))
+            first_path, first_keys = removed_keys_by_id.setdefault(
+                id(entry.node), (entry.path, keys)
+            )
             if first_keys != keys:
                 subjects = (self._describe_entry(path) for path in (first_path, entry.path))
                 raise UsageError(
@@ -188,7 +193,7 @@ class _Pruning:
 
         def remove_keys(node: dict[Any, Any]) -> dict[Any, Any]:
             """Return a dict without its removed entries."""
-            keys = dropped.get(id(node), ((), ()))[1]
+            keys = removed_keys_by_id.get(id(node), ((), ()))[1]
             return drop_keys(node, keys) if keys else node
 
         root = rebuild(self._root, mapping=remove_keys)

@@ -120,7 +120,7 @@ def save(
     verify: bool | None = None,
     files_from: str | os.PathLike[str] | None = None,
     to_folder: bool = False,
-    apart: Callable[[Checkpoint], Mapping[str, Checkpoint]] | None = None,
+    divide_files: Callable[[Checkpoint], Mapping[str, Checkpoint]] | None = None,
     progress: Progress | None = None,
     group: WriterGroup | None = None,
     options: str = "",
@@ -132,13 +132,13 @@ def save(
     target of a link and keeps the link. See `choose_format` for the default of `format`.
     `files_from` is the folder with configuration, tokenizer and processor files to copy next to the
     weights. With `to_folder` the target is a folder, and `files_from` defaults to that of the
-    source. `apart` divides the checkpoint into files by name, in the folder of `path`. With a
+    source. `divide_files` returns the content of each file by name, in the folder of `path`. With a
     `group`, several processes write together and make the same call; `options`, as text of any
     kind, identify an interrupted write that continues.
     """
     check_address(path, in_place=in_place, verify=verify)
     is_remote = is_address(path)
-    if apart is None:
+    if divide_files is None:
         path = _choose_file(checkpoint, path, format, files_from, to_folder=to_folder)
     is_source = in_place and _is_source_path(path, checkpoint.sources)
     if is_source:
@@ -146,7 +146,7 @@ def save(
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     format_name = choose_format(checkpoint, path, format, sharded=max_shard_size is not None)
     load_format(checkpoint.format).refuse_unusable(checkpoint)
-    if load_format(format_name).flat and apart is None:
+    if load_format(format_name).flat and divide_files is None:
         checkpoint = _take_state_dict(checkpoint)
         refuse_placeholders(checkpoint)
     else:
@@ -154,8 +154,8 @@ def save(
     if load_format(format_name).index_name and checkpoint.root is not checkpoint.original:
         rewrite = False  # of such a folder only the index is written again
     is_new_file = not is_source or rewrite or max_shard_size is not None
-    if apart is not None:
-        plan = _plan_apart(checkpoint, os.path.dirname(path), format_name, apart(checkpoint))
+    if divide_files is not None:
+        plan = _plan_apart(checkpoint, os.path.dirname(path), format_name, divide_files(checkpoint))
     else:
         indexed = bool(format and shard_format_of(format))
         plan = _plan(
@@ -173,7 +173,7 @@ def save(
         plan, warnings = _add_companions(plan, job, files_from, to_folder=to_folder)
         checkpoint = checkpoint.with_root(checkpoint.root, *warnings)
         job = replace(job, checkpoint=checkpoint)
-    is_divided = plan.index and apart is None and not (dry_run or is_remote)
+    is_divided = plan.index and divide_files is None and not (dry_run or is_remote)
     # An earlier run of this write may only lack some renames.
     if group and is_divided and group.run_on_first(lambda: finish_divided(plan, job, options)):
         return _make_receipt(plan, job, group, dry_run=False)
@@ -191,7 +191,7 @@ def save(
             notes.append(f"{stated_in} next to the file still states the quantization")
     if any(source.is_far for source in checkpoint.sources):
         notes += _describe_remote(checkpoint, dry_run=dry_run)
-    if (to_folder or plan.index) and apart is None and not is_remote:
+    if (to_folder or plan.index) and divide_files is None and not is_remote:
         notes += _find_other_models(path, plan)
     if dry_run and (plan.index or os.path.isdir(checkpoint.path)):
         notes.append(_describe_space(plan, path))
@@ -208,7 +208,7 @@ def save(
             group.collect(0)  # every process has checked the target before the first one writes
             group.run_on_first(lambda: _execute_by_folder(plan, job))
     receipt = _make_receipt(plan, job, group, dry_run=dry_run)
-    return receipt if apart is None else replace(receipt, path=os.path.dirname(path))
+    return receipt if divide_files is None else replace(receipt, path=os.path.dirname(path))
 
 
 def _choose_file(

@@ -122,7 +122,7 @@ class _Group(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, Sequence[_Vector]]
     """By kind (`fp32`, `exp_avg`), the vector of each rank."""
-    others: Mapping[Any, Any]
+    shared_state: Mapping[Any, Any]
     """State of the whole group, for example `step`."""
 
 
@@ -328,11 +328,16 @@ def _join_files(
 def _make_optimizer(
     rank_state: Mapping[Any, Any], groups: Sequence[_Group], states: dict[str, dict[Any, Any]]
 ) -> dict[str, Any]:
-    """Return the optimizer state by parameter name; `states` get the values of their groups."""
+    """Return the whole optimizer state, with the state of each parameter by its name.
+
+    ZeRO stores some state once for a whole group, such as `step`. It is added to each parameter's
+    entry in `states`, in place. Entries of `rank_state` other than ZeRO's own layout are kept.
+    """
     for group in groups:
         for name in group.shapes:
             states[name] |= {
-                key: _copy_group_node(f"{name}/{key}", node) for key, node in group.others.items()
+                key: _copy_group_node(f"{name}/{key}", node)
+                for key, node in group.shared_state.items()
             }
     return {
         "state": states,
