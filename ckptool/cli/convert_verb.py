@@ -286,6 +286,7 @@ def command(
             files_from=None if target.in_place else goal.companions,
             to_folder=goal.is_folder and not target.in_place,
             divide_files=goal.divide_files,
+            # `KEY=FILE` is only understood in a list.
             opening=lambda: open_for_steps(
                 files if split_key(files[0]) else source, steps, salvage=salvage
             ),

@@ -258,32 +258,10 @@ def check_objects(subject: Subject) -> Iterator[Complaint]:
         for path, node in rejected
         if id(node) not in module_ids
     ]
-    global_names = subject.checkpoint.details.globals
-    # The first name at which torch.load stops.
-    blocked = next(iter(find_blocked_names(global_names)), None) or next(iter(subject.blocked), "")
-    error_kind = "blocked-global" if blocked.partition(".")[0] in _BLOCKED_MODULES else "global"
-    load_error = quote(error_kind, printable(blocked))
     if modules:
-        classes = dict.fromkeys(get_class_name(node) for _, node in modules)
-        candidates = [*classes, *subject.blocked]
-        custom_class = next(
-            (name for name in candidates if name.partition(".")[0] not in _COMMON_PACKAGES), None
-        )
-        effect = (
-            f"other tools cannot load it without the class {printable(custom_class)}"
-            if custom_class
-            else ""
-        )
-        is_model = subject.model is not None and subject.model.kind == "module"
-        yield Complaint(
-            "module",
-            f"it contains a pickled model ({listed(classes)}), not a state dict",
-            summarize_names(name or "the root" for name, _ in modules),
-            quote=load_error,
-            effect=effect,
-            fix=(Take(model_only=True),) if is_model else (Plain(),),
-        )
+        yield _make_module_complaint(subject, modules)
     if other_objects or (subject.blocked and not modules):
+        # Without an object in the tree, the names that keep the file from loading are listed.
         classes = dict.fromkeys([kind for _, kind in other_objects] or subject.blocked)
         yield Complaint(
             "objects",
@@ -292,10 +270,58 @@ def check_objects(subject: Subject) -> Iterator[Complaint]:
                 (f"{name or 'the root'} ({kind})" for name, kind in other_objects), max_count=20
             ),
             hint=_hint_for_objects(classes),
-            quote=load_error,
+            quote=_quote_first_rejection(subject),
             effect="weights_only=False, which it proposes, runs any code in the file",
             fix=(Plain(),),
         )
+    yield from _check_unread_weights(subject)
+    globals_of_numpy_2 = [
+        name for name in subject.checkpoint.details.globals if name.startswith("numpy._core.")
+    ]
+    if globals_of_numpy_2:
+        yield Complaint(
+            "numpy",
+            f"it contains numpy 2 pickles ({listed(globals_of_numpy_2)})",
+            severity="note",
+            quote=quote("numpy"),
+            fix=(Plain(),),
+        )
+
+
+def _quote_first_rejection(subject: Subject) -> Quote:
+    """Return the error of `torch.load` about the first class or function that it rejects."""
+    rejected_globals = find_blocked_names(subject.checkpoint.details.globals)
+    first = next(iter(rejected_globals), None) or next(iter(subject.blocked), "")
+    kind = "blocked-global" if first.partition(".")[0] in _BLOCKED_MODULES else "global"
+    return quote(kind, printable(first))
+
+
+def _make_module_complaint(subject: Subject, modules: list[tuple[str, Any]]) -> Complaint:
+    """Return the complaint about pickled models, given with their names."""
+    classes = dict.fromkeys(get_class_name(node) for _, node in modules)
+    custom_class = next(
+        (
+            name
+            for name in (*classes, *subject.blocked)
+            if name.partition(".")[0] not in _COMMON_PACKAGES
+        ),
+        None,
+    )
+    is_model = subject.model is not None and subject.model.kind == "module"
+    return Complaint(
+        "module",
+        f"it contains a pickled model ({listed(classes)}), not a state dict",
+        summarize_names(name or "the root" for name, _ in modules),
+        quote=_quote_first_rejection(subject),
+        effect=f"other tools cannot load it without the class {printable(custom_class)}"
+        if custom_class
+        else "",
+        fix=(Take(model_only=True),) if is_model else (Plain(),),
+    )
+
+
+def _check_unread_weights(subject: Subject) -> Iterator[Complaint]:
+    """Yield a complaint about weights of a pickled model that only its class reads."""
     texts = [text for section in subject.models for text in section.unread]
     if texts:
         yield Complaint(
@@ -309,15 +335,6 @@ def check_objects(subject: Subject) -> Iterator[Complaint]:
             severity="misleads",
             quote=quote("missing"),
             effect="a class with its own __getstate__ stores them in a form that only it reads",
-        )
-    numpy_names = [name for name in global_names if name.startswith("numpy._core.")]
-    if numpy_names:
-        yield Complaint(
-            "numpy",
-            f"it contains numpy 2 pickles ({listed(numpy_names)})",
-            severity="note",
-            quote=quote("numpy"),
-            fix=(Plain(),),
         )
 
 
