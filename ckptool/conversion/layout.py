@@ -110,7 +110,10 @@ class Destination:
 
     @property
     def companions(self) -> str | os.PathLike[str] | None:
-        """The folder to copy files from. A recipe only reads files next to one file."""
+        """The folder to copy files from, or None.
+
+        If a recipe writes a single file, it only reads the configuration in `files_from`.
+        """
         return self._files_from if self.is_folder or not self._has_recipe else None
 
     def to_single_file(self, checkpoint: Checkpoint) -> Checkpoint:

@@ -529,7 +529,10 @@ class TensorRef(Result):
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
 
     def permuted(self, order: Sequence[int]) -> TensorRef:
-        """Return a view with its axes in another order, like `torch.Tensor.permute`."""
+        """Return a plain view with its axes in another order, like `torch.Tensor.permute`.
+
+        As in torch, the view is no Parameter and has none of the attributes of the tensor.
+        """
         self._check_view("transposed")
         shape = tuple(self.shape[axis] for axis in order)
         stride = tuple(self.stride[axis] for axis in order)

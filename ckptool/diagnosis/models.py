@@ -456,7 +456,8 @@ def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
     prefixes = tuple(f"{path}.module." for path in paths)
     affected = [name for name in names if name.startswith(prefixes)]
     rules = (rf"^{escape_regex(path)}\.module\.=>{escape_replacement(path)}." for path in paths)
-    is_simple = len(paths) == 1 and not any(section.wrappers for section in models)
+    # `Strip(at=...)` takes one path, in keys without a wrapper prefix of the whole model.
+    can_strip = len(paths) == 1 and not any(section.wrappers for section in models)
     yield Complaint(
         "submodule-wrapper",
         f'every key below {listed(map(printable, paths), most=3)} starts with "module.": '
@@ -464,7 +465,7 @@ def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
         summarize_names(affected),
         quote=quote("unexpected-key", printable(affected[0]), call=_CALL_ON_UNWRAPPED),
         effect="a model with a layer of that name loads it (check with --like REFERENCE)",
-        fix=(Strip(at=paths[0]) if is_simple else Rename(tuple(rules)),),
+        fix=(Strip(at=paths[0]) if can_strip else Rename(tuple(rules)),),
     )
 
 

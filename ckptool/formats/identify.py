@@ -263,16 +263,19 @@ def unrecognized_error(probe: Probe) -> CheckpointError:
 
 
 def _identify_by_name(probe: Probe) -> Identification | None:
-    """Identify a file by its name."""
+    """Identify a part of a TensorFlow checkpoint by its name, if its content shows nothing."""
     stem, ending = os.path.splitext(probe.path)
     if ending == ".meta" and os.path.isfile(f"{stem}.index"):
         hint = f"give its index: ckptool list {shell(f'{stem}.index')}"
         return Identification("the graph of a TensorFlow checkpoint", hint, UnsupportedFormat)
-    if not re.search(r"\.data-\d{5}-of-\d{5}\Z", probe.path):
+    name = os.path.basename(probe.path)
+    data_file = re.fullmatch(r"(?s)(.*)\.data-\d{5}-of-\d{5}", name)
+    if data_file is None:
         return None
+    # With an intact index, the checkpoint would have been opened.
     description = "the data of a TensorFlow checkpoint with a missing or truncated index"
-    name = f"{os.path.basename(probe.path)[:-20]}.index"
-    return Identification(description, f"copy {shell(name)} as well", UnsupportedFormat)
+    index_name = f"{data_file[1]}.index"
+    return Identification(description, f"copy {shell(index_name)} as well", UnsupportedFormat)
 
 
 def _read_head(probe: Probe, count: int) -> bytes:

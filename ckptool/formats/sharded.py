@@ -139,15 +139,16 @@ def read_shard_names(path: str) -> tuple[str, ...]:
 def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
     """Raise an error if the folder has several indexes, or a single file next to its shards.
 
-    A single file has the name of the shards or of the index without number or `.index.json`.
+    For example `model.safetensors` next to `model.safetensors.index.json`, or next to
+    `model-00001-of-00002.safetensors` and its other shards.
     """
     checkpoint_names = []
     for name in (os.path.basename(index.path) for index in indexes):
-        model_name = _INDEX_EXTENSION.sub("", name)
-        checkpoint_names += [model_name, name] if model_name in probe.entries else [name]
-    for model_name, first_shard in _find_complete_sets(probe.entries):
-        if model_name in probe.entries and model_name not in checkpoint_names:
-            checkpoint_names += [model_name, first_shard]
+        single_file = _INDEX_EXTENSION.sub("", name)
+        checkpoint_names += [single_file, name] if single_file in probe.entries else [name]
+    for single_file, first_shard in _find_complete_sets(probe.entries):  # with or without an index
+        if single_file in probe.entries and single_file not in checkpoint_names:
+            checkpoint_names += [single_file, first_shard]
     if len(checkpoint_names) > 1:
         description = f"a folder with several checkpoints: {few(checkpoint_names)}"
         hint = f"give one: ckptool list {shell(os.path.join(probe.path, checkpoint_names[0]))}"

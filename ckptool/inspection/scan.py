@@ -169,6 +169,7 @@ class Scan(Result):
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules that would be imported, except those on the allow list."""
+        # `imports` of a stream has only names that are not on the list.
         names = (name for stream in self.streams for name in stream.imports)
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
 

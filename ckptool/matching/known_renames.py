@@ -143,7 +143,10 @@ def _respell_affine(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]:
 
 
 def _respell_adapters(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]:
-    """Yield the keys of layers with an adapter, with their respellings.
+    """Yield the keys of layers with an adapter, with the respellings that make no existing key.
+
+    `a.lora_A.default.weight` -> `a.lora_A.weight`, `a.base_layer.weight` -> `a.weight`,
+    `a.modules_to_save.default.weight` and `a.original_module.weight` -> `a.weight`.
 
     PEFT's files leave the adapter's name out (`get_peft_model_state_dict`), so `default` is removed
     if it is the only adapter. `modules_to_save` has the trained values; `original_module` counts

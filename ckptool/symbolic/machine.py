@@ -67,7 +67,7 @@ class Machine:
     """One run over one pickle: stack, memo, and the names and opcodes found."""
 
     __slots__ = (
-        "calls_by_id", "data", "far_memo", "file", "globals", "large_keys", "limits", "marks",
+        "calls_by_id", "data", "sparse_memo", "file", "globals", "large_keys", "limits", "marks",
         "memo", "nested", "opcodes", "persistent_load", "protocol", "scans_left", "stack",
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ class Machine:
         """The stacks below the marks."""
         # Picklers count memo indexes up from 0, so a list stores them; a dict stores far ones.
         self.memo: list[Any] = []
-        self.far_memo: dict[int, Any] = {}
+        self.sparse_memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
         self.calls_by_id: dict[int, calls.Call] = {}
         """The handler of each recognized `Global`, by its id."""
@@ -141,9 +141,9 @@ class Machine:
 
         The numbers begin with 0, or with 1 in Python 2's C pickler. Every pickler does this.
         """
-        far_memo = self.far_memo
-        is_consecutive = not far_memo or (
-            not self.memo and far_memo.keys() == set(range(1, len(far_memo) + 1))
+        sparse_memo = self.sparse_memo
+        is_consecutive = not sparse_memo or (
+            not self.memo and sparse_memo.keys() == set(range(1, len(sparse_memo) + 1))
         )
         return is_consecutive and not self.stack and not self.marks
 
@@ -204,7 +204,7 @@ class Machine:
         if new is old:
             return
         self.stack[-1] = new
-        for index in chain(tuple(self.far_memo), range(len(self.memo) - 1, -1, -1)):
+        for index in chain(tuple(self.sparse_memo), range(len(self.memo) - 1, -1, -1)):
             self.scans_left -= 1
             if self.recall(index) is old:
                 self.memoize(index, new)
@@ -216,14 +216,14 @@ class Machine:
         """Memoize `node` under `index`. The list stops growing once the dict is in use."""
         if 0 <= index < len(self.memo):
             self.memo[index] = node
-        elif index == len(self.memo) and not self.far_memo:
+        elif index == len(self.memo) and not self.sparse_memo:
             self.memo.append(node)
         else:
-            self.far_memo[index] = node
+            self.sparse_memo[index] = node
 
     def recall(self, index: int) -> Any:
         """Return the object memoized under `index`; KeyError if there is none."""
-        return self.memo[index] if 0 <= index < len(self.memo) else self.far_memo[index]
+        return self.memo[index] if 0 <= index < len(self.memo) else self.sparse_memo[index]
 
     def check_key(self, key: Any) -> None:
         """Refuse a dict key that cannot be hashed, or is slow to hash or to find."""

@@ -144,7 +144,7 @@ def binput(machine: Machine, position: int) -> int:
 def long_binput(machine: Machine, position: int) -> int:
     """Memoize the top under a four-byte index."""
     index = _UINT32(machine.data, position)[0]
-    if index == len(machine.memo) and not machine.far_memo:  # the common case, without a call
+    if index == len(machine.memo) and not machine.sparse_memo:  # the common case, without a call
         machine.memo.append(machine.stack[-1])
     else:
         machine.memoize(index, machine.stack[-1])
@@ -155,7 +155,7 @@ def long_binput(machine: Machine, position: int) -> int:
 def binget(machine: Machine, position: int) -> int:
     """Push the object memoized under a one-byte index."""
     index, memo = machine.data[position], machine.memo
-    machine.stack.append(memo[index] if index < len(memo) else machine.far_memo[index])
+    machine.stack.append(memo[index] if index < len(memo) else machine.sparse_memo[index])
     return position + 1
 
 
@@ -163,7 +163,7 @@ def binget(machine: Machine, position: int) -> int:
 def long_binget(machine: Machine, position: int) -> int:
     """Push the object memoized under a four-byte index."""
     index, memo = _UINT32(machine.data, position)[0], machine.memo
-    machine.stack.append(memo[index] if index < len(memo) else machine.far_memo[index])
+    machine.stack.append(memo[index] if index < len(memo) else machine.sparse_memo[index])
     return position + 4
 
 
@@ -186,8 +186,8 @@ def get(machine: Machine, position: int) -> int:
 @opcode(b"\x94", "MEMOIZE")
 def memoize(machine: Machine, position: int) -> int:
     """Memoize the top under the next index, which is the size of the memo."""
-    if machine.far_memo:
-        machine.memoize(len(machine.memo) + len(machine.far_memo), machine.stack[-1])
+    if machine.sparse_memo:
+        machine.memoize(len(machine.memo) + len(machine.sparse_memo), machine.stack[-1])
     else:  # the common case, without a call
         machine.memo.append(machine.stack[-1])
     return position

@@ -124,10 +124,10 @@ class Watcher(Machine):
         state = wrapper.attributes
         width = _parse_element_width(state["dtype"])
         if not width:  # an array of objects is a pickle of its own
-            outer = self.stack, self.marks, self.memo, self.far_memo
-            self.stack, self.marks, self.memo, self.far_memo = [], [], [], {}
+            outer = self.stack, self.marks, self.memo, self.sparse_memo
+            self.stack, self.marks, self.memo, self.sparse_memo = [], [], [], {}
             _, end = self.run(position)
-            self.stack, self.marks, self.memo, self.far_memo = outer
+            self.stack, self.marks, self.memo, self.sparse_memo = outer
             return end
         if state.get("numpy_array_alignment_bytes") is not None:
             position += 1 + self.data[position]

@@ -253,9 +253,10 @@ class StorageReader:
         self._requested_dtype = dtype
         self._spans: dict[int, tuple[int, int]] = {}
         """By `id` of a storage, the bytes to read (start, stop)."""
-        self._made_by_source: dict[tuple[int, str, str], tuple[Storage, torch.UntypedStorage]] = {}
+        self._made_by_storage: dict[tuple[int, str, str], tuple[Storage, torch.UntypedStorage]] = {}
         """By storage (`id`), device, and dtype if bytes change: the storage and torch's storage."""
         self._mapping_by_source: dict[int, mmap.mmap] = {}
+        """By `id` of a file's source, the mapping of the whole file."""
 
     def announce_span(self, storage: Storage, span: tuple[int, int]) -> None:
         """Announce a span of bytes (start, stop) that will be read; call it before `get`.
@@ -288,7 +289,7 @@ class StorageReader:
         needs_swap = storage.byteorder != sys.byteorder and dtype_info.swap_size > 1
         target = self._placement.target_of(device) or device
         key = (id(storage), target, dtype if needs_cast or needs_swap else "")
-        if key not in self._made_by_source:
+        if key not in self._made_by_storage:
             file = storage.data.source.name if storage.data else None
             self._placement.check_device(device, name=name, file=file)
             loaded = self._load_storage(
@@ -298,12 +299,12 @@ class StorageReader:
                 loaded = self._cast_storage(loaded, dtype, name, file)
             if loaded.device.type != "meta":
                 loaded = self._placement.place(loaded, device, name=name, file=file)
-            self._made_by_source[key] = (storage, loaded)
-        return self._made_by_source[key][1], start // dtype_info.itemsize
+            self._made_by_storage[key] = (storage, loaded)
+        return self._made_by_storage[key][1], start // dtype_info.itemsize
 
     def forget(self) -> None:
         """Release the storages and mappings; tensors made from them keep theirs."""
-        self._made_by_source.clear()
+        self._made_by_storage.clear()
         self._mapping_by_source.clear()
 
     def _load_storage(

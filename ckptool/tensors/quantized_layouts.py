@@ -53,6 +53,8 @@ _HQQ_SHIFTS: dict[str, tuple[int, Sequence[int]]] = {
     "1bit_u8": (1, range(7, -1, -1)),
 }
 """By `packing`: the bits of a code, and the shifts of each tenth, half, ... of the rows."""
+_MXFP4_GROUP = 32
+"""Columns that share an exponent."""
 _MLX_BITS = (2, 3, 4, 5, 6, 8)
 _HQQ_TYPES = ("float16", "bfloat16", "float32")
 _COMPRESSED_FORMATS = {
@@ -463,33 +465,34 @@ def dequantize_nvfp4(parts: Parts) -> TensorRef:
 def dequantize_mxfp4(parts: Parts) -> TensorRef:
     """Dequantize as transformers does (`convert_moe_packed_tensors`): pairs of fp4 numbers.
 
-    Blocks [experts, rows, groups, 16] and the exponents of groups become [experts, columns, rows].
+    Blocks [experts, features, groups, 16] and exponents [experts, features, groups] become a tensor
+    [experts, columns, features]: 32 columns for each group, two of them in a byte.
     """
     blocks, [scales] = parts.weight, parts.companions.values()
     if parts.config.method.lower() != "mxfp4":
         raise _unstated_error(parts.config, "mxfp4")
     if len(blocks.shape) != 4 or blocks.sizes != (*scales.sizes, 16) or scales.dtype != "uint8":
         raise UnknownLayout
-    experts, rows, groups, _ = blocks.sizes
+    experts, features, groups, _ = blocks.sizes
     half = groups * 16
-    transposed = rearrange(blocks, (experts, half, rows), (rows * half, 1, half))
+    transposed = rearrange(blocks, (experts, half, features), (features * half, 1, half))
 
     def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        exponents = tables[0].view(experts, rows, groups).transpose(1, 2)
-        return (exponents.reshape(experts * groups, rows),)
+        exponents = tables[0].view(experts, features, groups).transpose(1, 2)
+        return (exponents.reshape(experts * groups, features),)
 
     def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the plain numbers of a range of rows."""
+        """Return plain numbers; a row of the result is a column of one expert."""
         import torch
 
         pairs = read_rows(transposed, experts * half, first // 2, last // 2)
-        codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1, rows)
-        index = torch.arange(first, last, device="cpu") // 32
+        codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1, features)
+        index = torch.arange(first, last, device="cpu") // _MXFP4_GROUP
         return decode_fp4(codes) * powers_of_two(tables[0].index_select(0, index))
 
     return compute_rows(
         blocks,
-        (experts, 2 * half, rows),
+        (experts, 2 * half, features),
         (scales,),
         compute_row_range,
         row_multiple=2,

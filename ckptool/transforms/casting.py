@@ -47,16 +47,18 @@ class Originals:
     """
 
     def __init__(self, root: Any, chosen: Iterable[TensorRef]) -> None:
-        """Remember the `chosen` tensors of the tree `root`."""
+        """Remember the `chosen` tensors of the tree `root`, to find them in its copies."""
         self._chosen = {id(tensor): tensor for tensor in chosen}
         self._by_view: dict[Any, TensorRef] = {
             tensor.place or id(tensor): tensor for tensor in self._chosen.values()
         }
-        self._known = {id(node) for node in every_node(root)}
+        """The chosen tensors by the bytes that they view, which a copy shares."""
+        self._ids_in_root = {id(node) for node in every_node(root)}
+        """All nodes of `root`; any other node is a copy."""
 
     def find(self, node: Any) -> TensorRef | None:
         """Return the chosen tensor that a node is, or was copied from."""
-        if not isinstance(node, TensorRef) or id(node) in self._known:
+        if not isinstance(node, TensorRef) or id(node) in self._ids_in_root:
             return self._chosen.get(id(node))
         return self._by_view.get(node.place)
 

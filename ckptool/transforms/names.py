@@ -186,7 +186,10 @@ def _list_modules_above(metadata: Mapping[Any, Any], names: Iterable[str]) -> se
 
 
 def _is_inside_removed(path: str, removed: set[str], metadata: Mapping[Any, Any]) -> bool:
-    """Return True if a module, or one above it, was removed."""
+    """Return True if a module, or one above it, was removed.
+
+    `metadata` has the paths of all modules: above a path that it lacks there is no other.
+    """
     while path and path in metadata:
         if path in removed:
             return True
@@ -746,6 +749,9 @@ class Wrap(Step):
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with wrapped keys.
 
+        Optimizers follow with their parameter names, except with `key`: which of several state
+        dicts an optimizer belongs to is then not known.
+
         Raises:
             NameCollision: if two keys would become the same.
             NotFound: if there is no entry at `key`, or no key starts with the path `at`.
@@ -753,11 +759,12 @@ class Wrap(Step):
         checkpoint = checkpoint.with_late_values()
         plan = NamePlan(checkpoint.path, COLLISION_HINT, is_wrappable)
         rename = make_prefixer(self.wrapper, self.at)
-        all_sections = sections = list_distinct_sections(checkpoint.sections)
-        if self.key is not None:
-            sections = [find_model_state_dict(checkpoint, self.key)]
-        _require_submodule(checkpoint, sections, self.at)
-        for section in sections:
+        all_sections = list_distinct_sections(checkpoint.sections)
+        chosen_sections = (
+            all_sections if self.key is None else [find_model_state_dict(checkpoint, self.key)]
+        )
+        _require_submodule(checkpoint, chosen_sections, self.at)
+        for section in chosen_sections:
             if section.kind == "state_dict":
                 _plan_prefix(plan, section, self.wrapper, self.at)
             elif section.kind == "module":

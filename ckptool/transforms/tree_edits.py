@@ -425,7 +425,10 @@ def is_in_header(checkpoint: Checkpoint, path: str) -> bool:
 
 
 def _is_plain(node: Any) -> bool:
-    """Return True for a plain value, or a list or tuple of these."""
+    """Return True for a number, text or other JSON value, or a list or tuple of these.
+
+    An object of a class counts if it has such a value, for example a numpy number.
+    """
     if isinstance(node, (list, tuple)):
         return all(map(_is_plain, node))
     return is_value(node) or (isinstance(node, Opaque) and node.plain is not None)

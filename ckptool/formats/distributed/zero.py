@@ -216,13 +216,16 @@ def find_step_files(probe: Probe) -> tuple[str, ...]:
     )
 
 
-def _list_parameter_files(folder: str) -> list[str]:
-    """Return the files of one parameter in a universal folder, the master first."""
-    if not place_of(folder).is_folder(folder):
-        return [folder] if folder.endswith(".pt") else []
-    names = (name for name in place_of(folder).list_names(folder) if name.endswith(".pt"))
+def _list_parameter_files(path: str) -> list[str]:
+    """Return the `.pt` files of a parameter, the fp32 master first.
+
+    In a universal folder a parameter is a folder; a `.pt` file there is returned itself.
+    """
+    if not place_of(path).is_folder(path):
+        return [path] if path.endswith(".pt") else []
+    names = (name for name in place_of(path).list_names(path) if name.endswith(".pt"))
     ordered = sorted(names, key=lambda name: (name != f"{MASTER}.pt", name))
-    return [os.path.join(folder, name) for name in ordered]
+    return [os.path.join(path, name) for name in ordered]
 
 
 def _parse_step(probe: Probe) -> _Step:
