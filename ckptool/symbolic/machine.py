@@ -67,8 +67,21 @@ class Machine:
     """One run over one pickle: stack, memo, and the names and opcodes found."""
 
     __slots__ = (
-        "calls_by_id", "data", "sparse_memo", "file", "globals", "large_keys", "limits", "marks",
-        "memo", "nested", "opcodes", "persistent_load", "protocol", "scans_left", "stack",
+        "calls_by_id",
+        "data",
+        "file",
+        "globals",
+        "large_keys",
+        "limits",
+        "marks",
+        "memo",
+        "nested",
+        "opcodes",
+        "persistent_load",
+        "protocol",
+        "scans_left",
+        "sparse_memo",
+        "stack",
     )  # fmt: skip
 
     handlers: ClassVar = HANDLERS
@@ -92,7 +105,7 @@ class Machine:
         """The objects above the last mark."""
         self.marks: list[list[Any]] = []
         """The stacks below the marks."""
-        # Picklers count memo indexes up from 0, so a list stores them; a dict stores far ones.
+        # Picklers count memo indexes up from 0, so a list stores them; a dict stores all others.
         self.memo: list[Any] = []
         self.sparse_memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
