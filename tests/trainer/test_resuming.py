@@ -327,7 +327,7 @@ def test_a_run_that_goes_on_elsewhere_says_where_the_best_epoch_is(tmp_path):
     told = BytesDone()
     run(then, told, epochs=3, resume=str(first / "last.pth"), lr=1e6)
     assert not (then / "best.pth").exists()
-    assert any("best.pth is in the original run folder" in one for one in told.notes)
+    assert any("best.pth is only in the original run folder" in one for one in told.notes)
     told = BytesDone()
     run(tmp_path / "better", told, epochs=3, resume=str(first / "last.pth"), lr=0.01)
     assert (tmp_path / "better" / "best.pth").exists()
