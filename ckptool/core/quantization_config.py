@@ -75,14 +75,14 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
             model_type = str(config.get("model_type", ""))
             other = _find_contradiction(checkpoint.path, where, method, entries)
             return QuantizationConfig(printable(method), where, entries, model_type, header, other)
-    for name, method in SEPARATE_CONFIGS.items():
+    for name, usual_method in SEPARATE_CONFIGS.items():
         entries = _read_json(checkpoint.path, name)
         bits, group = (_first_size(entries, keys) for keys in (_BITS_KEYS, _GROUP_KEYS))
         if bits is not None:
+            method = printable(str(entries.get("quant_method", usual_method)))
             entries = {**entries, "bits": bits, "group_size": group or entries.get("group_size")}
-            return QuantizationConfig(
-                method, name, entries, str(model_config.get("model_type", "")), header
-            )
+            model_type = str(model_config.get("model_type", ""))
+            return QuantizationConfig(method, name, entries, model_type, header)
     if header.get("format") == "mlx":
         return QuantizationConfig("MLX", "the metadata", header=header)
     return QuantizationConfig(header=header)
@@ -93,12 +93,8 @@ def _find_contradiction(path: str, where: str, method: str, entries: Mapping[str
     for name, separate_method in SEPARATE_CONFIGS.items():
         separate = _read_json(path, name) if separate_method == method.lower() else {}
         for keys in (_BITS_KEYS, _GROUP_KEYS, VERSION_KEYS, ("version",), ("desc_act",)):
-            stated = [
-                str(next(value for key in keys if (value := config.get(key)) is not None)).lower()
-                for config in (entries, separate)
-                if any(config.get(key) is not None for key in keys)
-            ]
-            if len(set(stated)) > 1:
+            values = (find_entry(config, keys) for config in (entries, separate))
+            if len({str(value).lower() for value in values if value is not None}) > 1:
                 return f"{where} and {name} state different values of {keys[0]}"
     return ""
 
@@ -112,6 +108,11 @@ def plain_header(header: Mapping[str, str]) -> dict[str, str]:
         and (key, text) != ("format", "mlx")
         and not (isinstance(entry := _parse_json(text), dict) and "_type" in entry)
     }
+
+
+def find_entry(entries: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    """Return the first entry under one of the keys that is not None, or None."""
+    return next((entries[key] for key in keys if entries.get(key) is not None), None)
 
 
 def _first_size(entries: Mapping[str, Any], keys: Iterable[str]) -> int | None:

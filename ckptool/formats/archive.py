@@ -54,6 +54,10 @@ DESCRIPTOR_FLAG, UNSUPPORTED_FLAGS = 1 << 3, 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 _MAX_ENTRY_BYTES = CENTRAL.size + 3 * 0xFFFF
 
 
+class ZipSeries(UnsupportedFormat):
+    """The file is a series of zip archives, one after the other."""
+
+
 class End(NamedTuple):
     """The content of the end records: `entries` of the directory in `length` bytes at `offset`."""
 
@@ -269,7 +273,7 @@ def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
                 f"the download restarted: a second copy of the file begins at offset {shift:,}",
                 hint=f"download it again, or run {salvage_command(data.source.name)}",
             )
-        raise UnsupportedFormat(
+        raise ZipSeries(
             "the file is a series of zip archives, for example a shard (`.distcp`) of a "
             "distributed checkpoint",
             hint="give the folder that contains `.metadata`, not one of its shards",

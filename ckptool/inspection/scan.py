@@ -22,7 +22,7 @@ from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile, withou
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.inflated import InflatedSource, refuse_bomb
 from ckptool.files.place import is_address, place_of
-from ckptool.formats.archive import DEFLATED, STORED, UNSUPPORTED_FLAGS, read_zip
+from ckptool.formats.archive import DEFLATED, STORED, UNSUPPORTED_FLAGS, ZipSeries, read_zip
 from ckptool.formats.base import Record
 from ckptool.formats.foreign.npz import read_array_header
 from ckptool.formats.identify import MAGICS
@@ -479,7 +479,7 @@ class _Scanner:
         """Scan the records of a zip; if it is inconsistent, also those only headers point to.
 
         Pickles come first: the storages that they refer to are tensor data, and are not scanned. An
-        error of the zip reader becomes a note, except for several zips in one file.
+        error of the zip reader becomes a note, except for a series of zips.
         """
         records, is_inconsistent = list[tuple[str, ByteRange]](), True
         try:
@@ -487,9 +487,10 @@ class _Scanner:
             prefix = f"{archive.folder}/" if archive.folder else ""
             records = [(prefix + entry.name, entry.data) for entry in archive.records.values()]
             is_inconsistent = bool(archive.dead_bytes or archive.notes)
+        except ZipSeries:
+            pass  # The headers lead to the records of all its archives.
         except CheckpointError as error:
-            if "series of zip archives" not in error.message:  # its pickles are scanned by headers
-                self.notes.append(_join_names(where, error.message))
+            self.notes.append(_join_names(where, error.message))
         if is_inconsistent and self.hidden:
             records += self._find_records_by_headers(data, where)
         records.sort(key=lambda record: not record[0].endswith(".pkl"))

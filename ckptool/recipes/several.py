@@ -53,8 +53,8 @@ def has_files(path: str | os.PathLike[str], recipe: Recipe) -> bool:
     pattern, _ = _parse_file_patterns(recipe)
     name = os.fspath(path)
     place = place_of(name)
-    list_names = place.list_names(name) if place.is_folder(name) else [os.path.basename(name)]
-    return any(pattern.match(file) is not None for file in list_names)
+    file_names = place.list_names(name) if place.is_folder(name) else [os.path.basename(name)]
+    return any(pattern.match(file) is not None for file in file_names)
 
 
 def open_files(

@@ -15,6 +15,7 @@ from ckptool.core.quantization_config import (
     SEPARATE_CONFIGS,
     VERSION_KEYS,
     QuantizationConfig,
+    find_entry,
 )
 from ckptool.errors import NotRepresentable
 from ckptool.tensors.materialize import get_torch_dtype
@@ -326,8 +327,7 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
         raise UnknownLayout("no config.json next to it states model_type", hint=CONFIG_HINT)
     if config.contradiction:
         raise UnknownLayout(config.contradiction)
-    stated_versions = (config.entries.get(key) for key in VERSION_KEYS)
-    version = next((stated for stated in stated_versions if stated is not None), "gptq")
+    version = find_entry(config.entries, VERSION_KEYS) or "gptq"
     if version not in ("gptq", "gptq_v2") or config.entries.get("is_marlin_format"):
         raise UnknownLayout(f"checkpoint_format {printable(str(version))} is not known")
     if order is None and config.entries.get("desc_act"):

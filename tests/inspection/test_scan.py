@@ -253,3 +253,10 @@ def test_a_function_in_the_place_of_a_constructor_runs(data, tmp_path):
     path = tmp_path / "a.pkl"
     path.write_bytes(b"\x80\x02" + data)
     assert scan(path).verdict == "runs"
+
+
+def test_a_series_of_zips_is_scanned_without_a_note():
+    for path in sorted(FIXTURES.glob("dcp/meshed-2.13.0/*.distcp")):
+        found = scan(path)
+        assert (found.verdict, found.notes) == ("data", ())
+        assert found.pickles > 1

@@ -342,6 +342,13 @@ def test_the_separate_configuration_of_a_quantizer_is_read(layout, name, entries
         refused(path, "no config.json next to it states model_type")
 
 
+def test_the_method_that_a_separate_configuration_states_counts(tmp_path):
+    path = changed_file("gptq-v2-no-index", tmp_path, config={"model_type": "llama"})
+    entries = {"quant_method": "qqq", "bits": 4, "group_size": 32}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(entries))
+    refused(path, "but quantize_config.json states qqq")
+
+
 @pytest.mark.parametrize(
     ("layout", "part"),
     [
