@@ -276,7 +276,8 @@ def _fits_strategy(
         case {"strategy": "tensor"}:
             return prod(scales) == 1
         case {"strategy": "channel"}:
-            return scales in (shape[:1], (*shape[:1], 1))
+            rows = (shape[:1], (*shape[:1], *[1] * (len(shape) - 1)))  # also of convolutions
+            return scales in (*rows, (*shape[:-1], 1))
         case {"strategy": "block", "block_structure": [*block]} if len(block) == len(shape):
             return scales == tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
         case {"group_size": int(size)} if size > 0:

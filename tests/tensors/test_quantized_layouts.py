@@ -239,6 +239,17 @@ def test_columns_with_scales_are_not_the_channels_of_a_configuration(tmp_path):
     refused(tmp_path / "m.safetensors", "its tensors contradict config.json")
 
 
+@pytest.mark.parametrize("scales", [(4, 1, 1), (4, 3, 1)])
+def test_the_channels_of_more_than_two_dimensions_have_scales(scales, tmp_path):
+    state = {"a.weight": torch.ones(4, 3, 8).char(), "a.weight_scale": torch.full(scales, 2.0)}
+    save_file(state, tmp_path / "m.safetensors")
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    stated = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": stated}))
+    made, _ = dequantized(tmp_path / "m.safetensors", tmp_path / "o.safetensors", "float32")
+    assert made["a.weight"].eq(2).all()
+
+
 @pytest.mark.parametrize("layout", ["packed", "int8", "fp8", "nvfp4"])
 @pytest.mark.parametrize("in_group", [False, True])
 def test_a_format_of_compressed_tensors_that_is_not_known_is_refused(layout, in_group, tmp_path):
