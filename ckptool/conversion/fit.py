@@ -51,7 +51,7 @@ class Reference:
     word: str
     """Its name in a command."""
     target: ModelTarget
-    """Its slots."""
+    """Its keys, shapes and dtypes."""
 
     def __str__(self) -> str:
         """Return its name in a command."""
@@ -88,7 +88,7 @@ class Fit(Step):
     """The minimum share of the parameters of `like` that the file must have, 0 to 1."""
 
     def __post_init__(self) -> None:
-        """Check the options.
+        """Check the options, and turn lists of globs into tuples.
 
         Raises:
             UsageError: if `transpose` or `no_transpose` is not a list of globs.
@@ -102,7 +102,11 @@ class Fit(Step):
         self._transpose_rules()
 
     def _transpose_rules(self) -> TransposeRules:
-        """Return the rules parse `transpose` and `no_transpose`."""
+        """Return the parsed rules of `transpose` and `no_transpose`.
+
+        Raises:
+            UsageError: if one is not a glob.
+        """
         return TransposeRules.parse(self.transpose, self.no_transpose)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -139,17 +143,17 @@ class Fit(Step):
         return plan.apply_to(checkpoint)
 
 
-def match_section(checkpoint: Checkpoint, part: Section, like: ModelTarget) -> MatchReport:
+def match_section(checkpoint: Checkpoint, section: Section, like: ModelTarget) -> MatchReport:
     """Match one state dict with a model, by keys, shapes and dtypes only."""
-    with closing(StateDict(checkpoint, part)) as state:
+    with closing(StateDict(checkpoint, section)) as state:
         return plan_load(state, like, by_type=True).report
 
 
 @dataclass(frozen=True, eq=False)
 class _Naming:
-    """One state dict, and its match with the model."""
+    """One state dict, its match with the model, and the keys that it gets."""
 
-    part: Section
+    section: Section
     fit: LoadPlan
     names: dict[str, str]
     """The new key of every key."""
@@ -158,38 +162,52 @@ class _Naming:
 
     @property
     def _removed_keys(self) -> frozenset[str]:
-        """Keys that the model does not have, except those of plain values."""
-        report, stays = self.fit.report, {*self.fit.undecided.values()}
-        names = {name for name, _ in report.left_out} | {*report.unexpected_keys}
-        names |= {mismatch.own for mismatch in report.mismatched}
-        return frozenset((names & self.names.keys()) - stays)
+        """Keys of the file to leave out: the model has none or another shape for them.
+
+        Plain values stay, and so do entries that a module's own loading code places.
+        """
+        report = self.fit.report
+        removed_keys = {key for key, _ in report.left_out} | {*report.unexpected_keys}
+        removed_keys |= {mismatch.own for mismatch in report.mismatched}
+        return frozenset((removed_keys & self.names.keys()) - {*self.fit.undecided.values()})
 
     def add_to_plan(self, plan: NamePlan) -> None:
-        """Plan the state dict with its new keys."""
-        part, removed_keys = self.part, self._removed_keys
+        """Plan the state dict with its new keys, and with transposed tensors.
+
+        Raises:
+            NotRepresentable: if it is that of a pickled module, and keys would change.
+        """
+        section, removed_keys = self.section, self._removed_keys
         renamed = {name: new for name, new in self.names.items() if new != name}
-        if part.kind == "module" and (renamed or self.tied_names):
+        if section.kind == "module" and (renamed or self.tied_names):
             raise NotRepresentable(
-                f"the pickled module at {describe_path(part.path)} cannot have other keys: "
+                f"the pickled module at {describe_path(section.path)} cannot have other keys: "
                 "its class defines them",
                 file=plan.file or None,
                 hint="add --model-only to convert it to a state dict",
             )
-        plan.plan_state_dict(part, list(self.names), renamed)
-        if part.kind != "module" and (removed_keys or self.tied_names):
-            holder = plan.replacements.get(id(part.holder), part.holder)
-            plan.replacements[id(part.holder)] = self._complete_state_dict(
+        plan.plan_state_dict(section, list(self.names), renamed)
+        if section.kind != "module" and (removed_keys or self.tied_names):
+            holder = plan.replacements.get(id(section.holder), section.holder)
+            plan.replacements[id(section.holder)] = self._complete_state_dict(
                 plan, holder, frozenset(self.names[name] for name in removed_keys)
             )
         for layout in self.fit.report.layouts:
-            node = part.node[layout.own]
-            plan.replacements[id(node)] = node.permuted(layout.axes)
+            tensor = section.node[layout.own]
+            plan.replacements[id(tensor)] = tensor.permuted(layout.axes)
         plan.changes.extend(self._describe_changes())
 
     def _complete_state_dict(
         self, plan: NamePlan, holder: Any, removed_keys: frozenset[str]
     ) -> Any:
-        """Return the renamed state dict with the tied keys, and without the keys `removed_keys`."""
+        """Return the renamed state dict with the tied keys, and without the keys `removed_keys`.
+
+        `holder` is the dict, or the pickled object of a subclass of dict with the entries in its
+        steps.
+
+        Raises:
+            NameCollision: if two entries have the same new key.
+        """
 
         def iterate_entries(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
             """Yield the entries of the file that stay, each with its tied keys."""
@@ -207,14 +225,14 @@ class _Naming:
         items_by_name: dict[Any, Any] = {}
         for name, value in iterate_entries(holder.items()):
             if name in items_by_name:
-                text = f"{printable(name)!r} would be twice in {describe_path(self.part.path)}"
+                text = f"{printable(name)!r} would be twice in {describe_path(self.section.path)}"
                 raise NameCollision(text, file=plan.file or None, hint=_HINT)
             items_by_name[name] = value
         return copy_with_items(holder, items_by_name)
 
     def _describe_changes(self) -> Iterator[Change]:
         """Yield the changes of keys, tensors and ties, and the keys that do not match."""
-        report, path = self.fit.report, describe_path(self.part.path)
+        report, path = self.fit.report, describe_path(self.section.path)
         mismatched = [entry.name for entry in report.mismatched]
         for renaming in report.renamed:
             count = len(renaming.names)
@@ -250,39 +268,47 @@ def _match_sections(
     checkpoint: Checkpoint,
     sections: list[Section],
     like: ModelTarget,
-    choices: TransposeRules | None,
+    transpose_rules: TransposeRules,
 ) -> list[_Naming]:
-    """Match each state dict of a checkpoint with a model."""
-    parts = [part for part in sections if part.kind in MODEL_KINDS]
-    if not parts and is_flat(checkpoint.root):
-        parts = [Section((), "state_dict", checkpoint.root, checkpoint.root)]
-    parts = parts or [find_model_state_dict(checkpoint)]
+    """Match each state dict of a checkpoint with a model.
+
+    Raises:
+        NotFound: if there is no state dict.
+    """
+    models = [section for section in sections if section.kind in MODEL_KINDS]
+    if not models and is_flat(checkpoint.root):
+        models = [Section((), "state_dict", checkpoint.root, checkpoint.root)]
+    models = models or [find_model_state_dict(checkpoint)]
     namings = []
-    for part in parts:
-        with closing(StateDict(checkpoint, part)) as state:
-            fit = plan_load(state, like, choices=choices, as_stored=True)
-        if len(parts) > 1:
-            file = f"{checkpoint.path} ({describe_path(part.path)})"
+    for section in models:
+        with closing(StateDict(checkpoint, section)) as state:
+            fit = plan_load(state, like, choices=transpose_rules, as_stored=True)
+        if len(models) > 1:
+            file = f"{checkpoint.path} ({describe_path(section.path)})"
             fit = fit.with_changes(file=file)
-        namings.append(_name_keys(part, fit))
+        namings.append(_name_keys(section, fit))
     return namings
 
 
-def _name_keys(part: Section, fit: LoadPlan) -> _Naming:
-    """Return the new key of each key of a matched state dict, and the tied keys."""
-    names = {name: name for name in list_wrappable_keys(part.node)}
+def _name_keys(section: Section, fit: LoadPlan) -> _Naming:
+    """Return the new key of each key of a matched state dict, and the tied keys.
+
+    If several keys of the model are tied to one key of the file, it keeps its own key, or gets the
+    one of the matched rules, or else the first.
+    """
+    names = {key: key for key in list_wrappable_keys(section.node)}
     names.update((mismatch.own, mismatch.name) for mismatch in fit.report.mismatched)
-    names.update((key, name) for name, key in fit.undecided.items())
-    targets_by_own: dict[str, list[str]] = {}
-    for target, key in fit.pairs.items():
-        targets_by_own.setdefault(key, []).append(target)
+    names.update((key, model_key) for model_key, key in fit.undecided.items())
+    model_keys_by_key: dict[str, list[str]] = {}
+    for model_key, key in fit.pairs.items():
+        model_keys_by_key.setdefault(key, []).append(model_key)
     tied_names = {}
-    for key, targets in targets_by_own.items():
+    for key, model_keys in model_keys_by_key.items():
         preferred = (key, fit.match.renamed.get(key, key))
-        names[key] = new = next((name for name in preferred if name in targets), targets[0])
-        if len(targets) > 1:
-            tied_names[new] = tuple(name for name in targets if name != new)
-    return _Naming(part, fit, names, tied_names)
+        names[key] = new = next((name for name in preferred if name in model_keys), model_keys[0])
+        if len(model_keys) > 1:
+            tied_names[new] = tuple(name for name in model_keys if name != new)
+    return _Naming(section, fit, names, tied_names)
 
 
 def _refuse_mismatches(namings: list[_Naming], allowance: Allowance) -> None:
@@ -291,7 +317,7 @@ def _refuse_mismatches(namings: list[_Naming], allowance: Allowance) -> None:
     Raises:
         MatchError: for the first that does not fit.
     """
-    refusals = {naming.part.name: naming.fit.refusal_error(allowance) for naming in namings}
+    refusals = {naming.section.name: naming.fit.refusal_error(allowance) for naming in namings}
     refused = next(filter(None, refusals.values()), None)
     if refused is None:
         return
@@ -303,15 +329,18 @@ def _refuse_mismatches(namings: list[_Naming], allowance: Allowance) -> None:
 
 
 def _match_bare_names(names: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
-    """Return new names for an optimizer that has the names without wrapper prefixes."""
-    bare = map_to_bare_names(names)
+    """Return the new names of parameters in an optimizer, by old name, without unchanged ones.
+
+    They are those of the first state dict with a key in common, compared without wrapper prefixes.
+    """
+    bare_names = map_to_bare_names(names)
     for naming in namings:
-        theirs = map_to_bare_names(naming.names)
-        new = {theirs[name]: new for name, new in naming.names.items()}
-        if not new.keys().isdisjoint(bare.values()):
+        bare_keys = map_to_bare_names(naming.names)
+        new_keys = {bare_keys[key]: new for key, new in naming.names.items()}
+        if not new_keys.keys().isdisjoint(bare_names.values()):
             return {
-                name: new[bare_name]
-                for name, bare_name in bare.items()
-                if bare_name in new and new[bare_name] != name
+                name: new_keys[bare_name]
+                for name, bare_name in bare_names.items()
+                if bare_name in new_keys and new_keys[bare_name] != name
             }
     return {}

@@ -19,7 +19,7 @@ from ckptool.writing import choose_file, choose_format, is_folder_target
 def open_for_steps(
     source: Source | Sequence[str | os.PathLike[str]], steps: Iterable[Step], *, salvage: bool
 ) -> AbstractContextManager[Checkpoint]:
-    """Open a checkpoint like `open_parts`, or a layout of several files by its recipe.
+    """Open a checkpoint like `open_parts`, or the files of a layout with the recipe that reads it.
 
     Raises:
         UsageError: if some files of a layout are given instead of their folder.
@@ -28,16 +28,14 @@ def open_for_steps(
     from ckptool.formats.several import open_parts  # imported here: it is not always needed
 
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
-    layouts = [step for step in steps if isinstance(step, Relayout)]
-    if layouts and not isinstance(paths, Checkpoint):
-        first, *others = paths
-        if layouts[0].opens(first):
-            if others:
-                folder = os.path.dirname(os.fspath(first)) or "."
-                text = "belong to one layout: the recipe needs their folder"
-                raise UsageError(text, hint=f"ckptool convert {shell(folder)} DESTINATION ...")
-            return layouts[0].open(first, salvage=salvage)
-    return open_parts(source, salvage=salvage)
+    relayout = next((step for step in steps if isinstance(step, Relayout)), None)
+    if relayout is None or isinstance(paths, Checkpoint) or not relayout.opens(paths[0]):
+        return open_parts(source, salvage=salvage)
+    if len(paths) > 1:
+        folder = os.path.dirname(os.fspath(paths[0])) or "."
+        text = "belong to one layout: the recipe needs their folder"
+        raise UsageError(text, hint=f"ckptool convert {shell(folder)} DESTINATION ...")
+    return relayout.open(paths[0], salvage=salvage)
 
 
 class Destination:
@@ -53,30 +51,31 @@ class Destination:
         files_from: str | os.PathLike[str] | None = None,
         sharded: bool = False,
     ) -> None:
-        """Prepare the target, which the arguments may make a folder.
+        """Decide whether the target is a folder, by its name and the other arguments.
 
         Raises:
             UsageError: as in `is_folder_target`.
         """
-        layouts = [step.loaded for step in steps if isinstance(step, Relayout)]
-        files = output_files(layouts[-1]) if layouts else None
         self._name, self._format, self._sharded = os.fspath(path), format, sharded
         self._files_from, self._source = files_from, source
-        needs_folder = sharded or files_from is not None or files is not None
+        recipes = [step.loaded for step in steps if isinstance(step, Relayout)]
+        self._has_recipe = bool(recipes)
+        name_pattern = output_files(recipes[-1]) if recipes else None
+        self._recipe = recipes[-1] if name_pattern else None
+        """The last recipe, if it writes several files."""
+        needs_folder = sharded or files_from is not None or name_pattern is not None
         self.is_folder = is_folder_target(path, source, format, needs_folder=needs_folder)
-        self._recipe = layouts[-1] if files else None
-        self._has_recipe = bool(layouts)
         self.path = self._name
         """The target; for a folder of a recipe's files, a name with their extension."""
-        if self.is_folder and files:
-            self.path = os.path.join(path, os.path.basename(files))
+        if self.is_folder and name_pattern:
+            self.path = os.path.join(path, os.path.basename(name_pattern))
 
     def is_source(self, checkpoint: Checkpoint) -> bool:
         """Return True if the target is the file or folder that `checkpoint` was opened from."""
-        names = [checkpoint.path]
+        source_paths = [checkpoint.path]
         if isinstance(self._source, (str, os.PathLike)):
-            names.append(os.fspath(self._source))
-        return os.path.realpath(self._name) in map(os.path.realpath, names)
+            source_paths.append(os.fspath(self._source))  # a folder, opened by a file in it
+        return os.path.realpath(self._name) in map(os.path.realpath, source_paths)
 
     def format_for(self, checkpoint: Checkpoint) -> str:
         """Return the name of the format of the target, or of each file that a recipe makes.
@@ -104,9 +103,8 @@ class Destination:
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders in which a recipe looks for `config.json`, after that of the source."""
-        near = self._name if self.is_folder else os.path.dirname(self._name) or "."
-        configured = () if self._files_from is None else (os.fspath(self._files_from),)
-        return (*configured, near)
+        target = self._name if self.is_folder else os.path.dirname(self._name) or "."
+        return (target,) if self._files_from is None else (os.fspath(self._files_from), target)
 
     @property
     def companions(self) -> str | os.PathLike[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from typing import Any
 
 from ckptool.conversion.fit import Fit
@@ -47,7 +48,8 @@ selects tensors by path comes before `Take`."""
 _BEFORE_TAKE = STEPS[: STEPS.index(Take)]
 
 
-_SEVERAL = (tuple, list, dict)
+_REPEATED = (tuple, list, dict)
+"""Types of the values of options that can be repeated; empty means not given."""
 _NEEDED: Mapping[type[Step], tuple[str, str, str]] = {
     Fit: ("like", "a reference", "add --like FILE"),
     Overlay: ("source", "another file", "add --overlay FILE"),
@@ -70,7 +72,7 @@ def make_steps(options: Mapping[str, Any]) -> list[Step]:
     given = {
         name: value
         for name, value in options.items()
-        if not (value is None or value is False or (isinstance(value, _SEVERAL) and not value))
+        if not (value is None or value is False or (isinstance(value, _REPEATED) and not value))
     }
     steps = [step for kind in STEPS if (step := _make_step(kind, given)) is not None]
     return sorted(steps, key=lambda step: not _is_before_take(step))
@@ -88,16 +90,24 @@ def position_for(steps: Sequence[Step], kind: type[Step]) -> int:
 
 
 def _make_step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
-    """Return the step of a class for the given options; None if it needs none of them."""
-    if kind.flag:
+    """Return the step of a class with its options among `given`; None if none of them is given.
+
+    Raises:
+        UsageError: if an option has a wrong value, or needs another one.
+    """
+    if kind.flag:  # a step without fields, by one option: `compact`, or `ties=copy` with a value
         name, _, value = kind.flag.partition("=")
         if value and given.get(name, value) not in ("keep", value):
             raise UsageError(f"{name} takes 'keep' or {value!r}, not {given[name]!r}")
         return kind() if given.get(name) == (value or True) else None
-    named = {kind.options.get(field.name, field.name): field for field in fields(kind)}
-    arguments = {field.name: given[name] for name, field in named.items() if name and name in given}
-    needed, description, hint = _NEEDED.get(kind, ("", "", ""))
-    if arguments and needed and needed not in arguments:
+    option_by_field = {
+        field.name: kind.options.get(field.name, field.name) for field in fields(kind)
+    }
+    arguments = {
+        field: given[option] for field, option in option_by_field.items() if option in given
+    }
+    needed_field, description, hint = _NEEDED.get(kind, ("", "", ""))
+    if arguments and needed_field and needed_field not in arguments:
         option_names = ", ".join(
             f"--{kind.options.get(field, field).replace('_', '-')}" for field in arguments
         )
@@ -106,9 +116,9 @@ def _make_step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
     if kind is Strip:
         return _make_strip(arguments, given)
     if kind is Take and arguments and "like" in given:
-        arguments["lazy"] = True
+        arguments["lazy"] = True  # `Fit` comes later and may leave lazy parameters out
     if kind is Plain and arguments:
-        arguments.setdefault("plain", False)
+        arguments.setdefault("plain", False)  # its default in Python is True
     return kind(**arguments) if arguments else None
 
 
@@ -133,37 +143,26 @@ def add_implied_steps(steps: Iterable[Step], target: str) -> Iterator[Step]:
     prefixes, by convention. `Salvage` comes after `Take`, because the rest may be damaged.
     """
     all_steps, target_format = list(steps), load_format(target)
-    kinds = {type(step) for step in all_steps}
     ordered = [step for step in all_steps if not isinstance(step, Salvage)]
-    take_position = next(
-        (number for number, step in enumerate(ordered) if not _is_before_take(step)), len(ordered)
-    )
-    take_positions = [
-        number
-        for number, step in enumerate(ordered)
-        if isinstance(step, Take) and step.key is not None
-    ]
-    if target_format.flat and not any(
-        isinstance(step, Take) and step.model_only for step in ordered
-    ):
-        ordered.insert(
-            take_positions[-1] + 1 if take_positions else take_position,
-            _OnlyStateDict(after_take=bool(take_positions)),
-        )
-    strip_position = next(
-        (
-            number
-            for number, step in enumerate(ordered)
-            if not (_is_before_take(step) or isinstance(step, (_OnlyStateDict, Take)))
-        ),
-        len(ordered),
-    )
-    if target_format.tensors_only and kinds.isdisjoint((Strip, Fit)):
-        ordered.insert(strip_position, Strip())
-    ordered[strip_position:strip_position] = [
-        step for step in all_steps if isinstance(step, Salvage)
-    ]
-    yield from ordered
+    takes = [step for step in ordered if isinstance(step, Take)]
+    if target_format.flat and not any(step.model_only for step in takes):
+        key_takes = [step for step in takes if step.key is not None]
+        if key_takes:
+            position = ordered.index(key_takes[-1]) + 1
+        else:
+            position = len(list(takewhile(_is_before_take, ordered)))
+        ordered.insert(position, _OnlyStateDict(after_take=bool(key_takes)))
+
+    def is_up_to_take(step: Step) -> bool:
+        """Return True for the steps that choose the entries to convert."""
+        return _is_before_take(step) or isinstance(step, (_OnlyStateDict, Take))
+
+    choosing_count = len(list(takewhile(is_up_to_take, ordered)))
+    yield from ordered[:choosing_count]
+    yield from (step for step in all_steps if isinstance(step, Salvage))
+    if target_format.tensors_only and not any(isinstance(step, (Strip, Fit)) for step in all_steps):
+        yield Strip()
+    yield from ordered[choosing_count:]
 
 
 @dataclass(frozen=True)
@@ -190,13 +189,15 @@ class _OnlyStateDict(Step):
 def apply_steps(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Checkpoint:
     """Return the checkpoint after all steps, in the form that the format `target` needs.
 
+    A root that is a single tensor has no key for a flat format, so `Nest` gives it one first.
+
     Raises:
         UsageError: if the result is nested and `target` is flat.
         CheckpointError: if a step fails.
     """
     remaining = list(steps)
     nest_steps = [step for step in remaining if isinstance(step, Nest)]
-    if nest_steps and isinstance(checkpoint.root, TensorRef):  # which has no option
+    if nest_steps and isinstance(checkpoint.root, TensorRef):
         checkpoint = run_steps(checkpoint, nest_steps)
         remaining = [step for step in remaining if not isinstance(step, Nest)]
     elif nest_steps and load_format(target).flat:
@@ -204,14 +205,15 @@ def apply_steps(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> C
             f"{target} stores one flat state dict, which cannot be nested",
             hint="write a .pth, or change the keys with --rename '^=>KEY.'",
         )
+    splits = [step for step in remaining if isinstance(step, Reshape) and step.split]
     for concat in (step for step in remaining if isinstance(step, Concat)):
-        for reshape in (step for step in remaining if isinstance(step, Reshape) and step.split):
-            refuse_mixed(checkpoint, concat, reshape)
+        for split in splits:
+            refuse_mixed(checkpoint, concat, split)
     _refuse_values(checkpoint, remaining, target)
     result = run_steps(checkpoint, add_implied_steps(remaining, target))
-    if load_format(target).tensors_only:
-        kept = tuple(step for step in result.changes if not step.of_storages)
-        result = replace(result, changes=kept)
+    if load_format(target).tensors_only:  # which has no storages, so their changes have no effect
+        changes = tuple(change for change in result.changes if not change.of_storages)
+        result = replace(result, changes=changes)
     return result
 
 
@@ -219,15 +221,15 @@ def _refuse_values(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -
     """Refuse to set values or header strings that the format cannot store."""
     target_format = load_format(target)
     paths = [path for step in steps if isinstance(step, Set) for path in step.values]
-    header = [path for path in paths if is_in_header(checkpoint, path)]
-    if header and not target_format.header_key:
+    header_paths = [path for path in paths if is_in_header(checkpoint, path)]
+    if header_paths and not target_format.header_key:
         raise UsageError(
-            f"{target} has no header strings: {listed(header, 3)}",
+            f"{target} has no header strings: {listed(header_paths, 3)}",
             hint="write a .safetensors, or set a value of the tree: --set KEY=VALUE",
         )
-    values = [path for path in paths if path not in header]
-    if values and target_format.tensors_only:
+    tree_paths = [path for path in paths if path not in header_paths]
+    if tree_paths and target_format.tensors_only:
         raise UsageError(
-            f"{target} stores no values except header strings: {listed(values, 3)}",
-            hint=f"--set '{METADATA}/{values[0]}=\"...\"' sets a header string",
+            f"{target} stores no values except header strings: {listed(tree_paths, 3)}",
+            hint=f"--set '{METADATA}/{tree_paths[0]}=\"...\"' sets a header string",
         )

@@ -53,7 +53,11 @@ _FOLDERS = ("", "huggingface", "hf")
 
 
 def find_companion_folder(checkpoint: Checkpoint) -> str | None:
-    """Return the folder with these files for a checkpoint, or None."""
+    """Return the folder with the companion files of a checkpoint, or None.
+
+    A single file has companions only if a library looks for its name (`model.safetensors`) or it is
+    an index. Of several folders, one with `config.json` comes first.
+    """
     root, format = checkpoint.path, checkpoint.format
     if not os.path.isdir(root):
         has_index = shard_format_of(format) or load_format(format).index_name
@@ -67,7 +71,7 @@ def find_companion_folder(checkpoint: Checkpoint) -> str | None:
 
 
 def _select_companions(names: Iterable[str], library: str | None = None) -> list[str]:
-    """Return the names of companion files; the configuration of an adapter only for peft."""
+    """Return the names of companion files; that of an adapter only for peft or no known library."""
     companions = (name for name in names if any(fnmatchcase(name, pattern) for pattern in PATTERNS))
     return [name for name in companions if name != ADAPTER_CONFIG or library in (None, "peft")]
 
@@ -84,6 +88,7 @@ def with_companions(
 
     The copy of `config.json` reflects the changes of `checkpoint`. A warning reports statements
     that do not match the weights. `keeps_existing`: existing files in the target stay, with a note.
+    Separate quantization files are not copied if the weights were dequantized.
 
     Raises:
         FileMissing: if the folder does not exist, or has none of these files.
@@ -107,10 +112,9 @@ def with_companions(
     outdated = {name for name in companions if name in SEPARATE_CONFIGS and is_plain}
     copied = [name for name in companions if name not in existing | outdated]
     weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
-    is_copied = _CONFIG in copied
-    config_edit = (
-        edit_configuration(os.path.join(folder, _CONFIG), checkpoint) if is_copied else Edited()
-    )
+    config_edit = Edited()
+    if _CONFIG in copied:
+        config_edit = edit_configuration(os.path.join(folder, _CONFIG), checkpoint)
     new_files = (
         _plan_bytes(config_edit.data, os.path.join(target, name))
         if name == _CONFIG and config_edit.data is not None
@@ -121,9 +125,8 @@ def with_companions(
         *_describe_files(os.fspath(folder), names, copied, existing, outdated),
         *config_edit.notes,
     )
-    return replace(
-        plan, files=(*new_files, *weights), notes=(*plan.notes, *notes)
-    ), config_edit.warnings
+    plan = replace(plan, files=(*new_files, *weights), notes=(*plan.notes, *notes))
+    return plan, config_edit.warnings
 
 
 def _plan_bytes(data: bytes, path: str) -> NewFile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from ckptool.core.checkpoint import Change, Checkpoint
@@ -90,8 +91,7 @@ class _ConfigurationEdits:
     ) -> None:
         """Start without edits; `new_rows` and `new_dtypes` map old values to new ones."""
         self._text, self._new_rows, self._new_dtypes = text, new_rows, new_dtypes
-        tensors = [tensor for _, tensor in checkpoint.tensors()]
-        row_counts = {tensor.sizes[0] for tensor in tensors if tensor.shape}
+        row_counts = {tensor.sizes[0] for _, tensor in checkpoint.tensors() if tensor.shape}
         self._unchanged_row_counts = row_counts - {*new_rows.values()}
         """Numbers of rows of tensors that were not resized."""
         self._edits: list[tuple[int, int, str]] = []
@@ -105,24 +105,13 @@ class _ConfigurationEdits:
         `prefix` is that of its keys in notes. `is_dequantized` removes the quantization.
         """
         members = list(_iterate_members(self._text, start))
-        removed = [is_dequantized and member.key in _QUANTIZATION_KEYS for member in members]
-        first_kept = next(
-            (index for index, is_removed in enumerate(removed) if not is_removed), len(removed)
-        )
-        if first_kept:  # removed with the comma after them; later ones with the comma before them
-            last = (
-                members[first_kept].key_start
-                if first_kept < len(removed)
-                else members[-1].value_end
-            )
-            self._edits.append((members[0].key_start, last, ""))
-        for index, member in enumerate(members):
+        if is_dequantized:
+            self._remove_quantization(members, prefix)
+        for member in members:
             name = f"{prefix}{member.key}"
-            if removed[index]:
-                self.notes.append(f"config.json: removed {name}")
-                if index > first_kept:
-                    self._edits.append((members[index - 1].value_end, member.value_end, ""))
-            elif member.key == _VOCABULARY_KEY and self._new_rows and type(member.value) is int:
+            if is_dequantized and member.key in _QUANTIZATION_KEYS:
+                continue
+            if member.key == _VOCABULARY_KEY and self._new_rows and type(member.value) is int:
                 self._edit_rows(member, name)
             elif member.key in _DTYPE_KEYS and self._new_dtypes and isinstance(member.value, str):
                 self._edit_dtype(member, name)
@@ -130,6 +119,22 @@ class _ConfigurationEdits:
                 self.edit_object(
                     member.value_start, f"{_TEXT_CONFIG_KEY}.", is_dequantized=is_dequantized
                 )
+
+    def _remove_quantization(self, members: list[_Member], prefix: str) -> None:
+        """Remove the members that state the quantization, each with one comma, and note them.
+
+        Members before the first one that stays are removed with the comma after them, later ones
+        with the comma before them: `{"a": 1, "quantization": 2}` becomes `{"a": 1}`.
+        """
+        removed = [member for member in members if member.key in _QUANTIZATION_KEYS]
+        self.notes += (f"config.json: removed {prefix}{member.key}" for member in removed)
+        kept = next((member for member in members if member not in removed), None)
+        if members and kept is not members[0]:
+            end = members[-1].value_end if kept is None else kept.key_start
+            self._edits.append((members[0].key_start, end, ""))
+        for before, member in pairwise(members):
+            if member in removed and kept is not None and kept.key_start < member.key_start:
+                self._edits.append((before.value_end, member.value_end, ""))
 
     def _edit_rows(self, member: _Member, name: str) -> None:
         """Edit the number of rows, or warn if no tensor has this number, resized or not."""
@@ -143,13 +148,12 @@ class _ConfigurationEdits:
 
     def _edit_dtype(self, member: _Member, name: str) -> None:
         """Edit the dtype; warn if no tensor that was cast had it."""
-        new = [*self._new_dtypes.values()][-1]  # that of the last cast
+        new = [*self._new_dtypes.values()][-1]  # the dtype of the last cast
         old = str(member.value).removeprefix("torch.")
         if old in (new, "auto"):
             return
-        if (
-            old not in self._new_dtypes and None not in self._new_dtypes
-        ):  # None: of a dequantized weight
+        # A dequantized weight has None for its old dtype: its codes have no dtype of a model.
+        if old not in self._new_dtypes and None not in self._new_dtypes:
             text = f"config.json: {name} was {printable(old)}, but the file had "
             self.warnings.append(Change("warning", text + listed(self._new_dtypes)))
         self._replace(member, name, str(member.value).removesuffix(old) + new)

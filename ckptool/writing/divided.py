@@ -105,6 +105,8 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
 def finish_divided(plan: WritePlan, job: Job, options: str) -> bool:
     """Finish an earlier run of the same write if its renames were interrupted; True if they were.
 
+    The journal of the renames names the complete files, and these names have the token of the run.
+
     Raises:
         As `recover_set`.
     """
@@ -140,8 +142,9 @@ def _hash_write(plan: WritePlan, job: Job, options: str) -> str:
     # The files of a folder are no sources before they are read for the first time.
     for folder, _, names in sorted(os.walk(checkpoint.path)):
         for path in (os.path.join(folder, name) for name in sorted(names)):
-            status = os.stat(path) if os.path.isfile(path) else None
-            facts += [f"{path} {status.st_size} {status.st_mtime_ns}"] if status else []
+            if os.path.isfile(path):
+                status = os.stat(path)
+                facts.append(f"{path} {status.st_size} {status.st_mtime_ns}")
     for file in plan.files:
         facts.append(f"{os.path.basename(file.path)} {file.size}")
         for tensor_path, tensor in file.checkpoint.tensors() if file.checkpoint else ():
@@ -178,13 +181,14 @@ def _write_share(
 ) -> None:
     """Write the files of this process, and give complete ones their names in `complete_names`.
 
-    Stops after a failure of another process. A source that changed is an error.
+    Stops after a failure of another process. A source that changed is an error. Only the sources of
+    these files are checked.
     """
     total, done = sum(pending.size for _, pending in files), 0
     roots = [file.checkpoint.root for file, _ in files if file.checkpoint]
     roots += [member.checkpoint.root for file, _ in files for member in file.members]
-    checkpoint = job.checkpoint.with_root(roots)
-    with job.attribute_errors(), check_sources_meanwhile(checkpoint, format) as wait_for_checks:
+    own_content = job.checkpoint.with_root(roots)
+    with job.attribute_errors(), check_sources_meanwhile(own_content, format) as wait_for_checks:
         for file, pending in files:
             if group.has_failed:
                 return

@@ -140,8 +140,8 @@ def save(
     is_remote = is_address(path)
     if divide_files is None:
         path = _choose_file(checkpoint, path, format, files_from, to_folder=to_folder)
-    is_source = in_place and _is_source_path(path, checkpoint.sources)
-    if is_source:
+    replaces_source = in_place and _is_source_path(path, checkpoint.sources)
+    if replaces_source:
         check_still_source(path, checkpoint.sources)
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     format_name = choose_format(checkpoint, path, format, sharded=max_shard_size is not None)
@@ -151,24 +151,22 @@ def save(
         refuse_placeholders(checkpoint)
     else:
         checkpoint = checkpoint.with_late_values()
-    if load_format(format_name).index_name and checkpoint.root is not checkpoint.original:
-        rewrite = False  # of such a folder only the index is written again
-    is_new_file = not is_source or rewrite or max_shard_size is not None
     if divide_files is not None:
-        plan = _plan_apart(checkpoint, os.path.dirname(path), format_name, divide_files(checkpoint))
+        plan = _plan_separate_files(checkpoint, path, format_name, divide_files(checkpoint))
     else:
-        indexed = bool(format and shard_format_of(format))
+        if load_format(format_name).index_name and checkpoint.root is not checkpoint.original:
+            rewrite = False  # an in-place edit of such a folder can only rewrite its index
         plan = _plan(
-            checkpoint, path, format_name, max_shard_size, is_new_file=is_new_file, indexed=indexed
+            checkpoint,
+            path,
+            format_name,
+            max_shard_size,
+            is_new_file=not replaces_source or rewrite or max_shard_size is not None,
+            indexed=bool(format and shard_format_of(format)),
         )
-    job = Job(
-        checkpoint,
-        os.fspath(path),
-        overwrite,
-        is_source,
-        _has_computed_tensors(checkpoint) and not is_remote if verify is None else verify,
-        progress,
-    )
+    if verify is None:
+        verify = _has_computed_tensors(checkpoint) and not is_remote
+    job = Job(checkpoint, os.fspath(path), overwrite, replaces_source, verify, progress)
     if to_folder or files_from is not None:
         plan, warnings = _add_companions(plan, job, files_from, to_folder=to_folder)
         checkpoint = checkpoint.with_root(checkpoint.root, *warnings)
@@ -181,16 +179,7 @@ def save(
         check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
     notes = [*plan.notes, *describe_surprises(checkpoint, path, format, format_name)]
-    if placeholders := find_placeholders(checkpoint):
-        notes.append(f"{placeholders.text}; {placeholders.hint}")
-    if all(change.kind != "fit" for change in checkpoint.changes):
-        notes += load_format(checkpoint.format).describe_layout(checkpoint)
-    if is_source and any(change.kind == "dequantize" for change in checkpoint.changes):
-        stated_in = quantization_config(checkpoint).where
-        if stated_in.endswith(".json"):
-            notes.append(f"{stated_in} next to the file still states the quantization")
-    if any(source.is_far for source in checkpoint.sources):
-        notes += _describe_remote(checkpoint, dry_run=dry_run)
+    notes += _describe_source(job, dry_run=dry_run)
     if (to_folder or plan.index) and divide_files is None and not is_remote:
         notes += _find_other_models(path, plan)
     if dry_run and (plan.index or os.path.isdir(checkpoint.path)):
@@ -257,44 +246,54 @@ def _plan(
     return replace(plan, left_out=(*_list_left_out(checkpoint, format), *plan.left_out))
 
 
-def _plan_apart(
-    checkpoint: Checkpoint, folder: str, format: str, parts: Mapping[str, Checkpoint]
+def _plan_separate_files(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    format: str,
+    content_by_name: Mapping[str, Checkpoint],
 ) -> WritePlan:
-    """Return the plan with one file per part, by its name in the folder."""
-    plans = {
-        os.path.join(folder, name): load_writable_format(format).plan(part)
-        for name, part in parts.items()
-    }
-    all_plans = plans.values()
+    """Return one plan for several files in the folder of `path`, each with its own content.
+
+    A loss, note or blocker of several files is stated once.
+    """
+    folder, writer = os.path.dirname(path), load_writable_format(format)
+    plans = [writer.plan(content) for content in content_by_name.values()]
     return WritePlan(
         format,
-        tuple(plan.files[0]._replace(path=path) for path, plan in plans.items()),
-        tensors=sum(plan.tensors for plan in all_plans),
+        tuple(
+            plan.files[0]._replace(path=os.path.join(folder, name))
+            for name, plan in zip(content_by_name, plans, strict=True)
+        ),
+        tensors=sum(plan.tensors for plan in plans),
         left_out=(
             *_list_left_out(checkpoint, format),
-            *dict.fromkeys(text for plan in all_plans for text in plan.left_out),
+            *dict.fromkeys(text for plan in plans for text in plan.left_out),
         ),
-        notes=tuple(dict.fromkeys(text for plan in all_plans for text in plan.notes)),
-        blockers=tuple(dict.fromkeys(name for plan in all_plans for name in plan.blockers)),
+        notes=tuple(dict.fromkeys(text for plan in plans for text in plan.notes)),
+        blockers=tuple(dict.fromkeys(name for plan in plans for name in plan.blockers)),
     )
 
 
 def _execute_by_folder(plan: WritePlan, job: Job) -> None:
     """Execute a plan; the files of each folder are written together or not at all."""
-    folders: dict[str, list[NewFile]] = {}
+    files_by_folder: dict[str, list[NewFile]] = {}
     for file in plan.files:
-        folders.setdefault(os.path.dirname(file.path), []).append(file)
-    for files in folders.values() or ((),):
+        files_by_folder.setdefault(os.path.dirname(file.path), []).append(file)
+    # A plan without files (an in-place edit, an unchanged file) is executed once.
+    for files in files_by_folder.values() or ((),):
         execute(replace(plan, files=tuple(files)), job)
 
 
 def _add_companions(
     plan: WritePlan, job: Job, files_from: str | os.PathLike[str] | None, *, to_folder: bool
 ) -> tuple[WritePlan, Sequence[Change]]:
-    """Return the plan with the files that belong next to the weights in a folder, and warnings.
+    """Return the plan with configuration and tokenizer files next to the weights, and warnings.
 
     They are copied from `files_from`, else from the folder of the source. The plan is unchanged if
-    that has no such files, or is the target itself.
+    the folder of the source has none, or is the target itself.
+
+    Raises:
+        UsageError: if the target is one file.
     """
     from ckptool.writing.companions import find_companion_folder, with_companions
 
@@ -322,6 +321,22 @@ def _describe_space(plan: WritePlan, path: str | os.PathLike[str]) -> str:
         folder = os.path.dirname(folder)
     free = shutil.disk_usage(folder).free
     return f"{files} of {plan.written:,} bytes; the disk has {free:,} bytes free"
+
+
+def _describe_source(job: Job, *, dry_run: bool) -> Iterator[str]:
+    """Yield notes on the source: its placeholders, its layout, and where it was read."""
+    checkpoint = job.checkpoint
+    change_kinds = {change.kind for change in checkpoint.changes}
+    if placeholders := find_placeholders(checkpoint):
+        yield f"{placeholders.text}; {placeholders.hint}"
+    if "fit" not in change_kinds:  # fitted to a model, it no longer has the layout of the source
+        yield from load_format(checkpoint.format).describe_layout(checkpoint)
+    if job.in_place and "dequantize" in change_kinds:
+        stated_in = quantization_config(checkpoint).where
+        if stated_in.endswith(".json"):  # elsewhere it is in the file, and was removed
+            yield f"{stated_in} next to the file still states the quantization"
+    if any(source.is_far for source in checkpoint.sources):
+        yield from _describe_remote(checkpoint, dry_run=dry_run)
 
 
 def _describe_remote(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
@@ -380,7 +395,8 @@ def _plan_sharded(
 ) -> WritePlan:
     """Plan shards and an index or, if not `indexed`, one file if everything fits.
 
-    Old shards that are not in the new index stay, with a note.
+    Over its own source, without a size, the division into files stays the same. Old shards that are
+    not in the new index stay, with a note.
     """
     limit = _parse_limit(max_shard_size)
     same_files = limit is None and is_a_source(path, checkpoint.sources)
@@ -394,28 +410,24 @@ def _plan_sharded(
     )
     if not plan.index:
         return plan
-    new_names = {os.path.basename(file.path) for file in plan.files}
     from ckptool.formats.sharded import read_shard_names  # most writes have no index
 
-    dropped = [name for name in read_shard_names(plan.index) if name not in new_names]
-    note = f"kept shards that the new index does not list: {listed(dropped)}"
-    return replace(plan, notes=(*plan.notes, note)) if dropped else plan
+    new_names = {os.path.basename(file.path) for file in plan.files}
+    unlisted = [name for name in read_shard_names(plan.index) if name not in new_names]
+    note = f"kept shards that the new index does not list: {listed(unlisted)}"
+    return replace(plan, notes=(*plan.notes, note)) if unlisted else plan
 
 
 def _find_other_models(path: str | os.PathLike[str], plan: WritePlan) -> Iterator[str]:
     """Yield a note on other weights in the target's folder that a library may read instead."""
-    from ckptool.formats.model_folder import (
-        identify_library,
-    )  # only for names that a library looks for
+    from ckptool.formats.model_folder import identify_library  # most writes are of one file
 
-    folder, name = os.path.split(plan.index or os.path.realpath(path))
-    library = identify_library(name)
+    folder, written_name = os.path.split(plan.index or os.path.realpath(path))
+    library = identify_library(written_name)
     if library is not None and os.path.isdir(folder):
-        written = {name, *(os.path.basename(file.path) for file in plan.files)}
-        others = {
-            name for name in os.listdir(folder) if identify_library(name) == library
-        } - written
-        if others:
+        written = {written_name, *(os.path.basename(file.path) for file in plan.files)}
+        weights = {name for name in os.listdir(folder) if identify_library(name) == library}
+        if others := weights - written:
             yield f"kept {listed(sorted(others))} in the folder: {library} may read that instead"
 
 
@@ -447,7 +459,7 @@ def _make_receipt(
 
 
 def _format_changes(checkpoint: Checkpoint, plan: WritePlan) -> Iterator[Change]:
-    """Yield the change of the format, or of the pickle protocol within one format."""
+    """Yield the change of the format, or of the pickle protocol, which is always written as 2."""
     protocol = checkpoint.details.protocol
     if plan.format != checkpoint.format and not checkpoint.in_memory:
         yield Change("format", f"converted {checkpoint.format} to {plan.format}")
@@ -482,7 +494,10 @@ def _take_state_dict(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
-    """Refuse a result without needed entries, or without any tensors, unless the source has none.
+    """Refuse a result without needed entries, or without any tensors, unless the source is empty.
+
+    The root of a format that is not flat may be a value without tensors. A checkpoint in memory may
+    be empty, as for `torch.save`.
 
     Raises:
         NotRepresentable: the message lists the missing entries, or the content of the source.
@@ -496,12 +511,10 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
             hint="save its state_dict() where the class is importable, or add --drop-objects "
             "to leave it out",
         )
+    if plan.tensors or checkpoint.in_memory:
+        return
     is_empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
-    if (
-        not plan.tensors
-        and (is_empty or load_format(plan.format).flat)
-        and not checkpoint.in_memory
-    ):
+    if is_empty or load_format(plan.format).flat:
         original = replace(checkpoint, root=checkpoint.original)
         content = [*describe_sections(original), *plan.left_out]
         if not content:  # the copy of an empty file is complete
@@ -552,10 +565,14 @@ def _is_source_path(path: str | os.PathLike[str], sources: Sequence[Source]) -> 
 
 
 def _list_left_out(checkpoint: Checkpoint, target: str) -> Iterator[str]:
-    """Yield the parts left out by the reader, the transforms, and the `target` format."""
+    """Yield the parts left out by the reader, the transforms, and the `target` format.
+
+    A format without a place for the entries of a header (`__metadata__` of safetensors) drops them.
+    """
     yield from checkpoint.details.left_behind
     yield from checkpoint.details.unreferenced
     yield from _list_transform_losses(checkpoint)
+    # Every safetensors file states format: pt, which is no content.
     entries = [key for key in checkpoint.details.header if key != "format"]
     if entries and target != checkpoint.format and not load_format(target).header_key:
         yield f"header entries: {listed(entries)}"

@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
+from ckptool.core.model import Opaque, OrderedMap, StorageRef, TensorRef, find_tensors
 from ckptool.core.tree import walk_everything
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import load_format, load_writable_format, shard_format_of
@@ -44,10 +44,10 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE_PATTERN.fullmatch(text)
     size = 0
-    if match:
-        number, power, binary = match[1], match[2] or "", match[3]
-        size = int(Fraction(number) * (1024 if binary else 1000) ** _POWER_BY_UNIT[power.upper()])
-    if not match or size < 1 or (match[3] and not match[2]):
+    if match and (match[2] or not match[3]):  # no unit `iB`
+        number, unit, binary = match[1], match[2] or "", match[3]
+        size = int(Fraction(number) * (1024 if binary else 1000) ** _POWER_BY_UNIT[unit.upper()])
+    if size < 1:
         raise UsageError(
             f"{text!r} is not a shard size",
             hint="give a number of bytes, or a size such as 500MB, 5GB or 4.5GiB",
@@ -92,13 +92,13 @@ def plan_shards(
     divided = divide(checkpoint)
     if same_files:
         keys_by_file = _group_by_file(checkpoint, divided.groups)
-        return _plan_files(checkpoint, format, paths.index, divided, keys_by_file)
-    shards = _fill_shards(divided.groups, limit) or [[]]
-    if not (indexed or paths.indexed) and len(shards) == 1:
-        return load_writable_format(shard_format_of(format)).plan(checkpoint)
-    keys_by_file = {
-        paths.shard_path(number, len(shards)): keys for number, keys in enumerate(shards, 1)
-    }
+    else:
+        shards = _fill_shards(divided.groups, limit) or [[]]
+        if len(shards) == 1 and not (indexed or paths.indexed):
+            return load_writable_format(shard_format_of(format)).plan(checkpoint)
+        keys_by_file = {
+            paths.shard_path(number, len(shards)): keys for number, keys in enumerate(shards, 1)
+        }
     return _plan_files(checkpoint, format, paths.index, divided, keys_by_file)
 
 
@@ -234,34 +234,29 @@ def _divide_for_torch(checkpoint: Checkpoint) -> _DividedStateDict:
             file=checkpoint.path,
             hint="choose a state dict with --key NAME; ckptool info lists them",
         )
-    size_by_object = {name: _find_shareable(value) for name, value in root.items()}
+    sizes_by_key = {key: _find_shareable(value) for key, value in root.items()}
     groups = []
-    for group in _group_by_anchor(size_by_object):
-        # Each object once, even if several entries share it.
-        sizes = {
-            identity: size for name in group for identity, size in size_by_object[name].items()
-        }
-        groups.append((sum(sizes.values()), group))
+    for keys in _group_by_anchor(sizes_by_key):
+        size_by_object: dict[int, int] = {}  # each object once, even if several entries share it
+        for key in keys:
+            size_by_object |= sizes_by_key[key]
+        groups.append((sum(size_by_object.values()), keys))
     return _DividedStateDict(groups, list(root), {})
 
 
 def _find_shareable(value: Any) -> dict[int, int]:
     """Return the bytes outside the pickle of each object in an entry, by its identity.
 
-    They are objects that several entries can share: containers, tensors and storages. Only storages
-    have such bytes.
+    They are the objects that several entries can share: containers, tensors and storages. Only
+    storages have bytes there, the others have 0.
     """
-    sizes: dict[int, int] = {}
+    size_by_object: dict[int, int] = {}
     for node in walk_everything(value):
-        storage: Storage | None = None
-        if isinstance(node, (TensorRef, StorageRef)):
-            storage = node.storage
-        elif not isinstance(node, (dict, list, Opaque)):
-            continue
-        sizes[id(node)] = 0
-        if storage is not None:
-            sizes[id(storage)] = storage.nbytes
-    return sizes
+        if isinstance(node, (dict, list, Opaque, TensorRef, StorageRef)):
+            size_by_object[id(node)] = 0
+        if isinstance(node, (TensorRef, StorageRef)) and node.storage is not None:
+            size_by_object[id(node.storage)] = node.storage.nbytes
+    return size_by_object
 
 
 def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
@@ -278,11 +273,11 @@ def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str
             parent[number] = number = parent[parent[number]]
         return number
 
-    owners: dict[Hashable, int] = {}
+    first_number: dict[Hashable, int] = {}  # by anchor, the first key that has it
     for number, name in enumerate(names):
         for anchor in anchors[name]:
-            first, second = find_root(owners.setdefault(anchor, number)), find_root(number)
-            parent[max(first, second)] = min(first, second)
+            roots = find_root(first_number.setdefault(anchor, number)), find_root(number)
+            parent[max(roots)] = min(roots)
     groups: dict[int, list[str]] = {}
     for number, name in enumerate(names):
         groups.setdefault(find_root(number), []).append(name)
@@ -290,7 +285,10 @@ def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str
 
 
 def _fill_shards(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[list[str]]:
-    """Return the keys of each shard, filled in order up to `limit` bytes."""
+    """Return the keys of each shard: groups of keys with their bytes, filled up to `limit` bytes.
+
+    A group that is larger gets its own shard.
+    """
     shards: list[list[str]] = []
     filled_bytes = 0
     for size, keys in groups:

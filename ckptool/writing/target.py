@@ -35,16 +35,15 @@ def make_default_target(
             hint="-o model.safetensors writes one file; "
             "-o FOLDER/model.safetensors.index.json writes shards",
         )
-    if is_address(source):  # the result lies here
+    if is_address(source):  # the result of a remote file is written to the current folder
         source = os.path.basename(urlsplit(source).path.rstrip("/")) or "checkpoint"
     if os.path.basename(source.rstrip(os.sep)) in ("", ".", ".."):
-        source = os.path.abspath(source)  # the name of the folder that we are in
+        source = os.path.abspath(source)  # `.` has no name to add the word to
     stem, extension = split_extension(source.rstrip(os.sep) or source)
-    if os.path.isdir(source):
+    if os.path.isdir(source):  # a dot in the name of a folder starts no extension
         stem, extension = stem + extension, ".pth"
-    if sharded or not all(
-        candidate.writable for candidate in REGISTRY if extension in candidate.endings
-    ):
+    extension_formats = [candidate for candidate in REGISTRY if extension in candidate.endings]
+    if sharded or not all(candidate.writable for candidate in extension_formats):
         extension = ".pth"
     if format and format not in _find_formats(extension):
         extension = next(
@@ -58,11 +57,11 @@ def split_extension(path: str) -> tuple[str, str]:
     index = _INDEX_NAME.search(path)
     if index:
         return path[: index.start()], index[0]
-    stem, suffix = os.path.splitext(path)
-    if suffix.lower() == ".tar":
-        inner, before = os.path.splitext(stem)
-        return (inner, before + suffix) if before else (stem, suffix)
-    return stem, suffix
+    stem, extension = os.path.splitext(path)
+    if extension.lower() == ".tar":
+        stem, inner_extension = os.path.splitext(stem)
+        extension = inner_extension + extension
+    return stem, extension
 
 
 INDEX_SUFFIX = ".index.json"
@@ -74,23 +73,25 @@ def _find_formats(extension: str) -> list[str]:
     """Return the names of the formats to write for an extension; an unknown one means torch's.
 
     Raises:
-        UsageError: if it is the extension of a format that cannot be written.
+        UsageError: if it is the extension of a format that cannot be written, or of another kind of
+            file (`.zip`).
     """
-    owners = [candidate for candidate in REGISTRY if extension in candidate.endings]
-    torch_formats = (candidate for candidate in REGISTRY if ".pth" in candidate.endings)
-    written = [candidate.name for candidate in owners or torch_formats if candidate.writable]
-    if not owners:
+    extension_formats = [candidate for candidate in REGISTRY if extension in candidate.endings]
+    torch_formats = [candidate for candidate in REGISTRY if ".pth" in candidate.endings]
+    candidates = extension_formats or torch_formats
+    writable_names = [candidate.name for candidate in candidates if candidate.writable]
+    unwritable_name = candidates[0].name if not writable_names else None
+    if not extension_formats:
         from ckptool.formats.identify import ENDINGS  # known extensions do not need it
 
-        other_format = ENDINGS.get(extension)
-    else:
-        other_format = owners[0].name if not written else None
-    if other_format is not None:
+        unwritable_name = ENDINGS.get(extension)
+    if unwritable_name is not None:
         raise UsageError(
-            f"{extension} is the extension of {other_format} files, which ckptool does not write",
+            f"{extension} is the extension of {unwritable_name} files, which ckptool does not "
+            "write",
             hint="use the extension .pth or .safetensors, or choose the format with --format",
         )
-    return written
+    return writable_names
 
 
 def is_folder_target(
@@ -144,16 +145,15 @@ def _has_known_extension(name: str, source: Source | Sequence[str | os.PathLike[
 
 
 def _is_set(source: Source | Sequence[str | os.PathLike[str]]) -> bool:
-    """Return True if a source is a folder or several files, judging by names."""
+    """Return True if a source is a folder, an index or several files, judging by names."""
     if isinstance(source, Checkpoint):
         return os.path.isdir(source.path) or len(source.sources) > 1
     if not isinstance(source, (str, os.PathLike)):
         return len(source) > 1 or any(map(_is_set, source))
-    name = os.fspath(source)
-    is_single = place_of(name).is_file(name) and not _INDEX_NAME.search(name)
-    return not is_single or any(
-        os.path.basename(name) == load_format(format).index_name for format in WRITABLE
-    )
+    path = os.fspath(source)
+    index_names = {load_format(format).index_name for format in WRITABLE}
+    is_index = _INDEX_NAME.search(path) or os.path.basename(path) in index_names - {""}
+    return bool(is_index) or not place_of(path).is_file(path)
 
 
 def choose_file(
@@ -175,13 +175,10 @@ def choose_file(
         return name if os.path.basename(name) == index else os.path.join(name, index)
     if not to_folder:
         return name
-    is_safetensors = format is None or load_format(shard_format_of(format) or format).tensors_only
-    from ckptool.formats.model_folder import (
-        find_library,
-        identify_library,
-        weights_file_name,
-    )  # only for folders
+    # Only folders need the names that libraries look for.
+    from ckptool.formats.model_folder import find_library, identify_library, weights_file_name
 
+    is_safetensors = format is None or load_format(shard_format_of(format) or format).tensors_only
     library = identify_library(checkpoint.path)
     if library is None:
         from ckptool.writing.companions import find_companion_folder  # a file needs no library
@@ -217,15 +214,14 @@ def choose_format(
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
     single = _choose_single_format(checkpoint, name, format)
-    return (
-        _choose_sharded_format(single, format)
-        if sharded and not load_format(single).index_name
-        else single
-    )
+    is_folder_format = bool(load_format(single).index_name)
+    if sharded and not is_folder_format:
+        return _choose_sharded_format(single, format)
+    return single
 
 
 def _choose_single_format(checkpoint: Checkpoint, name: str, format: str | None) -> str:
-    """Return `format`, else the one of the source if it fits the extension, else the first.
+    """Return `format`, else the source's if it fits the extension of `name`, else its first.
 
     Raises:
         UsageError: if `format` cannot be written.

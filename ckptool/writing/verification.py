@@ -40,23 +40,24 @@ _TREE_EXTENSIONS = (".pkl", ".json")
 
 @contextmanager
 def check_sources_meanwhile(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], None]]:
-    """Check the bytes that a file of `format` copies from the sources, in parallel threads.
+    """Check the bytes that a file of `format` copies from the sources, in a thread.
 
-    The block gets a function that waits for the threads and raises their errors. Inputs of a cast
-    or a mean are checked when they are computed. A CRC-32 that is copied from zip to zip is checked
-    by later readers.
+    The block gets a function that waits for the thread and raises its error. Little data, or a
+    source that only one thread can read, is checked before the block. Inputs of a cast or a mean
+    are checked when they are computed. A CRC-32 that is copied from zip to zip is checked by later
+    readers.
 
     Raises:
         CorruptFile: if a record is damaged.
         UnreadableFile: if the system cannot read it.
     """
     records = _find_records_to_check(checkpoint, format)
-    is_large = sum(data.length for _, data, _ in records) >= _MIN_THREADED_BYTES
-    threaded = [record for record in records if is_large and record[1].source.is_shared]
-    _check_records(
-        [record for record in records if not (is_large and record[1].source.is_shared)],
-        lambda: False,
-    )
+    threaded: list[Stated] = []
+    unthreaded = records
+    if sum(data.length for _, data, _ in records) >= _MIN_THREADED_BYTES:
+        threaded = [record for record in records if record[1].source.is_shared]
+        unthreaded = [record for record in records if not record[1].source.is_shared]
+    _check_records(unthreaded, lambda: False)
     if not threaded:
         yield lambda: None
         return
@@ -99,11 +100,11 @@ def _check_records(records: list[Stated], has_ended: Callable[[], bool]) -> None
 def _find_records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
     """Return the records of local sources to check before a file of `format` is written from them.
 
-    The records of the tree, and those with tensor data that is copied without their CRC-32: later
-    readers cannot detect its damage.
+    They are the records of the tree, and those with tensor data that is copied without their
+    CRC-32, so that later readers could not detect damage.
     """
     keeps_crc = load_format(format).hands_on_crc
-    copied_offsets: dict[int, list[int]] = {}  # by the identity of a source
+    copied_offsets: dict[int, list[int]] = {}  # by the id() of a source
     for node in walk_everything(checkpoint.root):
         storage = node.storage if isinstance(node, (TensorRef, StorageRef)) else None
         data = None if storage is None else storage.whole or storage.data
@@ -244,7 +245,7 @@ def _compare_runs(
 
 
 def _check_runs(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tuple[_Run, bool]]:
-    """Yield each run with True if it is correct; large runs with a known checksum first.
+    """Yield each run with True if it is correct; large ones with a known checksum in threads.
 
     Runs with a known checksum are read once, the others are compared byte by byte. The threads
     read only the new file. The expected bytes may be inflated or computed from a source that keeps
@@ -254,11 +255,8 @@ def _check_runs(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[
     unthreaded: list[tuple[_Run, int | None]] = []
     for run in runs:
         crc = _find_expected_crc(run, streamed)
-        if (
-            crc is not None
-            and run.written.length >= _MIN_THREADED_BYTES
-            and run.written.source.is_shared
-        ):
+        is_large = run.written.length >= _MIN_THREADED_BYTES
+        if crc is not None and is_large and run.written.source.is_shared:
             threaded.append((run, crc))
         else:
             unthreaded.append((run, crc))
@@ -274,12 +272,8 @@ def _check_runs(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[
         if expected_crc is None:
             yield run, _is_equal(run)
         else:
-            yield (
-                run,
-                _has_checksum(
-                    run, expected_crc, compute_crc32(run.written.iterate_blocks(_BLOCK_BYTES))
-                ),
-            )
+            actual_crc = compute_run((run, expected_crc))
+            yield run, _has_checksum(run, expected_crc, actual_crc)
 
 
 def _find_expected_crc(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
@@ -292,7 +286,8 @@ def _find_expected_crc(run: _Run, streamed: Mapping[int, Streamed]) -> int | Non
     streamed_run = streamed.get(run.written.offset)
     if streamed_run is None or streamed_run.length != run.written.length:
         return None
-    # Without one range the ends cannot be compared as well; a short run is compared completely.
+    # A streamed checksum needs a comparison of both ends, which is not possible for expected bytes
+    # that are not one range. A short run is compared completely.
     if run.data is None or run.written.length <= _SAMPLE_BYTES:
         return None
     return streamed_run.crc32
@@ -307,7 +302,7 @@ def _has_checksum(run: _Run, expected: int, actual: int) -> bool:
     Raises:
         CorruptFile: if the source itself does not have the CRC-32 that it states.
     """
-    if run.crc32 is None:
+    if run.crc32 is None:  # the checksum was computed during the write
         return actual == expected and run.data is not None and _has_same_ends(run.written, run.data)
     if actual != expected:
         _check_source(run)
