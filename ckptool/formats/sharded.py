@@ -73,23 +73,25 @@ class ShardIndex:
         return os.path.join(os.path.dirname(self.path), name)
 
     def find_unlisted_files(self) -> Iterator[str]:
-        """Yield the files of the same set next to the index that it does not list."""
-        stems_counts_extensions = {
-            match.group(1, 3, 4) for name in self.shards if (match := NUMBERED.fullmatch(name))
-        }
-        if not stems_counts_extensions:
+        """Yield the names of the files next to the index that are of its set and not listed.
+
+        A set is the files whose names differ only in the shard number.
+        """
+        listed_sets = {_parse_set(name) for name in self.shards} - {None}
+        if not listed_sets:
             return
         listed_names, existing = set(self.shards), []
         with suppress(OSError):  # a folder that can be read but not listed
             existing = sorted(place_of(self.path).list_names(os.path.dirname(self.path)))
         for name in existing:
-            match = NUMBERED.fullmatch(name)
-            if (
-                match
-                and match.group(1, 3, 4) in stems_counts_extensions
-                and name not in listed_names
-            ):
+            if _parse_set(name) in listed_sets and name not in listed_names:
                 yield name
+
+
+def _parse_set(name: str) -> tuple[str, ...] | None:
+    """Return stem, count and extension of a numbered shard, which its whole set has in common."""
+    match = NUMBERED.fullmatch(name)
+    return match.group(1, 3, 4) if match else None
 
 
 def open_index(probe: Probe) -> ShardIndex | None:
@@ -107,25 +109,23 @@ def open_index(probe: Probe) -> ShardIndex | None:
         with add_error_context(probe.source.name):
             return _read_index(probe.source, probe.limits)
     with ExitStack() as opened:
-        inner_indexes = []
+        indexes: list[ShardIndex] = []
         # An index whose write was interrupted is only there as its journal.
         names = {parse_journal_name(name) or name for name in probe.entries}
-        paths = (
-            os.path.join(probe.path, name) for name in sorted(filter(_INDEX_NAME.fullmatch, names))
-        )
-        for path in (
-            candidate
-            for candidate in paths
-            if probe.place.is_file(candidate) or has_journal(candidate)
-        ):
-            inner = Probe(path, probe.limits)
-            opened.callback(inner.close)
-            inner_indexes.append(inner.compute_once(open_index))
-        indexes = [index for index in inner_indexes if index is not None]
+        for name in sorted(filter(_INDEX_NAME.fullmatch, names)):
+            path = os.path.join(probe.path, name)
+            if not probe.place.is_file(path) and not has_journal(path):
+                continue
+            index_probe = Probe(path, probe.limits)
+            opened.callback(index_probe.close)
+            index = index_probe.compute_once(open_index)
+            if index is not None:
+                indexes.append(index)
         _refuse_several(probe, indexes)
-        if indexes:
-            probe.on_close(opened.pop_all().close)
-        return indexes[0] if indexes else None
+        if not indexes:
+            return None
+        probe.on_close(opened.pop_all().close)  # the index stays open as long as `probe`
+        return indexes[0]
 
 
 def read_shard_names(path: str) -> tuple[str, ...]:
@@ -167,22 +167,20 @@ def _find_complete_sets(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _read_index(source: Source, limits: Limits) -> ShardIndex | None:
-    """Return the index in a file; None if name or content are not those of an index.
+    """Return the index in a file, which is a JSON object; None if the file is not an index.
 
-    A long file is read only if it has the name of an index or a `weight_map` near its start.
+    A file with another name than an index needs a `weight_map`: near its start if it is longer than
+    `limits.max_json_bytes`, so that a long JSON file of another kind is not read.
 
     Raises:
         LimitExceeded: it is too long, or lists too many files on another machine.
     """
     head = source.read(0, min(512, source.size))
-    has_index_name = _INDEX_NAME.fullmatch(os.path.basename(source.name)) is not None
     if not head.lstrip(b" \t\r\n").startswith(b"{"):
         return None
-    if (
-        source.size > limits.max_json_bytes
-        and not has_index_name
-        and _QUOTED_WEIGHT_MAP not in head
-    ):
+    has_index_name = _INDEX_NAME.fullmatch(os.path.basename(source.name)) is not None
+    may_be_index = has_index_name or _QUOTED_WEIGHT_MAP in head
+    if source.size > limits.max_json_bytes and not may_be_index:
         return None
     check_limit("the index has", source.size, "bytes", limits.max_json_bytes)
     raw = source.read(0, source.size)
@@ -204,22 +202,21 @@ def _parse_index(raw: bytes, source: Source) -> ShardIndex | None:
     if _WEIGHT_MAP not in document:
         return None
     weight_map = require_string_map(document[_WEIGHT_MAP], f"the index's {_WEIGHT_MAP}")
-    for name in dict.fromkeys(weight_map.values()):
+    shards = tuple(dict.fromkeys(weight_map.values()))  # each once, in the order of the index
+    for name in shards:
         if not _is_plain_name(name):
             raise CorruptFile(
                 f"the index has the shard {quoted(name)}, which is not a file name in its folder"
             )
     metadata = document.get("metadata")
-    return ShardIndex(
-        source,
-        weight_map,
-        metadata if isinstance(metadata, dict) else {},
-        tuple(dict.fromkeys(weight_map.values())),
-    )
+    return ShardIndex(source, weight_map, metadata if isinstance(metadata, dict) else {}, shards)
 
 
 def _is_plain_name(name: str) -> bool:
-    """Return whether a name can only be a file in the folder of the index, on any system."""
+    """Return whether a name can only be a file in the folder of the index, on any system.
+
+    On Windows a drive without a slash, as in `C:name`, would lead elsewhere.
+    """
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
         return False
     try:
@@ -248,33 +245,36 @@ def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> Ordered
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
     for name, file in file_by_key.items():  # values that the index does not list
         entries.setdefault(name, shards[file].root[name])
-    are_safetensors = all(shard.format == "safetensors" for shard in shards.values())
-    header_entries = {
-        key: text
-        for key, text in index.metadata.items()
-        if are_safetensors and isinstance(text, str) and key != STATE_METADATA
+    tie_entries: dict[str, str] = {}  # of the index: they may list ties, as a header does
+    if all(shard.format == "safetensors" for shard in shards.values()):
+        tie_entries = {
+            key: text
+            for key, text in index.metadata.items()
+            if isinstance(text, str) and key != STATE_METADATA
+        }
+    # A key that is tied in one shard may have a tensor of its own in another, which is used.
+    shard_ties = {
+        tied: stored for tied, stored in stored_key_by_tied_key.items() if tied not in file_by_key
     }
-    root, _ = restore_state_dict(
-        entries,
-        header_entries,
-        {
-            name: stored_key_by_tied_key[name]
-            for name in stored_key_by_tied_key
-            if name not in file_by_key
-        },
-    )
+    root, _ = restore_state_dict(entries, tie_entries, shard_ties)
     root.attributes = _merge_attributes(shards.values())
     return root
 
 
-def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
+def _check_roots(index: ShardIndex, root_by_file: Mapping[str, Any]) -> None:
     """Refuse a shard that has none of the tensors that the index lists for it."""
-    dicts = {file: root for file, root in roots.items() if isinstance(root, dict)}
-    matched_files = {file for name, file in index.weight_map.items() if name in dicts.get(file, ())}
-    for file in (file for file in roots if file not in matched_files):
-        content = (
-            few(list(map(str, dicts[file]))) if file in dicts else f"a {type(roots[file]).__name__}"
-        )
+    matched_files = {
+        file
+        for key, file in index.weight_map.items()
+        if isinstance(root_by_file[file], dict) and key in root_by_file[file]
+    }
+    for file, root in root_by_file.items():
+        if file in matched_files:
+            continue
+        if isinstance(root, dict):
+            content = few(list(map(str, root)))
+        else:
+            content = f"a {type(root).__name__}"
         raise CorruptFile(
             f"the shard {file!r} has none of the tensors that the index lists for it, "
             f"but {content}",
@@ -286,7 +286,7 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
 def _map_keys(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str, str]]:
     """Return the file name of each stored key, and the stored key of each tied key.
 
-    Only safetensors has tied keys that are not stored.
+    Only safetensors has tied keys that are not stored: its storages have the key that is.
     """
     file_by_key: dict[Any, str] = {}
     stored_key_by_tied_key: dict[str, str] = {}
@@ -315,15 +315,17 @@ def _check_key_shards(
     """
     for name in dict.fromkeys((*index.weight_map, *file_by_key)):
         stated, actual = index.weight_map.get(name), file_by_key.get(name)
-        is_tied = actual is None and stated is not None and name in shards[stated].root
-        is_value = stated is None and not isinstance(shards[actual or ""].root[name], TensorRef)
-        if stated != actual and not is_tied and not is_value:
-            raise CorruptFile(
-                f"tensor {quoted(str(name))} is in {actual or 'no shard'}, but the index lists "
-                f"it in {stated or 'none'}",
-                hint="index and shards are from different saves; copy or download them again "
-                "together",
-            )
+        if stated == actual:
+            continue
+        if actual is None and stated is not None and name in shards[stated].root:
+            continue  # a tied key
+        if stated is None and actual and not isinstance(shards[actual].root[name], TensorRef):
+            continue  # a value
+        raise CorruptFile(
+            f"tensor {quoted(str(name))} is in {actual or 'no shard'}, but the index lists "
+            f"it in {stated or 'none'}",
+            hint="index and shards are from different saves; copy or download them again together",
+        )
 
 
 def _merge_attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
@@ -336,10 +338,10 @@ def _merge_attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
         if not isinstance(shard.root, OrderedMap):
             continue
         for key, value in shard.root.attributes.items():
-            before = all_attributes.setdefault(key, value)
-            if before is not value and isinstance(before, dict) and isinstance(value, dict):
-                merged = type(before)(before)
-                merged.update((name, value[name]) for name in value if name not in before)
+            earlier = all_attributes.setdefault(key, value)
+            if earlier is not value and isinstance(earlier, dict) and isinstance(value, dict):
+                merged = type(earlier)(earlier)  # a copy: `earlier` belongs to a shard
+                merged.update((name, value[name]) for name in value if name not in earlier)
                 all_attributes[key] = merged
     return all_attributes
 
@@ -366,35 +368,33 @@ def make_checkpoint(
     header, differing_keys = _merge_headers(details.header for details in shard_details)
     writers = ", ".join(dict.fromkeys(filter(None, (details.writer for details in shard_details))))
     count = f"in {counted(len(shard_details), 'shard')}"
-    byteorders, protocols = (
-        {part.byteorder for part in shard_details},
-        {part.protocol for part in shard_details},
-    )
+    byteorders = {details.byteorder for details in shard_details}
+    protocols = {details.protocol for details in shard_details}
     index_only_keys = [
         key for key in index.metadata if key not in _DERIVED_ENTRIES and key not in root
     ]
-    notes, left_behind, unreferenced = (
-        _merge_phrases({file: getattr(shard.details, name) for file, shard in shards.items()})
-        for name in ("notes", "left_behind", "unreferenced")
-    )
+    details_by_file = {file: shard.details for file, shard in shards.items()}
     return combine_details(
         list(shards.values()),
         Checkpoint(root, format, path),
         writer=f"{writers}, {count}" if writers else count,
         folder="",
+        # An index without shards has no byte order: "little" is the default of `Details`.
         byteorder=byteorders.pop() if len(byteorders) == 1 else "mixed" if byteorders else "little",
         protocol=protocols.pop() if len(protocols) == 1 else None,
         notes=(
             *(() if index.weight_map else ("the index lists no tensors",)),
             *check_total_size(index, root),
-            *notes,
+            *_merge_phrases({file: each.notes for file, each in details_by_file.items()}),
         ),
         left_behind=(
             *_phrase_entries("the header that differ between the shards", differing_keys),
             *_phrase_entries("the index", index_only_keys),
-            *left_behind,
+            *_merge_phrases({file: each.left_behind for file, each in details_by_file.items()}),
         ),
-        unreferenced=tuple(unreferenced),
+        unreferenced=tuple(
+            _merge_phrases({file: each.unreferenced for file, each in details_by_file.items()})
+        ),
         header=header,
     )
 
@@ -416,27 +416,32 @@ def _merge_headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str]
     return {key: text for key, text in merged.items() if key not in conflicting}, list(conflicting)
 
 
-def _merge_phrases(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """Yield each phrase once, with its shards unless it applies to all."""
-    files: dict[str, list[str]] = {}
-    for file, texts in sentences.items():
-        for text in texts:
-            files.setdefault(text, []).append(file)
-    for text, shards in files.items():
-        yield text if len(shards) == len(sentences) else f"{listed(shards, 3)}: {text}"
+def _merge_phrases(phrases_by_file: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Yield each phrase once, after the names of its shards unless it applies to all."""
+    files_by_phrase: dict[str, list[str]] = {}
+    for file, phrases in phrases_by_file.items():
+        for phrase in phrases:
+            files_by_phrase.setdefault(phrase, []).append(file)
+    for phrase, files in files_by_phrase.items():
+        yield phrase if len(files) == len(phrases_by_file) else f"{listed(files, 3)}: {phrase}"
 
 
 def check_total_size(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
-    """Yield a note if the stated total size is neither that of the tensors nor of storages."""
+    """Yield a note if the `total_size` of the index, if any, is a wrong number of bytes.
+
+    Libraries write one of three: that of all keys, that with tied tensors counted once, or that of
+    the storages.
+    """
     stated = index.metadata.get("total_size")
     tensors = [value for value in root.values() if isinstance(value, TensorRef)]
-    distinct = {tensor.place or id(tensor): tensor for tensor in tensors}
+    distinct_tensors = {tensor.place or id(tensor): tensor for tensor in tensors}
     storages = {id(tensor.storage): tensor.storage for tensor in find_tensors(root)}
-    once = sum(tensor.nbytes for tensor in distinct.values())
-    stored = sum(storage.nbytes for storage in storages.values() if storage is not None)
-    if stated not in (None, once, stored, sum(tensor.nbytes for tensor in tensors)):
+    all_bytes = sum(tensor.nbytes for tensor in tensors)
+    distinct_bytes = sum(tensor.nbytes for tensor in distinct_tensors.values())
+    storage_bytes = sum(storage.nbytes for storage in storages.values() if storage is not None)
+    if stated not in (None, all_bytes, distinct_bytes, storage_bytes):
         number = f"{stated:,}" if isinstance(stated, (int, float)) else quoted(str(stated))
-        yield f"the index states {number} bytes of tensors, but they have {once:,}"
+        yield f"the index states {number} bytes of tensors, but they have {distinct_bytes:,}"
 
 
 class Sharded(Format):
@@ -451,14 +456,15 @@ class Sharded(Format):
     )
 
     def __init__(self, name: str, shard_formats: tuple[str, ...], shard_ending: str) -> None:
-        """Represent shards that each have one of the formats `shard_formats`.
+        """Represent shards that each have one of `shard_formats`; new ones get `shard_ending`.
 
-        Only shards written by torch have objects and a CRC-32 of each storage.
+        Only shards written by torch have objects (not only tensors) and a CRC-32 of each storage.
         """
         self.name = name
         self.shard_formats = shard_formats
         self.shard_ending = shard_ending
-        self.by_torch = self.hands_on_crc = "torch-zip" in shard_formats
+        self.by_torch = "torch-zip" in shard_formats
+        self.hands_on_crc = self.by_torch
         self.tensors_only = not self.by_torch
 
     def recognize(self, probe: Probe) -> bool:
@@ -483,35 +489,36 @@ class Sharded(Format):
         return shard_format.name in self.shard_formats
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict of all shards, in the order of the index.
+        """Return one state dict of all shards, in the order of the index; only headers are read.
 
-        Only headers are read. The index must not change before all shards are open.
+        The shards stay open. An index that changes before all are open is refused.
         """
         index = probe.compute_once(open_index)
         if index is None:
             raise CorruptFile("this is not an index of shards")
         allow_open_files(len(index.shards))
+        # Far files are requested ahead, several at a time.
         place_of(index.path).expect([index.path_of(name) for name in index.shards])
-        with ExitStack() as opened:
+        with ExitStack() as on_error:
             shards: dict[str, Checkpoint] = {}
             for name in index.shards:
                 shards[name] = self._read_shard(index, name, probe.limits)
-                opened.callback(shards[name].close)
+                on_error.callback(shards[name].close)
             _check_index_unchanged(index)
             checkpoint = make_checkpoint(index, shards, self.name, index.path)
-            opened.pop_all()
+            on_error.pop_all()
         details = replace(checkpoint.details, size=checkpoint.details.size + index.source.size)
         return replace(checkpoint, details=details, sources=(*checkpoint.sources, index.source))
 
     def _read_shard(self, index: ShardIndex, name: str, limits: Limits) -> Checkpoint:
         """Return the checkpoint of one shard, which must have one of `shard_formats`."""
         shard, shard_format = _open_shard(index, name, limits)
-        with ExitStack() as opened, add_error_context(shard.path):
-            opened.callback(shard.close)
+        with ExitStack() as on_error, add_error_context(shard.path):
+            on_error.callback(shard.close)
             if shard_format.name not in self.shard_formats:
                 raise _wrong_kind_error(shard.path, shard_format, self.shard_formats)
             checkpoint = shard_format.read(shard)
-            opened.pop_all()
+            on_error.pop_all()  # the checkpoint closes it
             return checkpoint
 
 
@@ -531,27 +538,30 @@ def _wrong_kind_error(
 
 
 def _open_shard(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format]:
-    """Return the probe of a shard, and its format."""
+    """Return the open probe of a shard, and its format, which is not an index of shards itself."""
     try:
         shard = Probe(index.path_of(name), limits)
     except FileMissing as error:
         raise _missing_error(index) from error
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
-            wanted = allow_open_files(len(index.shards))
-            error.advise(f"allow more open files: ulimit -n {wanted}")
+            needed_files = allow_open_files(len(index.shards))
+            error.advise(f"allow more open files: ulimit -n {needed_files}")
         raise
-    with ExitStack() as opened, add_error_context(shard.path):
-        opened.callback(shard.close)
+    with ExitStack() as on_error, add_error_context(shard.path):
+        on_error.callback(shard.close)
         for candidate in find_candidate_formats(shard):
             if not isinstance(candidate, Sharded) and candidate.recognize(shard):
-                opened.pop_all()
+                on_error.pop_all()  # the caller closes the shard
                 return shard, candidate
         raise identify.unrecognized_error(shard)
 
 
 def _check_index_unchanged(index: ShardIndex) -> None:
-    """Refuse the shards if the index was replaced meanwhile: some may belong to the new one."""
+    """Refuse the shards if the index was replaced since it was opened.
+
+    Some of them may belong to the new index.
+    """
     fd = index.source.fd()
     if has_journal(index.path) or (fd is not None and not is_path_of(index.path, fd)):
         raise FileBusy(
