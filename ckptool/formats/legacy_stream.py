@@ -55,7 +55,7 @@ COUNT_STRUCT = struct.Struct("<q")
 """The element count before the bytes of a storage."""
 
 _NESTED_TENSOR = "torch._utils._rebuild_nested_tensor"
-_SHARED_PATH = "download or copy it again; several processes that save to one file also cause this"
+_COPY_AGAIN = "download or copy it again; several processes that save to one file also cause this"
 
 
 class SourceTexts:
@@ -67,7 +67,7 @@ class SourceTexts:
         """The classes with source code, in the order of the file."""
 
     def remember_class(self, cls: Any, text: Any) -> Any:
-        """Return the class, and remember if it has source code."""
+        """Return the class, and remember its name if its source code is not empty."""
         if text:
             self.names[getattr(cls, "qualified", str(cls))] = None
         return cls
@@ -86,7 +86,7 @@ class NestedStreams:
     """
 
     def __init__(self, file: str, limits: Limits, outer_bytes: int) -> None:
-        """Read streams in the pickle of `outer_bytes` bytes in `file`."""
+        """Read streams in a pickle of `file`, which is in a range of `outer_bytes` bytes."""
         self.file = file
         self.limits = limits
         self.depth = 0
@@ -152,7 +152,10 @@ class _PendingStorage:
         """By key, each view that the pickle uses, and its start in bytes."""
 
     def select_storage(self, pid: StoragePid) -> Storage:
-        """Return the whole storage, or the view of a part that a persistent id names."""
+        """Return the whole storage, or the view of a part that a persistent id refers to.
+
+        One object per view. Like the storage, it has no bytes yet.
+        """
         if pid.nbytes != self.storage.nbytes:
             raise CorruptFile(
                 f"storage {pid.key!r} has {self.storage.nbytes:,} bytes when first used and "
@@ -163,15 +166,16 @@ class _PendingStorage:
         key, offset, numel = pid.view
         itemsize = BY_NAME[pid.dtype].itemsize
         if key not in self.views:
-            part = Storage(key, None, numel * itemsize, pid.device)
-            self.views[key] = (part, offset * itemsize)
-        return self.views[key][0]
+            view = Storage(key, None, numel * itemsize, pid.device)
+            self.views[key] = (view, offset * itemsize)
+        view, _ = self.views[key]
+        return view
 
     def set_data(self, data: ByteRange | None) -> None:
         """Set the bytes of the storage and its views (None: they have none)."""
         _set_storage_data(self.storage, data)
-        for storage, offset in self.views.values():
-            _set_storage_data(storage, data.slice(offset, storage.nbytes) if data else None)
+        for view, offset in self.views.values():
+            _set_storage_data(view, data.slice(offset, view.nbytes) if data else None)
 
 
 def _set_storage_data(storage: Storage, data: ByteRange | None) -> None:
@@ -190,6 +194,8 @@ class LegacyStream:
         salvages: bool = False,
     ) -> None:
         """Read it. With `salvages`, storages from the first incomplete one on have no bytes.
+
+        `nested` returns the root of a stream inside the pickle; by default `NestedStreams` does.
 
         Raises:
             CorruptFile: a pickle is damaged, or does not match the storages.
@@ -218,21 +224,22 @@ class LegacyStream:
         self.root = self.unpickled.root
 
     def _read_header(self) -> int:
-        """Check magic number and version, skip the machine description, and return the end.
+        """Check magic number and version, skip the machine description, and return its end.
 
-        There the pickle of the object starts. Sets `framed` for the three pickles of the header.
+        There the pickle of the object starts. Sets `framed`: True if a pickler could have written
+        the three pickles as they are.
         """
         magic = MAGIC.match(self.data.read(0, min(MAGIC_BYTES, self.data.length)))
         if magic is None:
             raise CorruptFile("a legacy torch stream does not begin as expected")
-        number = unpickle_record(self.data, 0, self.limits)
+        magic_number = unpickle_record(self.data, 0, self.limits)
         version = unpickle_record(self.data, magic.end(), self.limits)
         if version.root != VERSION:
             raise UnsupportedFormat(
                 f"the legacy stream has version {version.root!r:.20}, expected {VERSION}"
             )
         description = unpickle_record(self.data, version.end, self.limits)
-        self.framed = number.framed and version.framed and description.framed
+        self.framed = magic_number.framed and version.framed and description.framed
         return description.end
 
     def _unpickle_object(self, start: int) -> Unpickled:
@@ -248,11 +255,12 @@ class LegacyStream:
     def _load_persistent(self, pid: Any) -> Any:
         """Return the class or storage of a persistent id.
 
-        A storage gets its bytes after the pickle, from `_locate_storages`.
+        A class comes with its source file and code. A storage has no bytes yet: those are after the
+        pickle, and `_locate_storages` sets them.
         """
         match pid:
-            case ("module", cls, _, text):
-                return self.sources.remember_class(cls, text)
+            case ("module", cls, _, source_code):
+                return self.sources.remember_class(cls, source_code)
         if not is_storage_pid(pid):
             raise CorruptFile("the pickle uses a persistent id that is not a storage")
         if len(pid) != 6:
@@ -264,13 +272,16 @@ class LegacyStream:
         return StorageRef(stored.select_storage(storage), storage.dtype, storage.untyped)
 
     def _check_keys(self, items: Any) -> list[str]:
-        """Return the order of the storages in the file: each storage of the pickle, once."""
+        """Return the keys in the list after the pickle, in the order of the storages in the file.
+
+        It must have each storage of the pickle once, and no other.
+        """
         if not isinstance(items, list) or not all(isinstance(item, (str, int)) for item in items):
             raise CorruptFile("the list of storages after the pickle is missing")
         keys = list(map(str, items))
         counts = Counter(keys)
         mismatched = [
-            key for key in {**self.stored, **counts} if counts[key] != (key in self.stored)
+            key for key in {**self.stored, **counts} if counts[key] != 1 or key not in self.stored
         ]
         if mismatched:
             message = "the list after the pickle must have each storage of the pickle once"
@@ -280,7 +291,8 @@ class LegacyStream:
     def _locate_storages(self, keys: list[str], position: int) -> int:
         """Set the bytes of each storage, in the order of `keys`; return their end.
 
-        When salvaging, the storages from the first damaged one on get no bytes.
+        The first one's count is at `position`. When salvaging, the storages from the first damaged
+        one on get no bytes.
         """
         length = self.data.length
         for index, key in enumerate(keys):
@@ -294,10 +306,11 @@ class LegacyStream:
                     raise self._truncated_error(keys, index, position)
             except CorruptFile as error:
                 if not self.salvages:
-                    if self.data.length == self.data.source.size:
+                    is_whole_file = self.data.length == self.data.source.size
+                    if is_whole_file:  # a restarted download explains the damage better
                         refuse_second_copy(self.data, self.limits)
                     raise
-                # With a wrong count, the storage before it does not end here: it is damaged, too.
+                # If the count is wrong, bytes are missing or added before it, in that storage.
                 if index and not isinstance(error, TruncatedFile):
                     self.stored[keys[index - 1]].set_data(None)
                 return length
@@ -313,19 +326,23 @@ class LegacyStream:
             raise CorruptFile(
                 f"storage {key!r:.80} should have {numel:,} elements, but the count at offset "
                 f"{position:,} is {count:,}",
-                hint=_SHARED_PATH,
+                hint=_COPY_AGAIN,
             )
 
     def _truncated_error(self, keys: list[str], index: int, position: int) -> TruncatedFile:
-        """Return the error for a stream that ends before storage number `index` does."""
+        """Return the error for a stream that ends before storage number `index` does.
+
+        The count of that storage is, or should be, at `position`.
+        """
         needed = sum(COUNT_STRUCT.size + self.stored[key].storage.nbytes for key in keys[index:])
-        missing = position + needed - self.data.length
+        full_length = position + needed
+        missing = full_length - self.data.length
         hint = "copy it again"
         if index:  # the storages before it are intact
             hint += f", or run {salvage_command(self.file, self.unpickled.root)}"
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
-            f"{missing:,} of {position + needed:,} bytes are missing",
+            f"{missing:,} of {full_length:,} bytes are missing",
             hint=hint,
         )
 
@@ -335,7 +352,10 @@ _COPY_HEAD_BYTES = 1024
 
 
 def find_second_copy(data: ByteRange, limits: Limits) -> int:
-    """Return the start of the last copy of a restarted download, if it is complete; else 0."""
+    """Return the start of the last copy of a restarted download, if it is complete; else 0.
+
+    A download that begins again appends the file to what it had; each copy has the same beginning.
+    """
     start = find_last_copy(data.source, data.read(0, min(_COPY_HEAD_BYTES, data.length)))
     try:
         if start:
@@ -346,9 +366,10 @@ def find_second_copy(data: ByteRange, limits: Limits) -> int:
 
 
 def refuse_second_copy(data: ByteRange, limits: Limits, end: int | None = None) -> None:
-    """Refuse a file whose second copy begins before the first one ends.
+    """Refuse a file with a second copy of itself that begins before the first one ends.
 
-    After the end (None for a damaged stream) it may be an object of its own.
+    `end` is that of the first copy, None if it is damaged. After it, the same bytes may be another
+    object that was saved to the same file.
 
     Raises:
         CorruptFile: the first copy is truncated, and its last storages have bytes of the second.

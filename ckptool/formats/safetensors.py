@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -26,6 +26,7 @@ from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, Source
 from ckptool.files.source import WORTH_SHARING, Shared, join_neighbors
 from ckptool.formats.base import EditableFormat, NewFile, Probe, WritePlan
+from ckptool.formats.registry import JSON_SPACE
 from ckptool.formats.safetensors_header import (
     FORMAT,
     LENGTH,
@@ -74,11 +75,11 @@ def _check_flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
             hint="choose a state dict with --key NAME; ckptool info lists them",
         )
     for key, tensor in tensors:
-        fact = _describe_key_problem(key) or _describe_tensor_problem(tensor)
-        if fact is not None:
+        problem = _describe_key_problem(key) or _describe_tensor_problem(tensor)
+        if problem is not None:
             remedy = _CALL_FULL_TENSOR if tensor.is_spread else _REMEDY_BY_KIND.get(tensor.kind)
             raise NotRepresentable(
-                f"tensor '{printable(str(key))}' {fact}, which safetensors cannot store",
+                f"tensor '{printable(str(key))}' {problem}, which safetensors cannot store",
                 file=file,
                 hint=None if tensor.has_content else remedy,
             )
@@ -87,41 +88,34 @@ def _check_flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
 
 
 def _check_containers(root: Any, file: str) -> None:
-    """Refuse values with tensors inside: packed parameters, objects, attributes.
+    """Refuse values with tensors inside: packed parameters, objects, attributes of tensors.
 
-    The hint excludes them: all keys with the last component of a quantized one, a single key, or
-    everything below a value.
+    The hint excludes them with `--exclude` and a glob for each.
 
     Raises:
         NotRepresentable: always with their keys, and the quantizer if known.
     """
-    containers = {
-        str(key): inside
-        for key, value in root.items()
-        for inside in [
-            dict(find_tensor_attributes(value)) if isinstance(value, TensorRef) else value
-        ]
-        if has_tensors(inside)
-    }
+    containers: dict[str, Any] = {}
+    for key, value in root.items():
+        content = dict(find_tensor_attributes(value)) if isinstance(value, TensorRef) else value
+        if has_tensors(content):
+            containers[str(key)] = content
     if not containers:
         return
     quantized = find_quantized(containers)
     model_keys = frozenset(list_wrappable_keys(root))
-    texts = (
-        f"{name} ({f'{quantized[name].scheme}: ' if name in quantized else ''}"
-        f"{counted(sum(1 for _ in find_tensors(value)), 'tensor')} inside)"
-        for name, value in containers.items()
-    )
-    globs = dict.fromkeys(
-        f"*{name.rpartition('.')[2]}"
-        if name in quantized
-        else name
-        if name in model_keys
-        else f"{name}/*"
-        for name in containers
-    )
+    descriptions, globs = [], dict[str, None]()
+    for key, content in containers.items():
+        count = counted(sum(1 for _ in find_tensors(content)), "tensor")
+        if key in quantized:
+            descriptions.append(f"{key} ({quantized[key].scheme}: {count} inside)")
+            glob = f"*{key.rpartition('.')[2]}"  # all quantized layers have this last component
+        else:
+            descriptions.append(f"{key} ({count} inside)")
+            glob = key if key in model_keys else f"{key}/*"  # a value is excluded by its content
+        globs[glob] = None
     raise NotRepresentable(
-        f"safetensors stores only tensors, not objects with tensors inside: {listed(texts)}",
+        f"safetensors stores only tensors, not objects with tensors inside: {listed(descriptions)}",
         file=file,
         hint="write a .pth file, or leave them out: "
         + " ".join(f"--exclude '{printable(glob)}'" for glob in globs),
@@ -156,17 +150,18 @@ def _describe_tensor_problem(tensor: TensorRef) -> str | None:
     return None
 
 
-def _find_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
+def _find_ties(tensors: Mapping[str, TensorRef], metadata_keys: Container[str]) -> dict[str, str]:
     """Return each key that shares its tensor with an earlier key, with that key.
 
-    A key in `taken` cannot be an entry of the header, so it keeps a tensor of its own.
+    `__metadata__` stores a tie under the tied key. A key that `metadata_keys` already uses there
+    keeps a tensor of its own.
     """
-    first: dict[Any, str] = {}
+    first_key_by_place: dict[Any, str] = {}
     ties: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        kept = first.setdefault(tensor.place, name)
-        if kept != name and name not in taken:
-            ties[name] = kept
+    for key, tensor in tensors.items():
+        first_key = first_key_by_place.setdefault(tensor.place, key)
+        if first_key != key and key not in metadata_keys:
+            ties[key] = first_key
     return ties
 
 
@@ -180,10 +175,11 @@ def describe_losses(root: Mapping[Any, Any]) -> Iterator[str]:
             for key, value in others.items()
         )
         yield f"{listed(labels)} ({'value' if len(others) == 1 else 'values'})"
-    have_class = [
+    # A Parameter is a layer without state; a subclass, or attributes, are a layer with one.
+    customized_count = sum(
         any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
         for tensor in tensors
-    ]
+    )
     device_counts = Counter(tensor.device for tensor in tensors if tensor.device != "cpu")
     if device_counts:
         shown = listed(f"{tag} on {counted(n, 'tensor')}" for tag, n in device_counts.items())
@@ -192,20 +188,20 @@ def describe_losses(root: Mapping[Any, Any]) -> Iterator[str]:
         ("the Parameter type", sum(tensor.is_parameter for tensor in tensors)),
         ("requires_grad", sum(tensor.requires_grad for tensor in tensors)),
         ("backward hooks", sum(tensor.hooks is not None for tensor in tensors)),
-        ("the class or attributes", sum(have_class)),
+        ("the class or attributes", customized_count),
     ):
         if count:
             yield f"{property_} of {counted(count, 'tensor')}"
 
 
 def describe_changes(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each change that loses nothing."""
+    """Yield a sentence for each change of the tensors that loses nothing."""
     if ties:
         pairs = listed(f"{name} = {kept}" for name, kept in ties.items())
         yield f"wrote tied tensors once; {METADATA} lists the other keys: {pairs}"
-    scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
-    if scattered:
-        yield f"made {counted(len(scattered), 'tensor')} contiguous: {listed(scattered)}"
+    strided = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
+    if strided:
+        yield f"made {counted(len(strided), 'tensor')} contiguous: {listed(strided)}"
     arrays = [name for name, tensor in tensors.items() if tensor.kind == "numpy"]
     if arrays:
         yield f"converted numpy arrays to tensors: {listed(arrays)}"
@@ -219,22 +215,23 @@ def describe_overlaps(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
 
 
 def find_overlapping_keys(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Return the names of the tensors that share bytes with another one."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
+    """Return the keys of the tensors that share bytes with another one, in their order."""
+    keys_by_storage: dict[int, list[str]] = {}
+    for key, tensor in tensors.items():
         if tensor.nbytes:
-            groups.setdefault(id(tensor.storage), []).append(name)
-    shared: set[str] = set()
-    for group in groups.values():
-        if len(group) == 1:
+            keys_by_storage.setdefault(id(tensor.storage), []).append(key)
+    overlapping: set[str] = set()
+    for keys in keys_by_storage.values():
+        if len(keys) == 1:
             continue
-        end, widest = 0, ""
-        for start, stop, name in sorted((*tensors[name].reach, name) for name in group):
-            if start < end:
-                shared |= {widest, name}
-            if stop > end:
-                end, widest = stop, name
-    return [name for name in tensors if name in shared]
+        # By start: a tensor overlaps an earlier one if it begins before the furthest end so far.
+        furthest_stop, furthest_key = 0, ""
+        for start, stop, key in sorted((*tensors[key].reach, key) for key in keys):
+            if start < furthest_stop:
+                overlapping |= {furthest_key, key}
+            if stop > furthest_stop:
+                furthest_stop, furthest_key = stop, key
+    return [key for key in tensors if key in overlapping]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,20 +256,20 @@ class Content:
 def plan_content(checkpoint: Checkpoint, other_entries: Mapping[str, str]) -> Content:
     """Return the content of a file: tensors, ties, `__metadata__`, and phrases on omissions.
 
-    `other_entries` are those of `__metadata__` that do not describe ties or versions.
+    `other_entries` are the entries of `__metadata__` that do not describe ties or `_metadata`.
 
     Raises:
         NotRepresentable: safetensors cannot store a tensor, or the root is not a state dict.
     """
     tensors = _check_flat_tensors(checkpoint.root, checkpoint.path)
     ties = _find_ties(tensors, RESERVED | other_entries.keys())
-    versions, lost = extract_json_versions(getattr(checkpoint.root, "attributes", {}))
-    attributes = (f"attributes: {listed(lost)}",) if lost else ()
+    versions, lost_names = extract_json_versions(getattr(checkpoint.root, "attributes", {}))
+    lost_attributes = (f"attributes: {listed(lost_names)}",) if lost_names else ()
     return Content(
         tensors,
         ties,
         {**other_entries, **make_metadata(ties, tensors, versions, other_entries)},
-        (*describe_losses(checkpoint.root), *attributes),
+        (*describe_losses(checkpoint.root), *lost_attributes),
     )
 
 
@@ -281,11 +278,15 @@ def _lay_out_entries(tensors: Mapping[str, TensorRef]) -> dict[str, HeaderEntry]
 
     The largest elements come first, so that every tensor is aligned; the order is kept otherwise.
     """
+
+    def compute_alignment(name: str) -> int:
+        """Return the largest power of two that divides the element size, which may be 3."""
+        itemsize = tensors[name].itemsize
+        return itemsize & -itemsize
+
     entries: dict[str, HeaderEntry] = {}
     end = 0
-    sizes = {name: tensor.itemsize for name, tensor in tensors.items()}
-    # By the largest power of two that divides the element size: F6 has 3 bytes for 4 elements.
-    for name in sorted(tensors, key=lambda name: -(sizes[name] & -sizes[name])):
+    for name in sorted(tensors, key=compute_alignment, reverse=True):
         entries[name] = _make_entry(name, tensors[name], end)
         end = entries[name].stop
     return entries
@@ -298,7 +299,7 @@ def _make_entry(name: str, tensor: TensorRef, start: int) -> HeaderEntry:
 
 
 def _to_header_shape(tensor: TensorRef) -> tuple[int, ...]:
-    """Return the shape in the header, where each of torch's F4 pairs is two elements."""
+    """Return the shape in the header, where an element of `float4_e2m1fn_x2` is two of F4."""
     shape = tensor.sizes
     if tensor.dtype == "float4_e2m1fn_x2":
         return (*shape[:-1], 2 * shape[-1]) if shape else (2,)
@@ -310,9 +311,9 @@ def _plan_pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef
 
     A tensor is streamed if its elements are not in this form in the file; empty ones are left out.
     """
-    written = (tensor for tensor in tensors if tensor.nbytes)
-    for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
-        if verbatim:
+    filled = (tensor for tensor in tensors if tensor.nbytes)
+    for is_verbatim, group in groupby(filled, key=attrgetter("is_verbatim")):
+        if is_verbatim:
             yield from join_neighbors(tensor.data for tensor in group)
         else:
             yield from group
@@ -321,18 +322,16 @@ def _plan_pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef
 def _find_shared_piece(
     pieces: Sequence[ByteRange | TensorRef], nbytes: int, sources: Sequence[Source]
 ) -> Shared | None:
-    """Return the first piece, if it is most of `nbytes` and in one of `sources`; else None.
+    """Return the first piece, if it is most of `nbytes` and copied from one of `sources`.
 
-    Its blocks can be shared with the source on file systems that support it.
+    Its blocks can be shared with the source on file systems that support it. None for a piece of
+    less than `WORTH_SHARING` bytes.
     """
     first = pieces[0] if pieces else None
-    if isinstance(first, ByteRange) and first.length >= WORTH_SHARING and 2 * first.length > nbytes:
-        return (
-            Shared(first.length, first)
-            if any(first.source is source for source in sources)
-            else None
-        )
-    return None
+    if not isinstance(first, ByteRange) or not any(first.source is source for source in sources):
+        return None
+    is_most = first.length >= WORTH_SHARING and 2 * first.length > nbytes
+    return Shared(first.length, first) if is_most else None
 
 
 _LIKELY_HEADER = 1 << 40
@@ -353,8 +352,10 @@ class Safetensors(EditableFormat):
         head = probe.head
         if len(head) <= LENGTH.size or LENGTH.unpack_from(head)[0] >= _LIKELY_HEADER:
             return False
-        text = head[LENGTH.size :].lstrip(b" \t\r\n")
-        return text[:1] == b"{" and text[1:].lstrip(b" \t\r\n")[:1] in (b'"', b"}", b"")
+        text = head[LENGTH.size :].lstrip(JSON_SPACE)
+        if not text.startswith(b"{"):
+            return False
+        return text[1:].lstrip(JSON_SPACE)[:1] in (b'"', b"}", b"")  # a key, the end, no more bytes
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the state dict with its tied keys and `_metadata`."""
@@ -381,7 +382,8 @@ class Safetensors(EditableFormat):
         """Plan the file for a checkpoint with one flat state dict as its root.
 
         The tensors are in the order of decreasing alignment; the header keeps the order of keys. If
-        most bytes come from one file, the header is padded so that blocks can be shared with it.
+        most bytes come from one file, the header is padded so that the tensors begin at the same
+        offset within a block as there, and the file system can share the blocks.
         """
         content = plan_content(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
         written = content.written
@@ -428,27 +430,23 @@ class Safetensors(EditableFormat):
         if content.left_out:
             return None
         source = checkpoint.sources[0]
-        (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
-        begin = LENGTH.size + length
-        written = content.written
-        if not all(
-            tensor.is_verbatim and tensor.data.source is source for tensor in written.values()
-        ):
-            return None
-        entries = [
-            _make_entry(name, tensor, tensor.data.offset - begin)
-            for name, tensor in written.items()
-        ]
+        (old_length,) = LENGTH.unpack(source.read(0, LENGTH.size))
+        body_offset = LENGTH.size + old_length
+        entries = []
+        for key, tensor in content.written.items():
+            if not tensor.is_verbatim or tensor.data.source is not source:
+                return None
+            entries.append(_make_entry(key, tensor, tensor.data.offset - body_offset))
         try:
-            check_tiling(entries, source.size - begin)
+            check_tiling(entries, source.size - body_offset)
         except CorruptFile:
             return None
         text = encode_header_json(entries, content.metadata)
-        if len(text) > length:
+        if len(text) > old_length:
             return None
         return WritePlan(
             self.name,
-            patch=Patch(0, LENGTH.pack(length) + text.ljust(length)),
+            patch=Patch(0, LENGTH.pack(old_length) + text.ljust(old_length)),
             kept=source.size,
             notes=tuple(describe_changes(content.tensors, content.ties)),
             tensors=len(content.tensors),
@@ -470,7 +468,7 @@ def _make_tensor(entry: HeaderEntry, header: Header) -> TensorRef:
 
 
 def _to_torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
-    """Return the shape in torch, which counts F4 pairs."""
+    """Return the shape in torch, where two elements of F4 are one of `float4_e2m1fn_x2`."""
     if entry.code != "F4":
         return entry.shape
     if not entry.shape or entry.shape[-1] % 2:
@@ -484,11 +482,11 @@ def _to_torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
 def _describe_unused_bytes(header: Header, source: Source) -> tuple[str, ...]:
     """Return a phrase on the bytes of a salvaged file that belong to no tensor.
 
-    These are gaps between tensors, and the first copy of a restarted download.
+    These are gaps between tensors, and what precedes the last copy of a restarted download.
     """
-    (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
-    first_copy_bytes = header.body.offset - LENGTH.size - length
-    spans = [(0, first_copy_bytes)] if first_copy_bytes else []
+    (header_length,) = LENGTH.unpack(source.read(0, LENGTH.size))
+    last_copy_offset = header.body.offset - (LENGTH.size + header_length)
+    spans = [(0, last_copy_offset)] if last_copy_offset else []
     spans += [
         (header.body.offset + start, header.body.offset + stop) for start, stop in header.unused
     ]

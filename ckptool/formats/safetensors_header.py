@@ -91,7 +91,10 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
 
 
 def _parse_header(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> Header:
-    """Return the checked header in `raw`, over the tensor data in `body`."""
+    """Return the checked header in `raw`, over the tensor data in `body`.
+
+    The tensors must cover `body` exactly; with `salvages`, they only must not overlap.
+    """
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -99,9 +102,9 @@ def _parse_header(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool
     document = parse_json(text)
     if not isinstance(document, dict):
         raise CorruptFile("the header is not a JSON object")
-    stated = document.pop(METADATA, None)
-    metadata = {} if stated is None else require_string_map(stated, METADATA)
-    if "\\u" in text:
+    raw_metadata = document.pop(METADATA, None)
+    metadata = {} if raw_metadata is None else require_string_map(raw_metadata, METADATA)
+    if "\\u" in text:  # only an escape can be an invalid character: the text itself is UTF-8
         _check_text(document, metadata)
     entries = tuple(_parse_entry(name, fields, limits) for name, fields in document.items())
     if salvages:
@@ -109,28 +112,28 @@ def _parse_header(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool
     try:
         check_tiling(entries, body.length)
     except CorruptFile as error:
-        with suppress(CorruptFile):
-            tuple(_find_unused(entries, body.length))  # overlapping tensors cannot be salvaged
+        with suppress(CorruptFile):  # overlapping tensors: no advice, they cannot be salvaged
+            tuple(_find_unused(entries, body.length))
             error.advise(f"download the file again, or run {salvage_command(body.source.name)}")
         raise
     return Header(entries, metadata, body)
 
 
 def _find_unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of the ranges in the body that belong to no tensor.
+    """Yield start and stop of the ranges that belong to no tensor, in a body of `length` bytes.
 
     Raises:
         CorruptFile: two tensors overlap.
     """
-    end, last = 0, None
+    end, previous = 0, None
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start < end:
             raise _tensor_error(
-                entry.name, f"begins at {entry.start:,}, but {_describe(last)} ends at {end:,}"
+                entry.name, f"begins at {entry.start:,}, but {_describe(previous)} ends at {end:,}"
             )
         if end < min(entry.start, length):
             yield end, min(entry.start, length)
-        end, last = entry.stop, entry
+        end, previous = entry.stop, entry
     if end < length:
         yield end, length
 
@@ -141,7 +144,7 @@ def parse_json(text: str, subject: str = "the header") -> Any:
     Raises:
         CorruptFile: it is invalid; `subject` is its name in the message.
     """
-    # Python rejects numbers of more than 4,300 digits with its own message.
+    # Python rejects numbers of more than 4,300 digits with its own message; ours is slower.
     parse_int = _parse_integer if _LONG_NUMBER.search(text) else None
     try:
         return json.loads(
@@ -172,7 +175,7 @@ def _reject_constant(word: str) -> NoReturn:
 
 
 def _parse_integer(digits: str) -> int:
-    """Return an integer; refuse more digits than any size has."""
+    """Return an integer; refuse more digits than any size has (20, those of 2**64)."""
     if len(digits) > len(str(_MAX_UINT64)):
         raise CorruptFile(f"has a number of {len(digits):,} digits")
     return int(digits)
@@ -235,7 +238,10 @@ def _parse_entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
 
 
 def _count_elements(name: str, shape: Iterable[int]) -> int:
-    """Count the elements of a shape; as in the reference reader, check sizes before a 0."""
+    """Count the elements of a shape, size by size.
+
+    As in the reference reader, the sizes before a 0 may be too large.
+    """
     count = 1
     for size in shape:
         count *= size
@@ -249,28 +255,29 @@ def _tensor_error(name: str, fact: str) -> CorruptFile:
 
 
 def check_tiling(entries: Iterable[HeaderEntry], length: int) -> None:
-    """Refuse tensors that do not cover each byte of the rest of the file exactly once.
+    """Refuse tensors that do not cover each of the `length` bytes after the header exactly once.
 
     Raises:
         CorruptFile: two overlap, or bytes belong to none; `TruncatedFile`: the file ends too early.
     """
-    end, last = 0, None
+    end, previous = 0, None
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != end:
             raise _tensor_error(
-                entry.name, f"begins at {entry.start:,}, but {_describe(last)} ends at {end:,}"
+                entry.name, f"begins at {entry.start:,}, but {_describe(previous)} ends at {end:,}"
             )
-        end, last = entry.stop, entry
+        end, previous = entry.stop, entry
     if end > length:
         raise TruncatedFile(
-            f"{_describe(last)} ends at {end:,}, but the file has {length:,} bytes after its "
+            f"{_describe(previous)} ends at {end:,}, but the file has {length:,} bytes after its "
             f"header: {end - length:,} bytes are missing"
         )
     if end < length:
-        raise CorruptFile(f"{length - end:,} bytes after {_describe(last)} belong to no tensor")
+        raise CorruptFile(f"{length - end:,} bytes after {_describe(previous)} belong to no tensor")
 
 
 def _describe(entry: HeaderEntry | None) -> str:
+    """Return a noun phrase for a tensor; None means the header, which precedes the first one."""
     return f"tensor '{printable(entry.name)}'" if entry else "the header"
 
 
@@ -303,7 +310,7 @@ def encode_header(
 
 
 def encode_header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """Return the JSON without length and padding."""
+    """Return the JSON of a header, without the length before it and the padding after it."""
     document: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for entry in entries:
         document[entry.name] = {
@@ -330,8 +337,9 @@ def restore_state_dict(
 ) -> tuple[OrderedMap, dict[str, str]]:
     """Return the state dict with its ties and `_metadata`, and the other entries of the header.
 
-    An entry `dropped: kept` of `metadata` is a tie if `ckptool.tied` lists it, or if the header has
-    no such list. `outer_ties` are ties from elsewhere, for example from the index of shards.
+    An entry `tied: stored` of `metadata` (two keys) is a tie if `ckptool.tied` lists it, or if the
+    header has no such list, as from other libraries. `outer_ties` are ties from elsewhere, for
+    example from the index of shards.
     """
     tied_positions = _parse_object(metadata.get(TIED_POSITIONS))
     stated_ties = {
@@ -353,29 +361,34 @@ def restore_state_dict(
 
 
 def _find_ties(tensors: Collection[str], entries: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries that seem to tie a name to one of the `tensors`."""
+    """Return the entries that seem to tie a key without a tensor to one of the `tensors`."""
     return {
-        name: kept
-        for name, kept in entries.items()
-        if name not in RESERVED and name not in tensors and kept in tensors
+        tied: stored
+        for tied, stored in entries.items()
+        if tied not in RESERVED and tied not in tensors and stored in tensors
     }
 
 
-def _order_keys(names: list[str], tied: list[str], tied_positions: Mapping[str, Any]) -> list[str]:
-    """Return all names, tied ones at their old position, or at the end if that is unknown."""
-    total = len(names) + len(tied)
-    tied_at: dict[int, str] = {}
-    for name in tied:
-        position = tied_positions.get(name)
+def _order_keys(
+    stored_keys: list[str], tied_keys: list[str], tied_positions: Mapping[str, Any]
+) -> list[str]:
+    """Return all keys, tied ones at their stated position, or at the end without a valid one."""
+    total = len(stored_keys) + len(tied_keys)
+    tied_key_by_position: dict[int, str] = {}
+    for key in tied_keys:
+        position = tied_positions.get(key)
         if type(position) is int and 0 <= position < total:
-            tied_at.setdefault(position, name)
-    placed = set(tied_at.values())
-    others = iter([*names, *(name for name in tied if name not in placed)])
-    return [tied_at[position] if position in tied_at else next(others) for position in range(total)]
+            tied_key_by_position.setdefault(position, key)
+    placed = set(tied_key_by_position.values())
+    other_keys = iter([*stored_keys, *(key for key in tied_keys if key not in placed)])
+    return [
+        tied_key_by_position[position] if position in tied_key_by_position else next(other_keys)
+        for position in range(total)
+    ]
 
 
 def _parse_versions(text: str | None) -> OrderedMap | None:
-    """Return the `_metadata` of a state dict (module path -> dict), or None."""
+    """Return the `_metadata` of a state dict (module path -> dict); None if it is not that."""
     versions = _parse_object(text)
     if versions is None or not all(isinstance(value, dict) for value in versions.values()):
         return None
@@ -383,7 +396,10 @@ def _parse_versions(text: str | None) -> OrderedMap | None:
 
 
 def _parse_object(text: str | None) -> dict[str, Any] | None:
-    """Return the JSON object in a text; None for other texts: anyone can write these entries."""
+    """Return the JSON object in an entry of the header; None for any other text.
+
+    Anyone can write these entries, so that an invalid one is no error.
+    """
     try:
         document = parse_json(text or "null")
     except CorruptFile:
@@ -397,37 +413,42 @@ def make_metadata(
     versions: Any,
     other_entries: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Return the entries for the ties (`dropped: kept`) of a state dict, and for its `_metadata`.
+    """Return the entries for the ties (`tied: stored`) of a state dict, and for its `_metadata`.
 
-    `names` are all its tensors in order; `versions` comes from `extract_json_versions`. None of
-    `other_entries` may be mistaken for a tie.
+    `names` are all its tensors in order; `versions` comes from `extract_json_versions`. The list of
+    ties is also written, without any, if one of `other_entries` would be mistaken for a tie.
     """
     entries = {STATE_METADATA: _encode_json(versions)} if versions else {}
-    if ties or _find_ties(set(names) - ties.keys(), other_entries):
+    look_like_ties = _find_ties(set(names) - ties.keys(), other_entries)
+    if ties or look_like_ties:
         tied_positions = {name: position for position, name in enumerate(names) if name in ties}
         entries |= {**ties, TIED_POSITIONS: _encode_json(tied_positions)}
     return entries
 
 
 def _encode_json(value: Any) -> str:
+    """Return compact JSON, in which only control characters and quotes are escaped."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def extract_json_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of a state dict's `_metadata` that fits JSON, and the names of the rest.
+    """Return the part of a state dict's `_metadata` that fits JSON, and the names of all else.
 
-    The names are module paths of `_metadata`, or other attributes of the state dict.
+    `attributes` are those of the `OrderedDict`, where torch puts `_metadata` (module path -> dict).
+    The names are those of other attributes, and `_metadata of 'PATH'`.
     """
     versions = attributes.get("_metadata")
     lost_names = [str(name) for name in attributes if name != "_metadata"]
+    if versions is None:
+        return {}, lost_names
     if not isinstance(versions, dict):
-        return {}, lost_names if versions is None else [*lost_names, "_metadata"]
+        return {}, [*lost_names, "_metadata"]
     kept = {
-        name: value
-        for name, value in versions.items()
-        if isinstance(name, str) and isinstance(value, dict) and _is_plain(value)
+        module_path: version
+        for module_path, version in versions.items()
+        if isinstance(module_path, str) and isinstance(version, dict) and _is_plain(version)
     }
-    lost_names.extend(f"_metadata of {name!r}" for name in versions if name not in kept)
+    lost_names.extend(f"_metadata of {path!r}" for path in versions if path not in kept)
     return kept, lost_names
 
 

@@ -29,7 +29,7 @@ from ckptool.formats.base import (
     combine_details,
 )
 from ckptool.formats.identify import Identification
-from ckptool.formats.registry import find_candidate_formats
+from ckptool.formats.registry import JSON_SPACE, find_candidate_formats
 from ckptool.formats.safetensors_header import (
     STATE_METADATA,
     TIED_POSITIONS,
@@ -176,7 +176,7 @@ def _read_index(source: Source, limits: Limits) -> ShardIndex | None:
         LimitExceeded: it is too long, or lists too many files on another machine.
     """
     head = source.read(0, min(512, source.size))
-    if not head.lstrip(b" \t\r\n").startswith(b"{"):
+    if not head.lstrip(JSON_SPACE).startswith(b"{"):
         return None
     has_index_name = _INDEX_NAME.fullmatch(os.path.basename(source.name)) is not None
     may_be_index = has_index_name or _QUOTED_WEIGHT_MAP in head

@@ -55,9 +55,9 @@ class TorchLegacy(WritableFormat):
         """
         source = probe.require_source()
         salvages = probe.salvages is not None
-        data = ByteRange(source, 0, source.size)
-        start = find_second_copy(data, probe.limits) if salvages else 0
-        data = data.slice(start, data.length - start)
+        whole_file = ByteRange(source, 0, source.size)
+        start = find_second_copy(whole_file, probe.limits) if salvages else 0
+        data = whole_file.slice(start, source.size - start)
         stream = LegacyStream(data, probe.limits, salvages=salvages)
         if stream.end < data.length and not salvages:
             refuse_second_copy(data, probe.limits, stream.end)
@@ -79,7 +79,7 @@ class TorchLegacy(WritableFormat):
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """Plan a stream for torch 1.0 and newer, and for older versions that know the tensors.
 
-        Big-endian storages are swapped to little-endian.
+        It is the pickles, then each storage after its element count, in little-endian order.
 
         Raises:
             NotRepresentable: it has an untyped storage, a nested tensor, or a storage without data.
@@ -88,25 +88,25 @@ class TorchLegacy(WritableFormat):
 
         encoded = encode(checkpoint.root, legacy=True)
         if any(name.endswith("UntypedStorage") for name in encoded.globals):
-            untyped = (
+            untyped_tensors = (  # with a dtype that has no typed storage class
                 f"{name_of(path)!r} (dtype {ref.dtype})"
                 for path, ref in checkpoint.tensors()
                 if ref.storage is not None and BY_NAME[ref.dtype].storage is None
             )
-            raise _unloadable_error(checkpoint, next(untyped, "an untyped storage"))
+            raise _unloadable_error(checkpoint, next(untyped_tensors, "an untyped storage"))
         if "torch._utils._rebuild_nested_tensor" in encoded.globals:
             raise _unloadable_error(checkpoint, "a nested tensor (its sizes would follow it)")
-        # For each storage: its bytes, its packed element count, the bytes to swap (1 for none).
-        payloads: list[tuple[ByteRange, bytes, int]] = []
-        for storage, name in zip(encoded.storages, encoded.dtypes, strict=True):
+        # For each storage: its packed element count, its bytes, the bytes to swap (1 for none).
+        payloads: list[tuple[bytes, ByteRange, int]] = []
+        for storage, dtype in zip(encoded.storages, encoded.dtypes, strict=True):
             if storage.data is None:
                 content = f"storage {storage.key!r}, which is on the meta device and has no data,"
                 raise _unloadable_error(checkpoint, content)
-            # The count is in elements of the first use, as in the pickle.
-            count = COUNT_STRUCT.pack(storage.nbytes // BY_NAME[name].itemsize)
-            swap = BY_NAME[name].swap_size if storage.byteorder == "big" else 1
-            payloads.append((storage.data, count, swap))
-        keys = [str(index) for index in range(len(payloads))]
+            # In elements of the dtype with which the pickle first uses the storage.
+            count = COUNT_STRUCT.pack(storage.nbytes // BY_NAME[dtype].itemsize)
+            swap = BY_NAME[dtype].swap_size if storage.byteorder == "big" else 1
+            payloads.append((count, storage.data, swap))
+        keys = [str(index) for index in range(len(payloads))]  # the encoder numbers the storages
         head = b"".join(
             encode(piece).data for piece in (MAGIC_NUMBER, VERSION, MACHINE_DESCRIPTION)
         )
@@ -115,14 +115,14 @@ class TorchLegacy(WritableFormat):
         def write(output: FileOutput) -> None:
             """Write the pickles, then each storage after its element count."""
             output.write(head)
-            for data, count, swap in payloads:
+            for count, data, swap in payloads:
                 output.write(count)
                 if swap == 1:
                     output.copy(data)
                 else:
                     output.write_blocks(swap_blocks(data.iterate_blocks(), swap))
 
-        size = len(head) + sum(COUNT_STRUCT.size + data.length for data, _, _ in payloads)
+        size = len(head) + sum(len(count) + data.length for count, data, _ in payloads)
         return WritePlan(
             self.name,
             (NewFile(size, write, checkpoint),),
@@ -131,15 +131,15 @@ class TorchLegacy(WritableFormat):
         )
 
 
-def _identify_writer(names: tuple[str, ...]) -> str:
-    """Return the torch versions that could have written the file, by its functions."""
-    if "torch._utils._rebuild_tensor" in names:
+def _identify_writer(global_names: tuple[str, ...]) -> str:
+    """Return the torch versions that could have written a pickle that uses these names."""
+    if "torch._utils._rebuild_tensor" in global_names:
         return "torch 0.1 to 0.3"
     return "torch 0.4 to 1.5, or newer with the legacy format"
 
 
 def _describe_leading_bytes(start: int) -> tuple[str, ...]:
-    """Return a phrase on the bytes before the copy that is read."""
+    """Return a phrase on the bytes before the copy that is read, which begins at `start`."""
     if not start:
         return ()
     return (f"{start:,} bytes before the last copy of a restarted download",)

@@ -43,8 +43,8 @@ def is_tar(head: bytes) -> bool:
 def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
     """Return the files in the tar, by name, in its order; the last file of a name counts.
 
-    A member may have its name and size in an extra member before it. Links to members of torch are
-    refused.
+    A member may have its name and size in an extra member before it. Other members without data
+    are left out, but a link in place of a member of torch is refused.
 
     Raises:
         CorruptFile: a header is invalid.
@@ -60,11 +60,12 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
         if not header.strip(b"\0"):
             return members
         kind, name, size = _parse_header(header, position)
-        size = size if extra.size is None else extra.size
+        if extra.size is not None:
+            size = extra.size
         name = extra.name or name
         with add_error_context(source.name, f"tar member {name!r:.80}"):
             data = ByteRange(source, position + BLOCK, size)
-        if kind in (_PAX, _LONG_NAME):
+        if kind in (_PAX, _LONG_NAME):  # about the next member
             extra = extra.with_record(kind, _read_extra(data))
         elif kind not in (_PAX_GLOBAL, _LONG_LINK):
             if kind in _LINK_KINDS and name in _TORCH_MEMBERS:
@@ -72,7 +73,7 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
             if kind not in _KINDS_WITHOUT_DATA:
                 members[name] = data
             extra = _Extra()
-        position += BLOCK + -(-size // BLOCK) * BLOCK
+        position += BLOCK + -(-size // BLOCK) * BLOCK  # the content is padded to whole blocks
     raise LimitExceeded(f"the tar has more than {limits.max_records:,} members")
 
 
@@ -83,7 +84,10 @@ class _Extra(NamedTuple):
     size: int | None = None
 
     def with_record(self, kind: bytes, raw: bytes) -> _Extra:
-        """Add the facts of `raw`: a GNU long name, or pax records, `LENGTH KEY=VALUE` per line."""
+        """Add the facts of `raw`: a GNU long name, or pax records, `LENGTH KEY=VALUE` per line.
+
+        LENGTH counts the bytes of the whole line. Pax records after an invalid length are ignored.
+        """
         if kind == _LONG_NAME:
             return _Extra(_decode_text(raw), self.size)
         name, size = self.name, self.size
@@ -91,8 +95,8 @@ class _Extra(NamedTuple):
             length, _, _ = raw.partition(b" ")
             if not length.isdigit() or len(length) > 9 or not int(length):
                 break
-            record, raw = raw[: int(length)], raw[int(length) :]
-            key, _, value = record[len(length) + 1 : -1].partition(b"=")
+            line, raw = raw[: int(length)], raw[int(length) :]
+            key, _, value = line.removeprefix(length + b" ")[:-1].partition(b"=")
             if key.startswith(b"GNU.sparse"):
                 raise CorruptFile("a member of the tar is sparse")
             if key == b"path":
@@ -105,38 +109,46 @@ class _Extra(NamedTuple):
 def _parse_header(header: bytes, position: int) -> tuple[bytes, str, int]:
     """Return kind, name and size of the member with this header block at `position`.
 
-    The offsets of the fields are those of the ustar format.
+    The offsets of the fields are those of the ustar format, which puts a long path in two fields.
     """
     if not _has_valid_checksum(header):
         raise CorruptFile(f"the tar has no member header at offset {position:,}")
     size = _parse_number(header[124:136])
     if size is None or size < 0:
         raise CorruptFile(f"the tar member at offset {position:,} has no size")
-    if header[156:157] == b"S":
+    kind = header[156:157]
+    if kind == b"S":
         raise CorruptFile(f"the tar member at offset {position:,} is sparse")
     name, prefix = _decode_text(header[:100]), _decode_text(header[345:500])
-    path = f"{prefix}/{name}" if prefix and header[257:263] == b"ustar\0" else name
-    return header[156:157], path, size
+    is_ustar = header[257:263] == b"ustar\0"
+    return kind, f"{prefix}/{name}" if prefix and is_ustar else name, size
 
 
 def _read_extra(data: ByteRange) -> bytes:
-    """Return the bytes of an extra header."""
+    """Return the content of a member with facts about the next one, which must be short."""
     check_limit("a tar header takes", data.length, "bytes", _MAX_EXTRA_BYTES)
     return data.read()
 
 
 def _has_valid_checksum(header: bytes) -> bool:
-    """Return whether the stated checksum is the sum of the bytes, its own field as spaces."""
+    """Return whether the stated checksum is the sum of the bytes, its own field as spaces.
+
+    Some old programs added the bytes as signed numbers.
+    """
     stated = _parse_number(header[148:156])
     if not stated:
         return False
     summed = header[:148] + b" " * 8 + header[156:]
-    total = sum(summed)
-    return stated in (total, total - 256 * sum(byte > 127 for byte in summed))
+    unsigned_sum = sum(summed)
+    signed_sum = unsigned_sum - 256 * sum(byte > 127 for byte in summed)
+    return stated in (unsigned_sum, signed_sum)
 
 
 def _parse_number(field: bytes) -> int | None:
-    """Return a number in octal text, or base 256 if the first bit is set, or None."""
+    """Return the number in a field of a header; None if it is invalid.
+
+    It is octal text, or binary after a first byte of 0x80, as in GNU tar for sizes over 8 GiB.
+    """
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
     try:
@@ -195,38 +207,40 @@ class _Tar:
         self.storages: dict[int, StorageRef] = {}
         """The storages and their views, by key."""
         self.tensors: dict[int, TensorRef] = {}
-        """By key."""
-        data = members["pickle"]
-        self.file = data.source.name
+        """The tensors, by key."""
+        pickle = members["pickle"]
+        self.file = pickle.source.name
         storages = _Member("storages", members["storages"], limits)
         self._read_storages(storages)
         self.storage_bytes = sum(ref.storage.nbytes for ref in self.storages.values())
         self._read_views(storages)
         tensors = _Member("tensors", members["tensors"], limits)
         self._read_tensors(tensors)
-        self.unpickled = unpickle_outer(data, limits, persistent_load=self._load_persistent)
-        self.unread = storages.bytes_left + tensors.bytes_left + data.length - self.unpickled.end
+        self.unpickled = unpickle_outer(pickle, limits, persistent_load=self._load_persistent)
+        unread_in_pickle = pickle.length - self.unpickled.end
+        self.unread = storages.bytes_left + tensors.bytes_left + unread_in_pickle
         """Bytes after the content of these members."""
 
     def _read_storages(self, member: _Member) -> None:
-        """Read key, location, type and size of each storage, and find its bytes."""
+        """Add the storages: each is a pickle (key, device, class), its element count, its bytes."""
         for _ in range(member.read_count()):
             match member.read_record():
-                case (int() as key, str() as location, storage_class) if self._is_new_key(key):
+                case (int() as key, str() as device, storage_class) if self._is_new_key(key):
                     pass
                 case (int() as key, storage_class) if self._is_new_key(key):
-                    location = "cpu"  # as in the first version of the tar
+                    device = "cpu"  # the first version of the tar states none
                 case _:
                     content = "a storage without a key or device, or with a key that is used twice"
                     raise member.corrupt_error(content)
             dtype, untyped = parse_storage_class(storage_class, self.file)
             (numel,) = member.read_integers(1)
             nbytes = numel * BY_NAME[dtype].itemsize
-            storage = Storage(str(key), member.take_range(nbytes), nbytes, location)
+            storage = Storage(str(key), member.take_range(nbytes), nbytes, device)
             self.storages[key] = StorageRef(storage, dtype, untyped)
 
     def _is_new_key(self, key: int) -> bool:
-        return type(key) is int and key not in self.storages  # True is an int, too
+        """Return whether no storage has this key; a bool, which is an int too, is no key."""
+        return type(key) is int and key not in self.storages
 
     def _read_views(self, member: _Member) -> None:
         """Add a storage for each view, which is a part of another storage.
@@ -246,7 +260,7 @@ class _Tar:
                     raise CorruptFile("the view of a storage has an unknown form")
 
     def _read_tensors(self, member: _Member) -> None:
-        """Read the key and storage of each tensor, and its shape, stride and offset."""
+        """Add the tensors: each is a pickle (key, key of the storage, class), then its layout."""
         for _ in range(member.read_count()):
             record = member.read_record()
             match record:
@@ -258,7 +272,10 @@ class _Tar:
                     )
 
     def _read_layout(self, member: _Member, ref: StorageRef) -> TensorRef:
-        """Return the tensor of the member that comes next, over the storage `ref`."""
+        """Return the next tensor of the member, over the storage `ref`.
+
+        It has the number of dimensions, the sizes, the strides, and the offset.
+        """
         dimensions = member.read_short_integer()
         if not 0 <= dimensions <= self.limits.max_dimensions:
             raise member.corrupt_error(f"a tensor with {dimensions:,} dimensions")
@@ -286,12 +303,12 @@ class _Tar:
 
 
 def _make_view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
-    """Return the part of `root` that a view shows, as a storage of its own."""
+    """Return a view of `numel` elements of the storage `root`, as a storage of its own."""
     itemsize = BY_NAME[root.dtype].itemsize
-    length, data = numel * itemsize, root.storage.data
+    nbytes, data = numel * itemsize, root.storage.data
     with add_error_context(None, f"view {key} of storage {root.storage.key}"):
-        part = data and data.slice(offset * itemsize, length)
-    storage = Storage(str(key), part, length, root.storage.device)
+        part = None if data is None else data.slice(offset * itemsize, nbytes)
+    storage = Storage(str(key), part, nbytes, root.storage.device)
     return StorageRef(storage, root.dtype, root.untyped)
 
 
@@ -328,7 +345,7 @@ class _Member:
         return struct.unpack(f"<{count}q", raw)
 
     def read_short_integer(self) -> int:
-        """Return an integer of four bytes, and skip four bytes: it had eight bytes once."""
+        """Return the integer in the first four of eight bytes; the others are not used by torch."""
         return int.from_bytes(self.take_range(8).read()[:4], "little", signed=True)
 
     def take_range(self, length: int) -> ByteRange:

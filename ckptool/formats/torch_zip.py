@@ -51,7 +51,8 @@ ALIGNMENT = 64
 def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
     """Return the planned record `data/INDEX` of a storage, in little-endian order for its `dtype`.
 
-    With a known CRC-32, the bytes can be copied by the kernel; else they are read to compute it.
+    If the file states the CRC-32 of just these bytes, the kernel can copy them; else they are read
+    to compute it.
 
     Raises:
         NotRepresentable: the storage has no data.
@@ -71,7 +72,7 @@ def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) ->
             return output.write_blocks(swap_blocks(data.iterate_blocks(), swap))
         if is_copied:
             output.copy(data)
-            return storage.crc32 or 0
+            return storage.crc32 or 0  # never None here
         return output.copy_with_crc(data)
 
     return NewRecord(f"data/{index}", storage.nbytes, write, data if is_copied else None)
@@ -79,6 +80,7 @@ def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) ->
 
 PICKLE = "data.pkl"
 _STORAGE_FOLDERS = ("data/", "tensors/")
+"""Where storages are: torch 1.4 used the second."""
 _FACT_RECORDS = ("version", "byteorder", ".format_version", ".storage_alignment")
 _KNOWN_RECORDS = frozenset({PICKLE, *_FACT_RECORDS, ".data/serialization_id", ".data/version"})
 SHORT = 64
@@ -164,7 +166,7 @@ class ZipContents(NamedTuple):
 
 
 def read_contents(archive: Archive, limits: Limits) -> ZipContents:
-    """Read `data.pkl` and the records with facts.
+    """Read `data.pkl` and small records such as `version`; the bytes of storages are not read.
 
     Raises:
         CorruptFile: `data.pkl` is missing or damaged, or a storage has a wrong length.
@@ -180,7 +182,7 @@ def read_contents(archive: Archive, limits: Limits) -> ZipContents:
 
 
 def _read_facts(archive: Archive) -> dict[str, str]:
-    """Return the text of each record with a fact, by its name."""
+    """Return the text of each small record such as `version` that the archive has, by its name."""
     records = {name: archive.find(name) for name in _FACT_RECORDS}
     return {name: read_text(record, SHORT).strip() for name, record in records.items() if record}
 
@@ -198,7 +200,7 @@ def check_byteorder(text: str) -> str:
 
 
 def read_torch_file(path: str, limits: Limits) -> Any:
-    """Return the tree of one of thousands of torch.save files; each read opens the file.
+    """Return the tree of one of thousands of torch.save files, which is open only during a read.
 
     Raises:
         FileMissing: the file does not exist.
@@ -293,8 +295,8 @@ class TorchZip(EditableFormat):
         """Plan the bytes that, appended to the file, make it equal to `checkpoint`, or None.
 
         It is possible if the file is a plain zip that torch accepts, and every storage is one of
-        its complete records, under its old key. Only the directory and records with facts are read.
-        The old pickle and the records that would be wrong are dropped from the directory.
+        its complete records, under its old key. The bytes are a new pickle and a new directory,
+        without the old pickle and the records that would be wrong. No tensor data is read.
         """
         # Imported here: not needed to list tensors.
         from ckptool.files.editing import Patch
@@ -311,12 +313,11 @@ class TorchZip(EditableFormat):
         storage_records = _match_records(archive, encoded.storages)
         if storage_records is None:
             return None
+        dropped = {_SERIALIZATION_ID}
+        # With these records, torch computes the offsets of storages from their order in the pickle.
         alignment = parse_alignment(_read_facts(archive).get(".storage_alignment"))
-        are_computed = alignment is not None and not find_misplaced(
-            archive, storage_records, alignment
-        )
-        # With the offset records, torch computes the offsets of storages: they must be right.
-        dropped = {_SERIALIZATION_ID, *(() if are_computed else _OFFSET_RECORDS)}
+        if alignment is None or find_misplaced(archive, storage_records, alignment):
+            dropped.update(_OFFSET_RECORDS)
         added = _encode_edit(data, f"{archive.folder}/", old, encoded.data, dropped)
         if added is None:
             return None
@@ -334,36 +335,33 @@ TORCH_ZIP = TorchZip()
 
 
 def _describe_file(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Details:
-    """Return the details of a torch zip: sizes, writer, notes, unused and extra records.
+    """Return the details of a torch zip: sizes, writer, notes, unused and unknown records.
 
-    The name of the folder is kept only if it is short and plain. `is_zip` is False for an unzipped
-    archive.
+    The name of the folder is kept only if it is short and plain: it is used for a new file.
+    `is_zip` is False for an unzipped archive.
     """
-    unpickled, used = contents.unpickled, contents.storages.used
-    payloads = [
-        record for name, record in archive.records.items() if name.startswith(_STORAGE_FOLDERS)
-    ]
-    unused = [record for record in payloads if record.name not in used]
-    unused_bytes = sum(record.data.length for record in unused)
-    names = archive.records
-    extra = [
-        n for n in names if n.lower() not in _KNOWN_RECORDS and not n.startswith(_STORAGE_FOLDERS)
-    ]
+    storage_records, unknown_names = [], []
+    for name, record in archive.records.items():
+        if name.startswith(_STORAGE_FOLDERS):
+            storage_records.append(record)
+        elif name.lower() not in _KNOWN_RECORDS:
+            unknown_names.append(name)
+    used_names = contents.storages.used
+    unused = [record for record in storage_records if record.name not in used_names]
+    unused_phrase = f"{phrase_records([record.name for record in unused])} not used by the pickle"
     return Details(
         size=archive.size,
         writer=_identify_writer(archive, contents),
         folder=archive.folder if is_zip and _PLAIN_FOLDER.fullmatch(archive.folder) else "",
         byteorder=contents.storages.byteorder,
-        **details_from_pickle(unpickled),
-        storage_bytes=sum(record.data.length for record in payloads),
-        dead_bytes=archive.dead_bytes + unused_bytes,
+        **details_from_pickle(contents.unpickled),
+        storage_bytes=sum(record.data.length for record in storage_records),
+        dead_bytes=archive.dead_bytes + sum(record.data.length for record in unused),
         notes=(*archive.notes, *_describe_problems(archive, contents, is_zip=is_zip)),
-        left_behind=(f"{phrase_records(extra)} not part of a checkpoint",) if extra else (),
-        unreferenced=(
-            f"{phrase_records([record.name for record in unused])} not used by the pickle",
-        )
-        if unused
+        left_behind=(f"{phrase_records(unknown_names)} not part of a checkpoint",)
+        if unknown_names
         else (),
+        unreferenced=(unused_phrase,) if unused else (),
     )
 
 
@@ -381,8 +379,8 @@ def find_refusals(archive: Archive, contents: ZipContents) -> Iterator[tuple[str
 def _describe_problems(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Iterator[str]:
     """Yield a note for each reason why torch.load or its mmap cannot read the file."""
     records = archive.records
-    for _, _, text in find_refusals(archive, contents) if is_zip else ():
-        yield f"{TORCH_REFUSES} {text}"
+    for _, _, clause in find_refusals(archive, contents) if is_zip else ():
+        yield f"{TORCH_REFUSES} {clause}"
     if any(name.startswith("tensors/") for name in contents.storages.used):
         yield f"{TORCH_REFUSES} its tensors are in 'tensors/', as in torch 1.4"
     compressed = [name for name, record in records.items() if record.compressed]
@@ -428,7 +426,10 @@ def _identify_writer(archive: Archive, contents: ZipContents) -> str:
 
 
 def parse_alignment(stated: str | None) -> int | None:
-    """Return the number in `.storage_alignment`; None if torch cannot parse it."""
+    """Return the number in `.storage_alignment`; None if torch cannot parse it.
+
+    Without the record (`stated` is None), torch uses 64.
+    """
     text = str(ALIGNMENT) if stated is None else stated
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
@@ -437,44 +438,47 @@ def find_misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> 
     """Return the records that are not at the offsets that torch computes.
 
     `used` are the records in the order in which the pickle first uses them. torch looks up the
-    first, which must have the key 0, and computes the others from it.
+    first, which must have the key 0, and computes the others: each follows the one before it.
     """
     if used and used[0].name != "data/0":
         return list(used)  # torch would start from the wrong record
-    misplaced_records, header = [], 0
+    misplaced_records, header_offset = [], 0
     for position, record in enumerate(used):
         name = f"{archive.folder}/{record.name}".encode("utf-8", "replace")
-        header = header if position else record.header_offset
-        place = ZipPlace(name, record.data.length, header, alignment)
-        computed = place.payload if position else record.data.offset
-        if computed != record.data.offset:
+        if position == 0:
+            header_offset = record.header_offset
+        place = ZipPlace(name, record.data.length, header_offset, alignment)
+        payload_offset = record.data.offset if position == 0 else place.payload
+        if payload_offset != record.data.offset:
             misplaced_records.append(record)
-        header = computed + place.size + place.descriptor_size
+        header_offset = payload_offset + place.size + place.descriptor_size
     return misplaced_records
 
 
 def _find_editable_pickle(archive: Archive) -> Record | None:
     """Return the pickle of an archive that torch accepts; None for any other archive."""
-    has_one_folder = bool(archive.folder) and not archive.notes
-    is_known = _is_known_version(_read_facts(archive).get("version", ""))
-    # torch would prefer the version in `.data/version`, if it knows it.
-    return (
-        archive.find(PICKLE)
-        if has_one_folder and is_known and not archive.find(".data/version")
-        else None
-    )
+    has_one_folder = bool(archive.folder) and not archive.notes  # a note is a flaw of the zip
+    has_known_version = _is_known_version(_read_facts(archive).get("version", ""))
+    if not has_one_folder or not has_known_version:
+        return None
+    if archive.find(".data/version"):  # torch would use this version instead
+        return None
+    return archive.find(PICKLE)
 
 
 def _match_records(archive: Archive, storages: Sequence[Storage]) -> list[Record] | None:
-    """Return the record of each storage; None if a storage is not exactly one record."""
+    """Return the record of each storage, with its key and exactly its bytes.
+
+    None if a storage has no such record, or two storages have the same.
+    """
     candidates = [archive.find(f"data/{storage.key}") for storage in storages]
     records = [
         record
         for record, storage in zip(candidates, storages, strict=True)
         if record is not None and record.data == storage.data
     ]
-    distinct = {record.header_offset for record in records}
-    return records if len(distinct) == len(storages) else None
+    distinct_offsets = {record.header_offset for record in records}
+    return records if len(distinct_offsets) == len(storages) else None
 
 
 def _encode_edit(
@@ -482,19 +486,21 @@ def _encode_edit(
 ) -> bytes | None:
     """Return the bytes to append to a zip: a new pickle, the directory, the end records.
 
-    Entries of other records are unchanged, but those in `dropped` (lower-case names in the folder)
-    are left out. The new pickle has the name of the record `old`. None if it is not UTF-8.
+    Entries of other records are unchanged, but those in `dropped` (lower-case names in the folder
+    `prefix`) are left out. The new pickle replaces the record `old`, under its name. None if that
+    name is not UTF-8 in the file, so that its entry is not found.
     """
     end, crc = find_end(data), zlib.crc32(pickle)
     place = ZipPlace(f"{prefix}{old.name}".encode(), len(pickle), data.length, ALIGNMENT)
-    entries = dict(read_raw_entries(data, end)) if end else {}
-    if place.name not in entries:
+    entry_by_name = dict(read_raw_entries(data, end)) if end else {}
+    if place.name not in entry_by_name:
         return None
-    entries[place.name] = place.pack_entry(crc)
+    entry_by_name[place.name] = place.pack_entry(crc)
     prefix_length = len(prefix.encode())
     kept_entries = [
-        raw
-        for name, raw in entries.items()
+        entry
+        for name, entry in entry_by_name.items()
+        # Any bytes are latin-1; the names in `dropped` are ASCII.
         if name[prefix_length:].decode("latin-1").lower() not in dropped
     ]
     directory = b"".join(kept_entries)

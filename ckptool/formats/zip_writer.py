@@ -80,17 +80,22 @@ class ZipPlace:
 
     @property
     def flags(self) -> int:
-        """Names are UTF-8; sizes follow the payload, unless it is empty."""
+        """The flags of an entry: its name is UTF-8, and its sizes follow the payload, if any."""
         return _UTF8 | (DESCRIPTOR_FLAG if self.size else 0)
 
     @property
     def payload(self) -> int:
-        """Offset of the first byte of content: the next multiple of the alignment."""
-        least = self.header + LOCAL.size + len(self.name) + len(self.pack_zip64_field(local=True))
-        least += _PADDING_HEADER.size
+        """Offset of the first byte of content: the next multiple of the alignment.
+
+        With `congruent`, it is the next offset that is congruent to it modulo `SHARED`. The header
+        ends with a padding field, whose own header is always there.
+        """
+        zip64_field = self.pack_zip64_field(local=True)
+        earliest = self.header + LOCAL.size + len(self.name) + len(zip64_field)
+        earliest += _PADDING_HEADER.size
         if self.congruent is not None:
-            return least + (self.congruent - least) % SHARED
-        return -(-least // self.alignment) * self.alignment
+            return earliest + (self.congruent - earliest) % SHARED
+        return -(-earliest // self.alignment) * self.alignment
 
     @property
     def descriptor_size(self) -> int:
@@ -111,7 +116,8 @@ class ZipPlace:
         """
         values = []
         if self.size >= SEE_ZIP64:
-            values += [self.size, 0 if local else self.size]
+            packed_size = 0 if local else self.size
+            values += [self.size, packed_size]
         if self.header >= SEE_ZIP64:
             values.append(self.header)
         if not values:
@@ -119,11 +125,14 @@ class ZipPlace:
         return struct.pack(f"<2H{len(values)}Q", ZIP64, 8 * len(values), *values)
 
     def pack_local_header(self) -> bytes:
-        """Return header, name and extra field, padded so that the payload is aligned."""
-        wide = self.pack_zip64_field(local=True)
-        fixed = self.header + LOCAL.size + len(self.name) + len(wide) + _PADDING_HEADER.size
-        padding = self.payload - fixed
-        extra = wide + _PADDING_HEADER.pack(b"FB", padding) + b"Z" * padding
+        """Return header, name and extra field, padded so that the payload is aligned.
+
+        CRC-32 and sizes are 0: the data descriptor has them. `FB` is the padding field of torch.
+        """
+        zip64_field = self.pack_zip64_field(local=True)
+        fixed_size = LOCAL.size + len(self.name) + len(zip64_field) + _PADDING_HEADER.size
+        padding = self.payload - (self.header + fixed_size)
+        extra = zip64_field + _PADDING_HEADER.pack(b"FB", padding) + b"Z" * padding
         return (
             LOCAL.pack(b"PK\x03\x04", 0, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
             + self.name
@@ -138,12 +147,16 @@ class ZipPlace:
         return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
 
     def pack_entry(self, crc: int) -> bytes:
-        """Return the entry in the directory."""
-        wide = self.pack_zip64_field(local=False)
+        """Return the entry in the directory.
+
+        A number that does not fit is all ones, and the zip64 field has it. The zeros are versions,
+        method (stored), time, date, comment, disk and attributes.
+        """
+        zip64_field = self.pack_zip64_field(local=False)
         size, header = min(self.size, SEE_ZIP64), min(self.header, SEE_ZIP64)
-        lengths = (len(self.name), len(wide), 0)
+        lengths = (len(self.name), len(zip64_field), 0)
         fixed = (b"PK\x01\x02", 0, 0, self.flags, 0, 0, 0, crc, size, size)
-        return CENTRAL.pack(*fixed, *lengths, 0, 0, 0, header) + self.name + wide
+        return CENTRAL.pack(*fixed, *lengths, 0, 0, 0, header) + self.name + zip64_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,21 +175,21 @@ class NewZip:
         Raises:
             WriteError: a record is longer or shorter than planned.
         """
-        start = output.tell()
-        directory = []
+        start = output.tell()  # offsets in a zip count from its first byte
+        entries = []
         for record, place in self.records:
             output.write(place.pack_local_header())
             crc = record.write(output)
-            if output.tell() != start + place.payload + place.size:
+            written_bytes = output.tell() - start - place.payload
+            if written_bytes != place.size:
                 raise WriteError(
-                    f"record {record.name!r} has {output.tell() - start - place.payload:,} "
-                    f"bytes, expected {place.size:,}"
+                    f"record {record.name!r} has {written_bytes:,} bytes, expected {place.size:,}"
                 )
             output.write(place.pack_descriptor(crc))
-            directory.append(place.pack_entry(crc))
+            entries.append(place.pack_entry(crc))
         offset = output.tell() - start
-        content = b"".join(directory)
-        output.write(content + pack_end_records(len(directory), offset, len(content)))
+        directory = b"".join(entries)
+        output.write(directory + pack_end_records(len(entries), offset, len(directory)))
 
 
 def pack_end_records(entries: int, offset: int, length: int) -> bytes:
@@ -184,14 +197,14 @@ def pack_end_records(entries: int, offset: int, length: int) -> bytes:
 
     The plain record refers to the zip64 record only for numbers that are too long for it.
     """
-    end64 = offset + length
+    end64_offset = offset + length
     short_entries = min(entries, SEE_ZIP64_COUNT)
     return (
-        END64.pack(
+        END64.pack(  # its size counts from after the size field
             b"PK\x06\x06", END64.size - 12, _MADE_BY, _NEEDED_VERSION, 0, 0, entries, entries,
             length, offset,
         )
-        + LOCATOR.pack(b"PK\x06\x07", 0, end64, 1)
+        + LOCATOR.pack(b"PK\x06\x07", 0, end64_offset, 1)
         + END.pack(
             b"PK\x05\x06", 0, 0, short_entries, short_entries, min(length, SEE_ZIP64),
             min(offset, SEE_ZIP64), 0,
@@ -208,7 +221,8 @@ def plan_sharing_zip(
     `SHARED`; copied records after it follow automatically if they are in the order of the file.
 
     Returns:
-        None if most bytes cannot be shared, or if they are few.
+        None if `first_name` is not copied from an aligned offset, or if the shared bytes are less
+        than half of the file or less than `WORTH_SHARING`.
     """
     copied_data = next((record.copied for record in records if record.name == first_name), None)
     if copied_data is None or copied_data.offset % alignment:
@@ -219,8 +233,8 @@ def plan_sharing_zip(
         for record, place in new.records
         if record.copied and (record.copied.offset - place.payload) % SHARED == 0
     )
-    is_most = shared_bytes >= WORTH_SHARING and 2 * shared_bytes > new.size
-    return replace(new, shared=Shared(shared_bytes, copied_data)) if is_most else None
+    is_worthwhile = shared_bytes >= WORTH_SHARING and 2 * shared_bytes > new.size
+    return replace(new, shared=Shared(shared_bytes, copied_data)) if is_worthwhile else None
 
 
 def plan_zip(
@@ -233,14 +247,14 @@ def plan_zip(
 
     `aligned` is a record's name and an offset that its payload is congruent to, modulo `SHARED`.
     """
-    placed = []
-    position = directory = 0
+    placed_records = []
+    position = directory_size = 0
     for record in records:
         name = f"{folder}/{record.name}".encode()
         congruent = aligned[1] if aligned and aligned[0] == record.name else None
         place = ZipPlace(name, record.size, position, alignment, congruent)
-        placed.append((record, place))
+        placed_records.append((record, place))
         position = place.end
-        directory += len(place.pack_entry(0))
-    size = position + directory + END64.size + LOCATOR.size + END.size
-    return NewZip(tuple(placed), size)
+        directory_size += len(place.pack_entry(crc=0))
+    size = position + directory_size + END64.size + LOCATOR.size + END.size
+    return NewZip(tuple(placed_records), size)
