@@ -47,28 +47,34 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def identify_library(path: str) -> str | None:
-    """Return the library that uses this name for weights or an index of shards."""
+    """Return the library that uses this name for weights or an index of shards, or None."""
     name = os.path.basename(path)
-    files = ((model.library, {*model.files, *_INDEXES[model.library]}) for model in _MODELS)
-    return next((library for library, names in files if name in names), None)
+    for model in _MODELS:
+        if name in model.files or name in _INDEXES[model.library]:
+            return model.library
+    return None
 
 
 def find_library(folder: str | os.PathLike[str]) -> str | None:
-    """Return the library of the model in a folder, from its weights or its configuration."""
-    names = set(os.listdir(folder))
-    if library := next(filter(None, map(identify_library, sorted(names))), None):
-        return library
+    """Return the library of the model in a folder, from its weights or its configuration, or None.
+
+    Without weights under the name of a library, the configuration shows peft or diffusers.
+    """
+    names = sorted(os.listdir(folder))
+    for name in names:
+        if library := identify_library(name):
+            return library
     if ADAPTER_CONFIG in names:
         return "peft"
-    return (
-        "diffusers"
-        if "_diffusers_version" in read_json_object(os.path.join(folder, CONFIG))
-        else None
-    )
+    config = read_json_object(os.path.join(folder, CONFIG))
+    return "diffusers" if "_diffusers_version" in config else None
 
 
 def weights_file_name(library: str | None, *, safe: bool) -> str:
-    """Return the name that a library (default: transformers) uses for weights."""
+    """Return the name that a library uses for weights: of safetensors if `safe`, else of a pickle.
+
+    For None or an unknown library it is the name of transformers.
+    """
     files = next((model.files for model in _MODELS if model.library == library), _MODELS[0].files)
     return next(name for name in files if name.endswith(_SAFETENSORS_EXTENSION) == safe)
 
@@ -86,16 +92,16 @@ def resolve_model_file(probe: Probe) -> Probe:
     choice = _choose_files(probe)
     if choice is None:
         return probe
-    library, (chosen, *rivals) = choice
+    library, (chosen, *unread) = choice
     folder = probe.path
-    if chosen != _INDEX_BY_LIBRARY[library]:
+    if chosen != _INDEX_BY_LIBRARY[library]:  # the probe of the folder itself reads its index
         file = Probe(os.path.join(folder, chosen), probe.limits)
         probe.close()
         probe = file
-    if rivals:
+    if unread:
         warn(
             f"{printable(folder)}: reading {quoted(chosen)}, as {library} does, and not "
-            f"{few(rivals)}"
+            f"{few(unread)}"
         )
     return probe
 
@@ -104,7 +110,8 @@ def _choose_files(probe: Probe) -> _Names | None:
     """Return the library, the file of the only model in a folder, then the files that are not read.
 
     None if the folder is an unzipped archive, or does not have exactly one model. An index of
-    safetensors comes before single files; an index of pickles is used only without safetensors.
+    safetensors comes before single files. An index of pickles is only used without safetensors;
+    then the result is None, too, because the formats of indexes open the folder.
     """
     if not probe.is_folder or probe.compute_once(open_archive).records:
         return None
@@ -112,18 +119,20 @@ def _choose_files(probe: Probe) -> _Names | None:
     is_folder = probe.place.is_folder
     known_names = probe.entries.intersection(name for model in _MODELS for name in model.files)
     existing = {name for name in known_names if not is_folder(os.path.join(probe.path, name))}
-    choices = (
-        _Names(model.library, tuple(filter(existing.__contains__, model.files)))
+    models = [
+        _Names(model.library, tuple(name for name in model.files if name in existing))
         for model in _MODELS
-    )
-    usable = [model for model in choices if model.files]
-    if len(usable) != 1 or any(map(_SECOND_MODEL_NAME.fullmatch, probe.entries)):
+        if not existing.isdisjoint(model.files)
+    ]
+    if len(models) != 1 or any(map(_SECOND_MODEL_NAME.fullmatch, probe.entries)):
         return None
-    ((library, files),) = usable
+    ((library, files),) = models
     shard_index = probe.compute_once(open_index)
     if shard_index is None:
-        return usable[0]
-    index = os.path.basename(shard_index.path)
-    if index.endswith(_PICKLE_INDEX_EXTENSION) and files[0].endswith(_SAFETENSORS_EXTENSION):
-        return _Names(library, (*files, index))
-    return _Names(library, (index, *files)) if index == _INDEX_BY_LIBRARY[library] else None
+        return models[0]
+    index_name = os.path.basename(shard_index.path)
+    if index_name.endswith(_PICKLE_INDEX_EXTENSION) and files[0].endswith(_SAFETENSORS_EXTENSION):
+        return _Names(library, (*files, index_name))
+    if index_name != _INDEX_BY_LIBRARY[library]:
+        return None
+    return _Names(library, (index_name, *files))

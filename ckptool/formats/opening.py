@@ -91,7 +91,7 @@ def open_together(
         files: list[Checkpoint] = []
         allow_open_files(len(paths))
         if paths:
-            place_of(paths[0]).expect(paths)
+            place_of(paths[0]).expect(paths)  # far files are requested ahead, several at a time
         for path in paths:
             files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
             if files[-1].format not in formats or place_of(path).is_folder(path):
@@ -104,7 +104,8 @@ def open_together(
 def read_probe(probe: Probe) -> Checkpoint | None:
     """Return the checkpoint of a probe; None if a file changed while it was read.
 
-    A probe without a checkpoint is closed.
+    The probe of a folder with one model is replaced by that of the model's file. Without a
+    checkpoint, the probe is closed.
 
     Raises:
         UnreadableFile: as `open_checkpoint`.
@@ -120,16 +121,17 @@ def read_probe(probe: Probe) -> Checkpoint | None:
         from ckptool.formats.transfers import text_transfer_error  # not needed for files that open
 
         # The cause may be a change of the file, or its transfer as text, which the error hides.
-        fault = None
-        changed = probe.source is not None and probe.source.describe_change() is not None
-        with suppress(CheckpointError):
-            fault = None if probe.source is None else text_transfer_error(probe.source)
+        has_changed, transfer_error = False, None
+        if probe.source is not None:
+            has_changed = probe.source.describe_change() is not None
+            with suppress(CheckpointError):
+                transfer_error = text_transfer_error(probe.source)
         probe.close()
-        if changed:
+        if has_changed:
             return None
-        if fault is not None:
-            fault.file = probe.path
-            raise fault from error
+        if transfer_error is not None:
+            transfer_error.file = probe.path
+            raise transfer_error from error
         if error.file is None:
             error.file = probe.path
         raise
@@ -154,7 +156,7 @@ def _read_recognized(probe: Probe) -> Checkpoint:
                 )
             checkpoint = candidate.read(probe)
             for _ in walk(checkpoint.root, probe.limits):
-                pass  # report trees that are nested too deeply or used too often now
+                pass  # raises for a tree that is nested too deeply or used too often
             return checkpoint
     from ckptool.formats.identify import unrecognized_error  # not needed for files that open
 

@@ -42,7 +42,11 @@ class PickleFile(Format):
     unsafe_loader = "pickle.load(open(FILE, 'rb'))"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether the file states a pickle protocol, or can be read as protocol 0 or 1."""
+        """Return whether the file states a pickle protocol, or can be read as protocol 0 or 1.
+
+        Those have no signature, and other bytes may look like them, so the root must be a container
+        or an object.
+        """
         if _PROTOCOL_START.match(probe.head):
             return True
         if not _PLAIN_START.match(probe.head):
@@ -62,9 +66,10 @@ class PickleFile(Format):
         try:
             unpickled = _unpickle(probe)
         except CheckpointError as error:
-            if _JOBLIB in source.read(0, min(source.size, _MAX_HEAD_BYTES)):
+            head = source.read(0, min(source.size, _MAX_HEAD_BYTES))
+            if _JOBLIB in head:
                 raise _joblib_error(probe) from error
-            if _has_storage_references(source.read(0, min(source.size, _MAX_HEAD_BYTES))):
+            if _has_storage_references(head):
                 raise _unzipped_error(probe) from error
             raise
         if any(name.encode().startswith(_JOBLIB) for name in unpickled.globals):
@@ -91,9 +96,12 @@ def _unpickle(probe: Probe) -> Unpickled:
 
 
 def _has_storage_references(head: bytes) -> bool:
-    """Return whether a pickle refers to storages in the records of a zip, as torch.save does."""
-    has_nested = b"_load_from_bytes" in head  # which contain the tensor data
-    return b"storage" in head and not has_nested and _REBUILD.search(head) is not None
+    """Return whether a pickle refers to storages in the records of a zip, as torch.save does.
+
+    A plain pickle of a tensor has its data in a nested stream instead.
+    """
+    has_nested_stream = b"_load_from_bytes" in head
+    return b"storage" in head and not has_nested_stream and _REBUILD.search(head) is not None
 
 
 def _unzipped_error(probe: Probe) -> UnsupportedFormat:

@@ -29,7 +29,7 @@ from ckptool.formats.archive import (
     read_zip,
 )
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, add_error_context
-from ckptool.formats.torch_zip import check_byteorder, read_contents
+from ckptool.formats.torch_zip import SHORT, check_byteorder, read_contents
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 
@@ -113,14 +113,17 @@ class _Reader:
         self.archive = archive
         self.limits = limits
         self.storages: dict[str, Storage] = {}
-        """By the name of the record."""
+        """The storages, by the name of the record."""
         self.saved: dict[str, TensorRef] = {}
         """Tensors in torch.save files of their own, by path."""
-        order = archive.records.get("byteorder")
-        self.byteorder = check_byteorder(read_text(order, 64) if order else "little")
+        record = archive.records.get("byteorder")
+        self.byteorder = check_byteorder(read_text(record, SHORT) if record else "little")
 
     def read_models(self) -> OrderedMap:
-        """Return the weights of each exported model by name, and those of other compiled models."""
+        """Return the weights of each exported model by its name.
+
+        Compiled models follow; one that is exported as well is left out, with the same weights.
+        """
         models = OrderedMap()
         records = self.archive.records
         for name in records:
@@ -200,7 +203,10 @@ class _Reader:
         return self.saved[path]
 
     def _read_compiled(self, record: Record) -> OrderedMap:
-        """Return the weights of a compiled package by name, each a view of a saved tensor."""
+        """Return the weights of a compiled package by name, each a view of a saved tensor.
+
+        `record` is a JSON object: name -> [path of the saved tensor, shape, stride, offset].
+        """
         weights = OrderedMap()
         for name, view in read_json(record, self.limits).items():
             with add_error_context(self.archive.path, f"weight {name!r}", rules_of="PT2"):
@@ -216,18 +222,22 @@ class _Reader:
 
 def _describe_file(archive: Archive, reader: _Reader) -> Details:
     """Return the details of an archive: writer, sizes, and a phrase for each part not read."""
-    payloads = [
-        record
-        for name, record in archive.records.items()
-        if name.startswith((_WEIGHTS_FOLDER, _CONSTANTS_FOLDER)) and not name.endswith(".json")
-    ]
     flat = _find_flat_record(archive)
+    if flat is not None:
+        versions, tensor_records = "2.1 to 2.7", [flat]
+    else:
+        versions = "2.8 or newer"
+        tensor_records = [
+            record
+            for name, record in archive.records.items()
+            if name.startswith((_WEIGHTS_FOLDER, _CONSTANTS_FOLDER)) and not name.endswith(".json")
+        ]
     return Details(
         size=archive.size,
-        writer="torch.export of torch 2.1 to 2.7" if flat else "torch.export of torch 2.8 or newer",
+        writer=f"torch.export of torch {versions}",
         torch_version=_read_torch_version(archive),
         byteorder=reader.byteorder,
-        storage_bytes=sum(record.data.length for record in (flat and [flat]) or payloads),
+        storage_bytes=sum(record.data.length for record in tensor_records),
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,
         left_behind=tuple(_describe_unread(archive)),
@@ -235,7 +245,10 @@ def _describe_file(archive: Archive, reader: _Reader) -> Details:
 
 
 def _read_torch_version(archive: Archive) -> str | None:
-    """Return the torch version of an exported program, which is at the end of many megabytes."""
+    """Return the torch version that an exported program states, or None.
+
+    Only the end of its JSON is searched, which has the version: a program can have many megabytes.
+    """
     for name, record in archive.records.items():
         if name.startswith(_MODELS_FOLDER) and name.endswith(".json"):
             start = max(record.data.length - _TAIL_BYTES, 0)

@@ -79,29 +79,33 @@ WRITABLE = tuple(
 
 
 def load_format(name: str) -> Format:
-    """Return the format with a name from `Checkpoint.format`."""
+    """Return the format with a name from `Checkpoint.format`; a plain `Format` if it has none."""
     return next((entry.load() for entry in REGISTRY if entry.name == name), Format())
 
 
 def shard_format_of(name: str) -> str:
-    """Return the format of each shard; empty for a format of one file."""
+    """Return the name of the format that each shard of a sharded format has; else an empty text."""
     return next((entry.shard for entry in REGISTRY if entry.name == name), "")
 
 
 def find_candidate_formats(probe: Probe) -> Iterator[Format]:
-    """Yield the formats that a file or folder may have, judging by its first bytes."""
+    """Yield the formats that a file or folder may have, judging by its first bytes.
+
+    A folder may also be an unzipped archive, or contain an index of shards.
+    """
     yield from find_folder_formats(probe)
-    zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
-    indexed = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
+    may_be_zip = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
+    may_be_index = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
     for entry in REGISTRY:
-        if entry.folder or not (indexed if entry.indexed else entry.zipped is zipped):
+        is_possible = may_be_index if entry.indexed else entry.zipped is may_be_zip
+        if entry.folder or not is_possible:
             continue
         if not entry.folder_suffix or probe.place.is_folder(probe.path + entry.folder_suffix):
             yield entry.load()
 
 
 def find_folder_formats(probe: Probe) -> Iterator[Format]:
-    """Yield the formats of folders that a probe may have."""
+    """Yield the formats of folders, for a folder or for a file that stands for its folder."""
     if probe.is_folder or _MEMBER.search(probe.path):
         yield from (entry.load() for entry in REGISTRY if entry.folder)
 

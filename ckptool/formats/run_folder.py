@@ -17,7 +17,7 @@ from ckptool.limits import DEFAULT_LIMITS
 _STEP_FOLDER = re.compile(r"checkpoint-(\d+)")
 """The name that the Trainer of transformers gives to the folder of a step."""
 _TRAINER_STATE = "trainer_state.json"
-_MOST_FILES, _MOST_BYTES = 64, 1 << 24
+_MAX_FILES, _MAX_STATE_BYTES = 64, 1 << 24
 
 
 class Run(NamedTuple):
@@ -47,26 +47,30 @@ def find_run(folder: str, names: Iterable[str]) -> Run | None:
 
 def read_trainer_state(folder: str) -> Mapping[str, Any]:
     """Return the state that the Trainer of transformers saved in the folder of a step, or {}."""
-    return read_json_object(os.path.join(folder, _TRAINER_STATE), _MOST_BYTES)
+    return read_json_object(os.path.join(folder, _TRAINER_STATE), _MAX_STATE_BYTES)
 
 
 def _find_trainer_run(folder: str, names: Iterable[str]) -> Run | None:
     """Return the run of the transformers Trainer in a folder of `checkpoint-STEP` folders."""
-    steps = {int(match[1]): name for name in names if (match := _STEP_FOLDER.fullmatch(name))}
-    if not steps:
+    name_by_step = {
+        int(match[1]): name for name in names if (match := _STEP_FOLDER.fullmatch(name))
+    }
+    if not name_by_step:
         return None
-    last = max(steps)
-    path = read_trainer_state(os.path.join(folder, steps[last])).get("best_model_checkpoint")
-    return Run("Trainer", steps[last], last, _match_last_part(path, [*steps.values()]))
+    last_step, last_name = max(name_by_step.items())
+    state = read_trainer_state(os.path.join(folder, last_name))
+    best_name = _match_last_part(state.get("best_model_checkpoint"), [*name_by_step.values()])
+    return Run("Trainer", last_name, last_step, best_name)
 
 
 def _find_lightning_run(folder: str, names: Iterable[str]) -> Run | None:
     """Return the run of Lightning in a folder with two or more `.ckpt` files; else None.
 
-    The state of a callback names the best one. `last.ckpt` is the last of files with one step.
+    The state of a callback in the last one has the path of the best one. Of files with the same
+    step, `last.ckpt` is the last.
     """
     files = sorted(name for name in names if name.endswith(".ckpt"))
-    roots = {name: _read_root(os.path.join(folder, name)) for name in files[:_MOST_FILES]}
+    roots = {name: _read_root(os.path.join(folder, name)) for name in files[:_MAX_FILES]}
     steps = {
         name: root["global_step"]
         for name, root in roots.items()
@@ -83,13 +87,16 @@ def _find_lightning_run(folder: str, names: Iterable[str]) -> Run | None:
 
 
 def _match_last_part(path: object, names: Collection[str]) -> str | None:
-    """Return the last part of a path from the training machine, if it is one of `names`."""
+    """Return the last part of a path, if it is one of `names`.
+
+    The path is from the training machine, perhaps with backslashes; the folder may have been moved.
+    """
     name = re.split(r"[/\\]", path.rstrip("/\\"))[-1] if isinstance(path, str) else None
     return name if name is not None and name in names else None
 
 
 def _read_root(path: str) -> Mapping[Any, Any]:
-    """Return the tree of a file, if it is a dict."""
+    """Return the tree of a file, with no tensor data; {} if it cannot be read or is no dict."""
     with suppress(CheckpointError):
         probe = Probe(path, DEFAULT_LIMITS)
         try:

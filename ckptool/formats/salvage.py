@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import NamedTuple
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
@@ -38,7 +39,7 @@ def read_intact_records(data: ByteRange, limits: Limits, sources: tuple[Source, 
     """Return the intact records of a zip; all of its bytes are read.
 
     They come from its directory, or, if that is missing or damaged, from the consecutive records at
-    the beginning of the file.
+    the beginning of the file. An intact record has the CRC-32 that the zip states, if any.
 
     Raises:
         CorruptFile: the pickle or the byte order is not among them.
@@ -63,7 +64,7 @@ def read_intact_records(data: ByteRange, limits: Limits, sources: tuple[Source, 
     records = {
         record.name: record
         for record, crc in zip(candidates, actual_crcs, strict=True)
-        if record.crc32 in (None, crc)  # torch can be set to write none
+        if record.crc32 in (None, crc)  # torch can be set to write no CRC-32
     }
     for entry in entries:
         name = entry.name.rpartition("/")[2]
@@ -74,8 +75,8 @@ def read_intact_records(data: ByteRange, limits: Limits, sources: tuple[Source, 
 
 def _select_last_copy(data: ByteRange) -> ByteRange:
     """Return the last copy of a restarted download, if it is complete; else all bytes."""
-    first = data.read(0, min(data.length, LOCAL.size + 64))
-    start = find_last_copy(data.source, first)
+    first_header = data.read(0, min(data.length, LOCAL.size + 64))  # with its name
+    start = find_last_copy(data.source, first_header)
     with suppress(CorruptFile, UnsupportedFormat):
         copy = data.slice(start, data.length - start)
         if start and is_second_copy(data, start) and find_end(copy) is not None:
@@ -84,15 +85,18 @@ def _select_last_copy(data: ByteRange) -> ByteRange:
 
 
 def _list_entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
-    """Return the entries of the directory, or of consecutive records if it cannot be read."""
+    """Return the entries of the directory, or of consecutive records if it cannot be read.
+
+    Two names that differ only in case are an error, as in torch.
+    """
     try:
         end = find_end(data)
         if end is not None:
             entries = read_directory(data, end, limits)
             check_names(entries, exact=False)
             return entries
-    except (CorruptFile, UnsupportedFormat):  # the directory is damaged
-        pass
+    except (CorruptFile, UnsupportedFormat):
+        pass  # the directory is damaged
     entries = []
     for entry in _scan_local_headers(data):
         entries.append(entry)
@@ -109,30 +113,39 @@ def _scan_local_headers(data: ByteRange) -> Iterator[ZipEntry]:
     position = 0
     while position + LOCAL.size <= data.length:
         head = data.read(position, LOCAL.size)
-        signature, _, flags, method, _, _, crc, packed, size, length, extra = LOCAL.unpack(head)
-        payload = position + LOCAL.size + length + extra
+        (
+            signature, _, flags, method, _, _, crc, packed, size, name_length, extra_length
+        ) = LOCAL.unpack(head)  # fmt: skip
+        payload = position + LOCAL.size + name_length + extra_length
         if signature != ZIP_MAGIC or payload > data.length:
             return
-        name = data.read(position + LOCAL.size, length)
-        stop = payload + packed
-        if flags & DESCRIPTOR_FLAG:
+        raw_name = data.read(position + LOCAL.size, name_length)
+        end = payload + packed
+        has_descriptor = bool(flags & DESCRIPTOR_FLAG)
+        if has_descriptor:
             descriptor = _find_descriptor(data, payload, stored=method == STORED)
             if descriptor is None:
                 return
-            crc, packed, size, stop = descriptor
-        if stop > data.length:
+            crc, packed, size, end = descriptor
+        if end > data.length:
             return
-        text = name.decode("utf-8", "backslashreplace")
-        yield ZipEntry(
-            text, name, method, crc, packed, size, position, bool(flags & DESCRIPTOR_FLAG)
-        )
-        position = stop
+        name = raw_name.decode("utf-8", "backslashreplace")
+        yield ZipEntry(name, raw_name, method, crc, packed, size, position, has_descriptor)
+        position = end
 
 
-def _find_descriptor(
-    data: ByteRange, payload: int, *, stored: bool
-) -> tuple[int, int, int, int] | None:
-    """Return CRC-32, packed size, size and end from the data descriptor of a record.
+class _Descriptor(NamedTuple):
+    """The data descriptor after the payload of a record."""
+
+    crc32: int
+    packed: int
+    size: int
+    end: int
+    """Its offset, and that of the next record."""
+
+
+def _find_descriptor(data: ByteRange, payload: int, *, stored: bool) -> _Descriptor | None:
+    """Return the data descriptor of the record with its payload at offset `payload`.
 
     It is the first one with a size that equals its distance from the start of the payload. None if
     the file has none. `stored` is True for a record that is not compressed.
@@ -143,13 +156,14 @@ def _find_descriptor(
         block = data.read(position, min(BLOCK + 24, data.length - position))
         at = block.find(_DESCRIPTOR_SIGNATURE)
         while at >= 0:
-            for layout in (_SIZES_STRUCT, _SIZES64_STRUCT):
-                stop = at + len(_DESCRIPTOR_SIGNATURE) + layout.size
-                if stop > len(block):
+            for layout in (_SIZES_STRUCT, _SIZES64_STRUCT):  # plain, or zip64
+                start = at + len(_DESCRIPTOR_SIGNATURE)
+                end = start + layout.size
+                if end > len(block):
                     continue
-                crc, packed, size = layout.unpack_from(block, at + len(_DESCRIPTOR_SIGNATURE))
+                crc, packed, size = layout.unpack_from(block, start)
                 if packed == position + at - payload and (size == packed or not stored):
-                    return crc, packed, size, position + stop
+                    return _Descriptor(crc, packed, size, position + end)
             at = block.find(_DESCRIPTOR_SIGNATURE, at + 1)
         position += BLOCK
     return None

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.model import TensorRef, find_tensors
+from ckptool.core.model import TensorRef
+from ckptool.core.modules import has_tensors
 from ckptool.errors import FileMissing, NameCollision, UsageError
 from ckptool.formats.base import combine_details
 from ckptool.formats.distributed.ranks import parse_rank_name
@@ -34,8 +35,8 @@ def open_parts(
 ) -> AbstractContextManager[Checkpoint]:
     """Return a context manager for the checkpoint of a path, or the joined one of several paths.
 
-    Paths may have keys (`KEY=FILE`), which become keys of the root; may be all rank files of a set;
-    or are parts of one state dict.
+    Several paths are one of three: all with keys (`KEY=FILE`), which become keys of the root; all
+    rank files of a set; or parts of one state dict. An open checkpoint is used as it is.
 
     Raises:
         UsageError: `salvage` is used with several files.
@@ -63,17 +64,17 @@ def _find_rank_pattern(paths: Sequence[str]) -> str | None:
     Raises:
         FileMissing: the folder has more files of the set than are given.
     """
-    folders_and_patterns = {
-        (os.path.dirname(path), parsed and parsed[0])
-        for path in paths
-        for parsed in [parse_rank_name(path)]
-    }
-    folder, name_pattern = (
-        folders_and_patterns.pop() if len(folders_and_patterns) == 1 else ("", None)
-    )
-    if name_pattern is None:
+    folders, name_patterns = set(), set()
+    for path in paths:
+        parsed = parse_rank_name(path)
+        if parsed is None:
+            return None
+        name_pattern, _ = parsed
+        folders.add(os.path.dirname(path))
+        name_patterns.add(name_pattern)
+    if len(folders) != 1 or len(name_patterns) != 1:
         return None
-    pattern = name_pattern.format(rank="*")
+    folder, pattern = folders.pop(), name_patterns.pop().format(rank="*")
     existing = set(fnmatch.filter(os.listdir(folder or "."), pattern))
     missing = sorted(existing - {os.path.basename(path) for path in paths})
     if missing:
@@ -89,7 +90,7 @@ _KEY_AND_FILE = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 
 
 def split_key(source: str) -> tuple[str, str] | None:
-    """Return the key and the path of `KEY=PATH`; None for a path, or if a file has that name."""
+    """Return the key and the path of `KEY=PATH`; None for a path, or if a file has this name."""
     match = None if os.path.lexists(source) else _KEY_AND_FILE.fullmatch(source)
     return None if match is None else (match[1], match[2])
 
@@ -149,18 +150,22 @@ def open_several(
                 if other_path != path:
                     text = f"tensor '{printable(key)}' is also in {other_path}"
                     raise NameCollision(text, file=path)
-        index = ShardIndex(files[0].sources[0], weight_map, {}, tuple(names))
-        checkpoint = make_checkpoint(index, shards, files[0].format, files[0].path)
+        first = files[0]
+        index = ShardIndex(first.sources[0], weight_map, {}, tuple(names))
+        checkpoint = make_checkpoint(index, shards, first.format, first.path)
         return replace(checkpoint, original=checkpoint.root)
 
 
 def _list_tensor_keys(path: str, file: Checkpoint) -> list[str]:
-    """Return the keys of the tensors in a file with a flat state dict."""
+    """Return the keys of the tensors in a file, which must have one flat state dict.
+
+    It has at least one tensor, only text keys for tensors, and no tensors below its other values.
+    """
     root = file.root if isinstance(file.root, dict) else {}
     keys = [key for key, value in root.items() if isinstance(value, TensorRef)]
     others = [value for value in root.values() if not isinstance(value, TensorRef)]
-    is_named = bool(keys) and all(isinstance(key, str) for key in keys)
-    if not is_named or any(True for _ in find_tensors(others)):
+    has_text_keys = bool(keys) and all(isinstance(key, str) for key in keys)
+    if not has_text_keys or has_tensors(others):
         raise UsageError(
             "has no flat state dict, so it cannot be joined with other files by its keys",
             file=path,
@@ -170,7 +175,10 @@ def _list_tensor_keys(path: str, file: Checkpoint) -> list[str]:
 
 
 def _refuse_incomplete_series(names: Sequence[str]) -> None:
-    """Refuse an incomplete series of files, such as `-00001-of-00003` without the second."""
+    """Refuse an incomplete series of files, such as `-00001-of-00003` without the second.
+
+    A series counts from 0 if one of the given files has the number 0, else from 1.
+    """
     numbers_by_series: dict[tuple[str, ...], set[int]] = {}
     for name in names:
         match = NUMBERED.fullmatch(name)

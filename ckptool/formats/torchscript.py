@@ -42,11 +42,15 @@ def _read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]
         model = _Model(archive, document, limits)
         model.collect(document["mainModule"], "", 0)
     version = document.get("producerVersion", "1.0")
-    return model.weights, f"torch.jit of torch {version:.20}" if isinstance(version, str) else ""
+    writer = f"torch.jit of torch {version:.20}" if isinstance(version, str) else ""
+    return model.weights, writer
 
 
 class _Model:
-    """The weights that `model.json` of torch 1.0 describes, by full name."""
+    """The weights that `model.json` of torch 1.0 describes, by full name.
+
+    It has a list of all tensors, and nested modules that refer to them by their position there.
+    """
 
     def __init__(self, archive: Archive, document: Mapping[str, Any], limits: Limits) -> None:
         """Make the tensors of `document`, the content of `model.json`."""
@@ -55,7 +59,7 @@ class _Model:
         self.weights = OrderedMap()
         """The result, which `collect` fills."""
         self.storages: dict[str, Storage] = {}
-        """By the name of the record."""
+        """The storages, by the name of the record."""
         attributes = archive.records.get("attributes.pkl")
         self.attribute_values = unpickle(attributes.data, limits=limits).root if attributes else ()
         """The values of module attributes, by their `id` in `model.json`."""
@@ -65,7 +69,8 @@ class _Model:
     def collect(self, module: Any, prefix: str, depth: int) -> None:
         """Add parameters, then buffers, then submodules, as `state_dict()` orders them.
 
-        A tensor may also be the value of an attribute, as a call of `build_tensor_from_id`.
+        A tensor may also be the value of an attribute, where the pickle has a call of
+        `build_tensor_from_id` with its position.
         """
         if depth > self.limits.max_depth:
             raise LimitExceeded(f"modules are nested deeper than {self.limits.max_depth}")
@@ -75,13 +80,14 @@ class _Model:
             self._add_tensor(prefix, item, item.get("tensorId", 0))
         for item in module.get("attributes", []):
             match self.attribute_values[parse_count(item.get("id", 0))]:
-                case Opaque(func=Global(name="build_tensor_from_id"), args=(number,)):
-                    self._add_tensor(prefix, item, number)
+                case Opaque(func=Global(name="build_tensor_from_id"), args=(tensor_id,)):
+                    self._add_tensor(prefix, item, tensor_id)
         for child in module.get("submodules", []):
             self.collect(child, prefix + child["name"] + ".", depth + 1)
 
-    def _add_tensor(self, prefix: str, item: Mapping[str, Any], number: Any) -> None:
-        self.weights[prefix + item["name"]] = self.tensors[parse_count(number)]
+    def _add_tensor(self, prefix: str, item: Mapping[str, Any], tensor_id: Any) -> None:
+        """Add the tensor at the position `tensor_id` under the name in `item`."""
+        self.weights[prefix + item["name"]] = self.tensors[parse_count(tensor_id)]
 
     def _make_tensor(self, item: Mapping[str, Any]) -> TensorRef:
         """Return the tensor that an item of `tensors` describes."""
@@ -171,24 +177,25 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
     unpickled = contents.unpickled
     collector = _Collector(archive, limits)
     weights = collector.collect(unpickled.root)
-    listed_ids = {id(tensor) for tensor in find_tensors(weights)}
-    frozen = "training" not in unpickled.root.attributes
-    if frozen:
+    weight_ids = {id(tensor) for tensor in find_tensors(weights)}
+    other_count = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in weight_ids)
+    is_frozen = "training" not in unpickled.root.attributes
+    if is_frozen:
         weights.update(_read_constants(archive, contents.storages.byteorder, limits))
-    unlisted = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in listed_ids)
-    phrase = f"{unlisted:,} tensors that are neither parameters nor buffers (not listed)"
-    unread_phrases = (phrase,) if unlisted else ()
+    unread_phrases = []
     if collector.unstored_constants:
-        unread_phrases = (
-            f"{counted(collector.unstored_constants, 'weight')}: {OPAQUE_CONSTANTS}",
-            *unread_phrases,
+        count = counted(collector.unstored_constants, "weight")
+        unread_phrases.append(f"{count}: {OPAQUE_CONSTANTS}")
+    if other_count:
+        unread_phrases.append(
+            f"{other_count:,} tensors that are neither parameters nor buffers (not listed)"
         )
-    since = "2.1 or newer" if "byteorder" in contents.facts else "1.3 to 2.0"
+    versions = "2.1 or newer" if "byteorder" in contents.facts else "1.3 to 2.0"
     details = _describe_file(
         archive,
-        writer=f"torch.jit of torch {since}",
-        left_behind=unread_phrases,
-        frozen=frozen,
+        writer=f"torch.jit of torch {versions}",
+        left_behind=tuple(unread_phrases),
+        is_frozen=is_frozen,
         byteorder=contents.storages.byteorder,
         protocol=unpickled.protocol,
         globals=unpickled.globals,
@@ -198,15 +205,18 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
 
 
 def _read_constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors among the constants of a frozen program, by their names in its code."""
-    storages = Storages(archive, byteorder, (_CONSTANTS_FOLDER,))
+    """Yield the tensors among the constants of a frozen program, by their names in its code.
+
+    The code refers to them as `CONSTANTS.c0`, `CONSTANTS.c1`, by their positions in the pickle.
+    """
     record = archive.find("constants.pkl")
     if record is None:
         return
+    storages = Storages(archive, byteorder, (_CONSTANTS_FOLDER,))
     root = unpickle(record.data, persistent_load=storages.load, limits=limits).root
-    for number, value in enumerate(root if isinstance(root, tuple) else ()):
+    for position, value in enumerate(root if isinstance(root, tuple) else ()):
         if has_tensors(value):
-            yield f"{CONSTANT}{number}", value
+            yield f"{CONSTANT}{position}", value
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +260,15 @@ class _Collector:
         return self.weights
 
     def _collect_module(self, module: Opaque, prefix: str, depth: int) -> None:
-        """Add the weights of a module under `prefix`, then those of its submodules."""
+        """Add the weights of a module under `prefix`, then those of its submodules.
+
+        `prefix` is empty or ends with a dot. A class that is no module has no weights.
+        """
         self.visits.enter(module, len(module.attributes), depth)
         source = self._find_class_source(module)
         if not source.is_module:
             return
-        self.metadata[prefix[:-1]] = {"version": 1}
+        self.metadata[prefix.removesuffix(".")] = {"version": 1}
         attributes = module.attributes
         for name in _list_tensor_names(source, attributes):
             tensor = attributes.get(name)
@@ -264,13 +277,17 @@ class _Collector:
         for name, child in attributes.items():
             if not isinstance(child, Opaque) or not _is_scripted(child):
                 continue
-            if not isinstance(child.state, dict) and has_tensors(child):  # packed parameters
+            # The parameters of a quantized layer are packed: its code makes tensors of its state.
+            if not isinstance(child.state, dict) and has_tensors(child):
                 self.weights[f"{prefix}{name}"] = child.state
             else:
                 self._collect_module(child, f"{prefix}{name}.", depth + 1)
 
     def _find_class_source(self, module: Opaque) -> _ClassSource:
-        """Return the lists of the module's class in `code/`; a lite archive may have no source."""
+        """Return the lists of the module's class in `code/`.
+
+        Without its source, as in a lite archive, each tensor of a module counts as a weight.
+        """
         func = module.func
         if not isinstance(func, Global):
             return _UNKNOWN_CLASS
@@ -280,7 +297,10 @@ class _Collector:
         return self.classes_by_file[file].get(func.name, _UNKNOWN_CLASS)
 
     def _parse_file(self, file: str) -> dict[str, _ClassSource]:
-        """Return the lists of each class in a source file; empty if the file is missing."""
+        """Return the lists of each class by name in a source file; empty if the file is missing.
+
+        Also counts its mkldnn constants, which torch does not save.
+        """
         record = self.archive.records.get(file)
         if record is None:
             return {}
@@ -291,7 +311,10 @@ class _Collector:
 
 
 def _list_tensor_names(source: _ClassSource, attributes: dict[Any, Any]) -> tuple[Any, ...]:
-    """Return parameters, then buffers: all other attributes, if the source does not list them."""
+    """Return the names of parameters, then of buffers.
+
+    If the source does not list buffers, any other attribute may be one.
+    """
     parameters = source.parameters or ()
     if source.buffers is not None:
         return (*parameters, *source.buffers)
@@ -299,15 +322,18 @@ def _list_tensor_names(source: _ClassSource, attributes: dict[Any, Any]) -> tupl
 
 
 def _is_scripted(node: Opaque) -> bool:
-    """Return whether an object has a class of the program."""
+    """Return whether an object has a class of the program, which is in the package `__torch__`."""
     func = node.func
-    return isinstance(func, Global) and func.module.split(".", 1)[0] == _PROGRAM_PACKAGE
+    return isinstance(func, Global) and func.module.partition(".")[0] == _PROGRAM_PACKAGE
 
 
 def _parse_classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
-    """Yield the classes of a source file, which lists parameters and buffers on one line each."""
+    """Yield the classes of a source file, which lists parameters and buffers on one line each.
+
+    For example `__parameters__ = ["weight", "bias", ]` in the line after `class Linear(Module):`.
+    """
     name, is_module = "", False
-    lists: dict[str, tuple[str, ...]] = {}
+    lists: dict[str, tuple[str, ...]] = {}  # by `parameters` or `buffers`
     for line in text.splitlines():
         if line.startswith("class "):
             if name:  # the class before this one is complete
@@ -326,35 +352,35 @@ def _describe_file(
     *,
     writer: str,
     left_behind: tuple[str, ...] = (),
-    frozen: bool = False,
-    **facts: Any,
+    is_frozen: bool = False,
+    **pickle_details: Any,
 ) -> Details:
-    """Return the details of an archive, with `facts` of its pickle.
+    """Return the details of an archive, with those of its pickle by name.
 
-    The constants of a `frozen` module are weights; those of another one are not read.
+    The constants of a frozen module are weights; those of another one are not read.
     """
-    folders = (*_WEIGHT_FOLDERS, _CONSTANTS_FOLDER) if frozen else _WEIGHT_FOLDERS
-    weights = [r for name, r in archive.records.items() if name.startswith(folders)]
+    folders = (*_WEIGHT_FOLDERS, _CONSTANTS_FOLDER) if is_frozen else _WEIGHT_FOLDERS
+    records = [record for name, record in archive.records.items() if name.startswith(folders)]
     return Details(
         size=archive.size,
         writer=writer,
-        storage_bytes=sum(record.data.length for record in weights),
+        storage_bytes=sum(record.data.length for record in records),
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,
         left_behind=(*left_behind, *_describe_unread(archive, folders)),
-        **facts,
+        **pickle_details,
     )
 
 
-def _describe_unread(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
+def _describe_unread(archive: Archive, weight_folders: tuple[str, ...]) -> Iterator[str]:
     """Yield a phrase on the code, the constants and the other records that are not read.
 
-    Records in the folders `weights` are read.
+    `.data/` has records of the archive itself, for example its version.
     """
     names = [
         name
         for name in archive.records
-        if name not in _READ_RECORDS and not name.startswith((*weights, ".data/"))
+        if name not in _READ_RECORDS and not name.startswith((*weight_folders, ".data/"))
     ]
     code = [name for name in names if name.startswith("code/")]
     if code:

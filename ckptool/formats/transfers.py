@@ -53,6 +53,7 @@ def salvage_command(file: str, root: Any = None) -> str:
     """
     from ckptool.symbolic.encoder import find_blockers  # only a damaged file needs it
 
+    # The tensors of a file at an address are saved in the current folder.
     path = os.path.basename(without_query(file)) if "://" in file else file
     stem, extension = os.path.splitext(path)
     target = f"{stem}.salvaged{extension}"
@@ -67,8 +68,10 @@ def salvage_command(file: str, root: Any = None) -> str:
 
 def find_last_copy(source: Source, head: bytes) -> int:
     """Return the offset of the last occurrence of `head`, the beginning of the file."""
-    last, overlap = 0, len(head) - 1
+    last = 0
+    overlap = len(head) - 1  # an occurrence may begin in one block and end in the next
     for start in range(0, source.size, BLOCK):
         index = source.read(start, min(BLOCK + overlap, source.size - start)).rfind(head)
-        last = start + index if index >= 0 else last
+        if index >= 0:
+            last = start + index
     return last
