@@ -17,13 +17,17 @@ class Cursor:
     """A position in a source, which advances with each read."""
 
     def __init__(self, source: Source, limits: Limits, *, is_header: bool) -> None:
-        """Start at the first byte. The header and each value are bounded by `limits`."""
+        """Start at the first byte.
+
+        `limits` bounds the number and the size of the values, and with `is_header` also the bytes
+        up to the last one.
+        """
         self.source, self.limits, self.position = source, limits, 0
         self._cost_left = limits.max_records
         """The cost that further values may have; see `charge`."""
         self._max_position = limits.max_header_bytes if is_header else source.size
         self._window, self._window_start = b"", 0
-        """The bytes that were read last, and their offset."""
+        """The bytes that were read last, in larger blocks than single values, and their offset."""
 
     def charge(self, cost: int) -> None:
         """Count a value with a cost relative to an entry of a zip directory.
@@ -57,12 +61,13 @@ class Cursor:
             CorruptFile: if the file ends too early.
             LimitExceeded: if there are too many.
         """
-        begin = self.skip(length) - self._window_start
+        offset = self.skip(length)
         check_limit("a value has", length, "bytes", self.limits.max_header_bytes)
+        begin = offset - self._window_start
         if not 0 <= begin <= begin + length <= len(self._window):
-            self._window_start, begin = begin + self._window_start, 0
-            size = max(length, min(_WINDOW, self.source.size - self._window_start))
-            self._window = self.source.read(self._window_start, size)
+            size = max(length, min(_WINDOW, self.source.size - offset))
+            self._window, self._window_start = self.source.read(offset, size), offset
+            begin = 0
         return self._window[begin : begin + length]
 
     def read_numbers(self, layout: str) -> tuple[Any, ...]:

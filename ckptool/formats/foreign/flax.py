@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import OrderedMap, TensorRef, find_tensors, make_plain_tensor
+from ckptool.core.modules import has_tensors
 from ckptool.core.sections import MODEL_MARK
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
@@ -76,21 +77,14 @@ class Flax(Format):
         if not isinstance(tree, dict):
             raise CorruptFile("does not contain a dict of arrays")
         root: dict[Any, Any] = _flatten_names(tree, probe.limits)
-        if not (reader.unknown or any(find_tensors([tree]))):
+        if not reader.unknown and not has_tensors(tree):
             keys = f"has the keys {few(list(map(str, tree)))}" if tree else "is empty"
             message = f"a MessagePack file without an array: it {keys}"
             text = f"{probe.path} is {message}"
             hint = "read it with msgpack.unpackb, or give the checkpoint itself"
             raise UnsupportedFormat(text, file=probe.path, hint=hint)
         if _OPTIMIZER_KEY in tree:
-            if _MODEL_SECTION not in tree:
-                tree[_MODEL_SECTION] = {key: tree.pop(key) for key in _MODEL_KEYS if key in tree}
-            root = {
-                key: _flatten_names(node, probe.limits) if isinstance(node, dict) else node
-                for key, node in tree.items()
-            }
-            if isinstance(root[_MODEL_SECTION], OrderedMap):
-                root[_MODEL_SECTION].attributes[MODEL_MARK] = {}
+            root = _split_train_state(tree, probe.limits)
         details = Details(
             size=source.size,
             writer="Flax",
@@ -103,12 +97,29 @@ class Flax(Format):
 FLAX = Flax()
 
 
+def _split_train_state(tree: dict[str, Any], limits: Limits) -> dict[Any, Any]:
+    """Return the entries of a TrainState, each dict flattened; `tree` is changed.
+
+    The variables of the model become the entry `state_dict`, if there is none, and it is marked as
+    the model.
+    """
+    if _MODEL_SECTION not in tree:
+        tree[_MODEL_SECTION] = {key: tree.pop(key) for key in _MODEL_KEYS if key in tree}
+    root = {
+        key: _flatten_names(node, limits) if isinstance(node, dict) else node
+        for key, node in tree.items()
+    }
+    if isinstance(root[_MODEL_SECTION], OrderedMap):
+        root[_MODEL_SECTION].attributes[MODEL_MARK] = {}
+    return root
+
+
 def _flatten_names(tree: dict[str, Any], limits: Limits) -> OrderedMap:
-    """Return the arrays of nested dicts under dotted keys."""
+    """Return the arrays and other values of nested dicts under dotted keys."""
     flat, bytes_left = OrderedMap(), limits.max_header_bytes
 
     def walk(node: Any, name: str) -> None:
-        """Add the arrays of a node, whose keys begin with `name`."""
+        """Add the values below a node under keys that begin with `name`, the key of the node."""
         nonlocal bytes_left
         bytes_left -= len(name)
         if bytes_left < 0:
@@ -145,19 +156,25 @@ class _Reader(Cursor):
         code = self.read_bytes(1)[0]
         if code in _CONSTANT_VALUES:
             return _CONSTANT_VALUES[code]
-        if code <= 0x7F or code >= 0xE0:  # 0 to 127, or -32 to -1
-            return code - 256 * (code >= 0xE0)
+        if code <= 0x7F:  # 0 to 127
+            return code
+        if code >= 0xE0:  # -32 to -1
+            return code - 256
         if code in _NUMBER_LAYOUTS:
             return self.read_numbers(_NUMBER_LAYOUTS[code])[0]
+        if code <= 0x8F:  # short kinds: the low bits are the length
+            return self._read_sized("map", code & 0x0F, depth)
+        if code <= 0x9F:
+            return self._read_sized("list", code & 0x0F, depth)
         if code <= 0xBF:
-            kind = "map" if code <= 0x8F else "list" if code <= 0x9F else "text"
-            return self._read_sized(kind, code & (0x1F if kind == "text" else 0x0F), depth)
-        if 0xD4 <= code <= 0xD8:
+            return self._read_sized("text", code & 0x1F, depth)
+        if 0xD4 <= code <= 0xD8:  # extensions of 1, 2, 4, 8 or 16 bytes
             return self._read_extension(1 << (code - 0xD4), depth)
         if code not in _SIZED_KINDS:
             raise self._damaged_error(f"byte {code:#x} does not begin a value")
-        kind, layout = _SIZED_KINDS[code]
-        return self._read_sized(kind, self.read_numbers(layout)[0], depth)
+        kind, length_layout = _SIZED_KINDS[code]
+        (length,) = self.read_numbers(length_layout)
+        return self._read_sized(kind, length, depth)
 
     def _read_sized(self, kind: str, length: int, depth: int) -> Any:
         """Return the text, bytes, list, map or extension of the stated length.
@@ -181,14 +198,14 @@ class _Reader(Cursor):
         return self._join_chunks(entries) if entries.get(_CHUNKED_MARK) is True else entries
 
     def _read_extension(self, length: int, depth: int) -> Any:
-        """Return the array or complex number of an extension, or the number of an unknown one."""
+        """Return the array or complex number of an extension; of an unknown one, a text."""
         code = self.read_bytes(1)[0]
         end = self.position + length
         if code not in (*_ARRAY_EXTENSIONS, _COMPLEX_EXTENSION):
             self.skip(length)
             return f"extension {code}"
         if code == _COMPLEX_EXTENSION:
-            parts = self.read_value(depth + 1)
+            parts = self.read_value(depth + 1)  # a list, which is read as a dict
             pair = tuple(parts.values()) if isinstance(parts, dict) else ()
             if len(pair) != 2 or not all(isinstance(part, (int, float)) for part in pair):
                 raise self._damaged_error("a complex number does not have two numbers")
@@ -206,31 +223,33 @@ class _Reader(Cursor):
         """
         if self.read_bytes(1) != b"\x93":  # a list of three
             raise self._damaged_error("an array does not consist of a shape, a type and bytes")
-        shape, dtype = self._check_shape(self.read_value(depth + 1)), self.read_value(depth + 1)
+        shape = self._check_shape(self.read_value(depth + 1))
+        dtype = self.read_value(depth + 1)
         kind, layout = _SIZED_KINDS.get(self.read_bytes(1)[0], ("", ""))
         if kind != "bytes":
             raise self._damaged_error("an array has no bytes")
         (length,) = self.read_numbers(layout)
         begin = self.skip(length)
         if dtype not in BY_NAME:
-            text = f"array of type {printable(str(dtype))} is not a tensor"
-            self.unknown.append(text)
-            return text
+            note = f"array of type {printable(str(dtype))} is not a tensor"
+            self.unknown.append(note)
+            return note
         return make_plain_tensor(str(begin), dtype, shape, ByteRange(self.source, begin, length))
 
     def _join_chunks(self, entry: dict[str, Any]) -> TensorRef:
-        """Return the array for a dict of chunks."""
-        sizes, chunks = entry.get("shape"), entry.get("chunks")
-        parts = list(chunks.values()) if isinstance(chunks, dict) else []
-        if not parts or not all(isinstance(part, TensorRef) for part in parts):
+        """Return the array for a dict of its shape and its chunks, which follow each other."""
+        chunk_by_position = entry.get("chunks")
+        chunks = list(chunk_by_position.values()) if isinstance(chunk_by_position, dict) else []
+        if not chunks or not all(isinstance(chunk, TensorRef) for chunk in chunks):
             raise self._damaged_error("a chunked array has no chunks")
-        if len({part.dtype for part in parts}) > 1:
+        if len({chunk.dtype for chunk in chunks}) > 1:
             raise self._damaged_error("a chunked array has chunks of different dtypes")
-        data, shape = join_ranges([part.data for part in parts]), self._check_shape(sizes)
-        return make_plain_tensor(str(self.position), parts[0].dtype, shape, data)
+        data = join_ranges([chunk.data for chunk in chunks])
+        shape = self._check_shape(entry.get("shape"))
+        return make_plain_tensor(str(self.position), chunks[0].dtype, shape, data)
 
     def _check_shape(self, sizes: Any) -> tuple[int, ...]:
-        """Return the shape in a list of sizes."""
+        """Return the shape in a list of sizes, which is read as a dict."""
         shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
         if not all(type(size) is int and size >= 0 for size in shape):
             raise self._damaged_error("an array has no shape")
@@ -238,4 +257,5 @@ class _Reader(Cursor):
         return shape
 
     def _damaged_error(self, fact: str) -> CheckpointError:
+        """Return the error for an invalid value, which ends at the current position."""
         return CorruptFile(f"{fact}, at {self.position:,}")

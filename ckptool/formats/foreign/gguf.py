@@ -106,7 +106,7 @@ class Gguf(Format):
         alignment = metadata.get(_ALIGNMENT_KEY, 32)
         if type(alignment) is not int or alignment < 1:
             raise CorruptFile(f"the alignment is {printable(repr(alignment))}")
-        start = -(-header.position // alignment) * alignment
+        start = -(-header.position // alignment) * alignment  # of the tensor data
         root = OrderedMap()
         for entry in entries:
             if entry.name in root:
@@ -135,44 +135,46 @@ class _Header(Cursor):
 
     def read(self) -> tuple[dict[str, Any], list[_Entry]]:
         """Return the metadata by key, without lists, and the tensors."""
-        version = self.read_numbers("<4sI")[1]
+        _magic, version = self.read_numbers("<4sI")
         if version not in _VERSIONS:
             is_big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             message = "is big-endian" if is_big_endian else f"is of version {version}"
             raise UnsupportedFormat(f"{message}, which is not supported")
-        tensors, pairs = self.read_numbers("<QQ")
+        tensor_count, metadata_count = self.read_numbers("<QQ")
         metadata = {}
-        for _ in range(pairs):
+        for _ in range(metadata_count):
             key = self._read_text()
-            value = self._read_value(*self.read_numbers("<I"))
+            (value_type,) = self.read_numbers("<I")
+            value = self._read_value(value_type)
             if value is not None:
                 metadata[key] = value
-        return metadata, [self._read_entry() for _ in range(tensors)]
+        return metadata, [self._read_entry() for _ in range(tensor_count)]
 
     def _read_entry(self) -> _Entry:
-        """Return the next tensor of the header."""
+        """Return the next tensor of the header, which states the sizes from the last axis on."""
         self.charge(_ENTRY_COST)
         name = self._read_text()
         (count,) = self.read_numbers("<I")
         check_limit(f"{printable(name)!r} has", count, "dimensions", self.limits.max_dimensions)
         sizes = self.read_numbers(f"<{count}Q")
-        return _Entry(name, tuple(reversed(sizes)), *self.read_numbers("<IQ"))
+        type_number, offset = self.read_numbers("<IQ")
+        return _Entry(name, tuple(reversed(sizes)), type_number, offset)
 
-    def _read_value(self, type: int, depth: int = 0) -> Any:
-        """Return a value of this type; None for a list, which is skipped, with lists inside it."""
+    def _read_value(self, value_type: int, depth: int = 0) -> Any:
+        """Return the next value; None for a list, which is skipped with the lists inside it."""
         self.charge(1)
-        if type in _SCALAR_LAYOUTS:
-            return self.read_numbers(_SCALAR_LAYOUTS[type])[0]
-        if type == _STRING_TYPE:
+        if value_type in _SCALAR_LAYOUTS:
+            return self.read_numbers(_SCALAR_LAYOUTS[value_type])[0]
+        if value_type == _STRING_TYPE:
             return self._read_text()
-        if type != _ARRAY_TYPE or depth > 1:
-            raise CorruptFile(f"an entry has the unknown type {type}")
-        inner, count = self.read_numbers("<IQ")
-        if inner in _SCALAR_LAYOUTS:
-            self.skip(count * struct.calcsize(_SCALAR_LAYOUTS[inner]))
+        if value_type != _ARRAY_TYPE or depth > 1:
+            raise CorruptFile(f"an entry has the unknown type {value_type}")
+        item_type, count = self.read_numbers("<IQ")
+        if item_type in _SCALAR_LAYOUTS:
+            self.skip(count * struct.calcsize(_SCALAR_LAYOUTS[item_type]))
         else:
             for _ in range(count):
-                self._read_value(inner, depth + 1)
+                self._read_value(item_type, depth + 1)
         return None
 
     def _read_text(self) -> str:
@@ -187,29 +189,31 @@ def _make_tensor(source: Source, start: int, entry: _Entry) -> TensorRef:
     `start` is the offset of the tensor data. A quantized row has blocks of several elements.
     """
     elements, plain_dtype = prod(entry.shape), _DTYPE_BY_TYPE.get(entry.type)
-    if plain_dtype is None and entry.type not in _BLOCKS_BY_TYPE:
+    if plain_dtype is not None:
+        name, block_elements, block_bytes = plain_dtype, 1, BY_NAME[plain_dtype].itemsize
+    elif entry.type in _BLOCKS_BY_TYPE:
+        name, block_elements, block_bytes = _BLOCKS_BY_TYPE[entry.type]
+    else:
         return _make_unreadable_tensor(source, entry, elements)
-    name, block, size = _BLOCKS_BY_TYPE.get(entry.type) or (
-        plain_dtype, 1, BY_NAME[str(plain_dtype)].itemsize,
-    )  # fmt: skip
-    if entry.shape[-1:] and entry.shape[-1] % block:
+    if entry.shape and entry.shape[-1] % block_elements:
         message = (
             f"tensor {printable(entry.name)!r} has rows of {entry.shape[-1]} elements, in blocks "
-            f"of {block}"
+            f"of {block_elements}"
         )
         raise CorruptFile(message)
     with add_error_context(source.name, f"tensor {printable(entry.name)!r}"):
-        data = ByteRange(source, start + entry.offset, elements // block * size)
-    if plain_dtype is None:
-        fill = partial(_dequantize_into, data, str(name), block, size)
-        dequantized = ComputedSource(source.name, elements * 4, fill)
-        dequantized.made_of = (data,)
-        data = ByteRange(dequantized, 0, dequantized.size)
-    return make_plain_tensor(entry.name, plain_dtype or "float32", entry.shape, data)
+        stored = ByteRange(source, start + entry.offset, elements // block_elements * block_bytes)
+    if plain_dtype is not None:
+        return make_plain_tensor(entry.name, plain_dtype, entry.shape, stored)
+    fill = partial(_dequantize_into, stored, name, block_elements, block_bytes)
+    dequantized = ComputedSource(source.name, elements * 4, fill)
+    dequantized.made_of = (stored,)
+    data = ByteRange(dequantized, 0, dequantized.size)
+    return make_plain_tensor(entry.name, "float32", entry.shape, data)
 
 
 def _make_unreadable_tensor(source: Source, entry: _Entry, elements: int) -> TensorRef:
-    """Return a tensor with an unknown layout: it is listed, but reading it fails."""
+    """Return a tensor with an unknown layout: it is listed as float32, but reading it fails."""
     message = (
         f"tensor {printable(entry.name)!r} has GGUF type {entry.type}, which ckptool does not know"
     )
@@ -224,40 +228,50 @@ def _make_unreadable_tensor(source: Source, entry: _Entry, elements: int) -> Ten
 
 
 def _dequantize_into(
-    data: ByteRange, name: str, block: int, size: int, offset: int, buffer: memoryview
+    data: ByteRange,
+    name: str,
+    block_elements: int,
+    block_bytes: int,
+    offset: int,
+    buffer: memoryview,
 ) -> None:
-    """Fill `buffer` with float32 values from byte `offset`, reading the blocks that it needs.
+    """Fill `buffer` with the float32 values from byte `offset` of the dequantized tensor.
 
-    `data` has blocks of `size` bytes for `block` elements each, of the quantization `name`.
+    Only the blocks of `data` with these values are read. `name` is their quantization.
     """
     with require_package("gguf", f"its tensors are quantized ({name})", data.source.name):
         import numpy
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
-    first, last = offset // (4 * block), -(-(offset + len(buffer)) // (4 * block))
-    raw = numpy.frombuffer(data.read(first * size, (last - first) * size), numpy.uint8)
+    float32_bytes = 4 * block_elements
+    first = offset // float32_bytes
+    stop = -(-(offset + len(buffer)) // float32_bytes)  # rounded up
+    raw_blocks = data.read(first * block_bytes, (stop - first) * block_bytes)
+    blocks = numpy.frombuffer(raw_blocks, numpy.uint8).reshape(-1, block_bytes)
     try:
-        values = dequantize(raw.reshape(-1, size), GGMLQuantizationType[name])
+        values = dequantize(blocks, GGMLQuantizationType[name])
     except (KeyError, NotImplementedError) as error:
         message = f"its tensors are quantized ({name}), which the gguf package cannot read"
         raise UnsupportedFormat(message, file=data.source.name) from error
     content = memoryview(values.astype("<f4").tobytes())
-    begin = offset - first * 4 * block
+    begin = offset - first * float32_bytes
     buffer[:] = content[begin : begin + len(buffer)]
 
 
 def _describe_types(entries: list[_Entry]) -> Iterator[str]:
     """Yield sentences on tensors of unknown types, and on quantized ones."""
-    types = Counter(
-        _BLOCKS_BY_TYPE[entry.type][0] for entry in entries if entry.type in _BLOCKS_BY_TYPE
-    )
-    unknown = [entry for entry in entries if entry.type not in {*_BLOCKS_BY_TYPE, *_DTYPE_BY_TYPE}]
+    quantizations, unknown = Counter[str](), []
+    for entry in entries:
+        if entry.type in _BLOCKS_BY_TYPE:
+            name, _, _ = _BLOCKS_BY_TYPE[entry.type]
+            quantizations[name] += 1
+        elif entry.type not in _DTYPE_BY_TYPE:
+            unknown.append(entry)
     if unknown:
-        kinds = listed(str(number) for number in dict.fromkeys(entry.type for entry in unknown))
+        types = listed(str(number) for number in dict.fromkeys(entry.type for entry in unknown))
         names = listed(printable(entry.name) for entry in unknown)
-        yield f"ckptool cannot read {counted(len(unknown), 'tensor')} of GGUF type {kinds}: {names}"
-    if not types:
-        return
-    count = counted(sum(types.values()), "tensor")
-    each = listed(f"{name} ({number:,})" for name, number in types.most_common())
-    yield f"{count} are quantized ({each}) and converted to float32 when they are read"
+        yield f"ckptool cannot read {counted(len(unknown), 'tensor')} of GGUF type {types}: {names}"
+    if quantizations:
+        count = counted(quantizations.total(), "tensor")
+        each = listed(f"{name} ({number:,})" for name, number in quantizations.most_common())
+        yield f"{count} are quantized ({each}) and converted to float32 when they are read"

@@ -127,72 +127,85 @@ def _open_hdf5(data: ByteRange) -> Iterator[Any]:
 def _read_checkpoint(
     probe: Probe, format: str, data: ByteRange, sources: tuple[Source, ...], size: int
 ) -> Checkpoint:
-    """Return the checkpoint of an HDF5 file, one flat dict of datasets by path.
+    """Return the checkpoint of an HDF5 file of `size` bytes in `data`.
 
-    With an optimizer in it, the groups at the top become sections. If the model has several, as
-    with layers as attributes, they are one section `state_dict`, marked as the model.
+    Its root is one flat dict of datasets by path; with an optimizer, `_split_sections` divides it.
     """
-    others: list[str] = []
+    unread: list[str] = []
     with _open_hdf5(data) as file:
-        flat = OrderedMap(_walk_datasets(file, data, others, probe.limits))
+        flat = OrderedMap(_walk_datasets(file, data, unread, probe.limits))
         attributes = sorted(file.attrs)
-    tops = dict.fromkeys(name.partition("/")[0] for name in flat)
-    root: dict[Any, Any] = flat
-    model_tops = [top for top in tops if not top.startswith("optimizer")]
-    if 0 < len(model_tops) < len(tops):
-        root = {}
-        for name, tensor in flat.items():
-            top, _, inner_path = name.partition("/")
-            if len(model_tops) > 1 and top in model_tops:  # a model with layers as attributes
-                top, inner_path = _MODEL_SECTION, name
-            root.setdefault(top, OrderedMap())[inner_path] = tensor
-        if _MODEL_SECTION in root:
-            root[_MODEL_SECTION].attributes[MODEL_MARK] = {}
+    root = _split_sections(flat)
     if attributes:
-        others.append(f"attributes of the file: {listed(map(printable, attributes))}")
+        unread.append(f"attributes of the file: {listed(map(printable, attributes))}")
     details = Details(
         size=size,
         writer="Keras (HDF5)",
         storage_bytes=sum(tensor.nbytes for tensor in find_tensors([root])),
-        left_behind=tuple(others),
+        left_behind=tuple(unread),
     )
     return Checkpoint(root, format, probe.path, details, sources=sources)
 
 
+def _split_sections(flat: OrderedMap) -> dict[Any, Any]:
+    """Return a section for each group at the top, if one is an optimizer; else `flat`.
+
+    Keras writes a model with layers as attributes into several groups: these are one section
+    `state_dict`, marked as the model.
+    """
+    groups = dict.fromkeys(path.partition("/")[0] for path in flat)
+    model_groups = [group for group in groups if not group.startswith("optimizer")]
+    if not 0 < len(model_groups) < len(groups):  # only a model, or only an optimizer
+        return flat
+    root: dict[Any, Any] = {}
+    for path, tensor in flat.items():
+        section, _, key = path.partition("/")
+        if len(model_groups) > 1 and section in model_groups:
+            section, key = _MODEL_SECTION, path
+        root.setdefault(section, OrderedMap())[key] = tensor
+    if _MODEL_SECTION in root:
+        root[_MODEL_SECTION].attributes[MODEL_MARK] = {}
+    return root
+
+
 def _walk_datasets(
-    file: Any, data: ByteRange, others: list[str], limits: Limits
+    file: Any, data: ByteRange, unread: list[str], limits: Limits
 ) -> Iterator[tuple[str, TensorRef]]:
     """Yield each dataset with its path, as a tensor; only hard links are followed.
 
-    A phrase on any other link, or on a dataset that is not a tensor, is added to `others`.
+    A phrase on any other link, or on a dataset that is not a tensor, is added to `unread`.
     """
     import h5py
 
     max_nodes, bytes_left = limits.max_records // _DATASET_COST, limits.max_header_bytes
-    todo, groups, count = deque([("", file)]), {hash(file.id)}, 0
-    while todo:
-        prefix, group = todo.popleft()
+    count = 0
+    queue = deque([("", file)])
+    seen_groups = {hash(file.id)}  # a hard link may lead back up
+    while queue:
+        prefix, group = queue.popleft()
         for name in group:
             path = f"{prefix}{name}"
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-                others.append(f"a link at {printable(path)!r} (not followed)")
+                unread.append(f"a link at {printable(path)!r} (not followed)")
                 continue
-            node, count, bytes_left = group[name], count + 1, bytes_left - len(path)
+            node = group[name]
+            count += 1
             check_limit("has", count, "datasets and groups", max_nodes)
+            bytes_left -= len(path)
             if bytes_left < 0:
                 raise LimitExceeded("the names of its datasets need too much memory")
             if isinstance(node, h5py.Group):
-                if hash(node.id) not in groups:  # a hard link may lead back up
-                    groups.add(hash(node.id))
-                    todo.append((f"{path}/", node))
+                if hash(node.id) not in seen_groups:
+                    seen_groups.add(hash(node.id))
+                    queue.append((f"{path}/", node))
                 continue
-            tensor = (
-                _make_tensor(path, node, data, limits) if isinstance(node, h5py.Dataset) else None
-            )
+            # The third kind of node is a named type.
+            is_dataset = isinstance(node, h5py.Dataset)
+            tensor = _make_tensor(path, node, data, limits) if is_dataset else None
             if tensor is not None:
                 yield path, tensor
             else:
-                others.append(f"{printable(path)!r} of type {node.dtype} is not a tensor")
+                unread.append(f"{printable(path)!r} of type {node.dtype} is not a tensor")
 
 
 def _make_tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef | None:
@@ -201,20 +214,23 @@ def _make_tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> Tenso
     A contiguous one is a range of the file; a compressed or chunked one is read with h5py on
     demand. Keras stores bfloat16 as two raw bytes, with an attribute.
     """
-    stated = node.attrs.get("dtype")
-    is_half = node.dtype.kind == "V" and node.dtype.itemsize == 2 and stated == "bfloat16"
-    dtype = "bfloat16" if is_half else str(node.dtype.newbyteorder("="))
+    is_two_raw_bytes = node.dtype.kind == "V" and node.dtype.itemsize == 2
+    if is_two_raw_bytes and node.attrs.get("dtype") == "bfloat16":
+        dtype = "bfloat16"
+    else:
+        dtype = str(node.dtype.newbyteorder("="))
     if dtype not in BY_NAME or node.shape is None:
         return None
     file = data.source.name
     if node.external or node.is_virtual:
         raise UnsupportedFormat(f"{printable(path)!r} is in another file", file=file)
     size = prod(node.shape) * BY_NAME[dtype].itemsize
-    offset, stored = node.id.get_offset(), node.id.get_storage_size()
-    if size > max(limits.max_repeated_bytes // 4, stored * limits.max_inflation):
-        message = f"{printable(path)!r} has {size:,} bytes, but only {stored:,} in the file"
+    offset, stored_size = node.id.get_offset(), node.id.get_storage_size()
+    if size > max(limits.max_repeated_bytes // 4, stored_size * limits.max_inflation):
+        message = f"{printable(path)!r} has {size:,} bytes, but only {stored_size:,} in the file"
         raise LimitExceeded(message, file=file)
-    if size and (offset is None or stored != size):
+    is_contiguous = offset is not None and stored_size == size
+    if size and not is_contiguous:
         content = make_late_range(data.source.name, size, partial(_read_dataset, data, path))
     else:
         content = data.slice(offset or 0, size)
@@ -223,7 +239,7 @@ def _make_tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> Tenso
 
 
 def _read_dataset(data: ByteRange, path: str) -> tuple[ByteRange, None]:
-    """Return all elements of a chunked or compressed dataset."""
+    """Return all elements of a chunked or compressed dataset, in memory; no CRC-32 is known."""
     with _open_hdf5(data) as file:
         raw = file[path][()].tobytes()
     return ByteRange(MemorySource(raw, data.source.name), 0, len(raw)), None

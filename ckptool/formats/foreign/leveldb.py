@@ -30,12 +30,14 @@ def mask_crc(crc: int) -> int:
 
 def unmask_crc(stored: int) -> int:
     """Return the CRC-32C for the stored form."""
-    turned = (stored - 0xA282EAD8) & 0xFFFFFFFF
-    return (turned >> 17 | turned << 15) & 0xFFFFFFFF
+    rotated = (stored - 0xA282EAD8) & 0xFFFFFFFF
+    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
 
 
 def read_varint(raw: bytes, at: int) -> tuple[int, int]:
     """Return the number at offset `at`, with seven bits per byte, and its end.
+
+    The lowest bits come first. The highest bit of a byte is set if another one follows.
 
     Raises:
         CorruptFile: if the number has no end, or more than 64 bits.
@@ -53,6 +55,8 @@ class Message(dict[int, list[int | bytes]]):
 
     def __init__(self, raw: bytes) -> None:
         """Read the fields; each begins with its number and its wire type, the lowest three bits.
+
+        The wire type is 0 for a varint, 2 for bytes after their length, 1 or 5 for a fixed size.
 
         Raises:
             CorruptFile: if a field is truncated, or of an unused kind.
@@ -77,8 +81,8 @@ class Message(dict[int, list[int | bytes]]):
                 raise CorruptFile("a message in the index ends within a field")
             values = self.setdefault(field_number, [])
             values.append(value)
-            fields = max(len(self), len(values))
-            check_limit("a message in the index has", fields, "fields", _MAX_FIELDS)
+            field_count = max(len(self), len(values))
+            check_limit("a message in the index has", field_count, "fields", _MAX_FIELDS)
 
     def get_number(self, field: int, default: int = 0) -> int:
         """Return the last value of a field as a signed number of 64 bits.
@@ -106,7 +110,8 @@ class Message(dict[int, list[int | bytes]]):
 def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     """Return the entries of a table, in order.
 
-    The footer, at the end, has the handle of the block that lists the handles of all data blocks.
+    The footer, at the end, has two handles: of a block that is not used, and of the block that
+    lists the handles of all data blocks. A handle is the offset and the size of a block.
 
     Raises:
         CorruptFile: if a block is outside the file or has another CRC-32C, keys are not in order,
@@ -119,75 +124,88 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     if len(raw) < _FOOTER_BYTES or not raw.endswith(MAGIC):
         raise CorruptFile("the end of the index is missing")
     footer = raw[-_FOOTER_BYTES:]
-    at = read_varint(footer, read_varint(footer, 0)[1])[1]  # after the handle of an unused block
+    _, at = read_varint(footer, 0)
+    _, at = read_varint(footer, at)
     entries: dict[bytes, bytes] = {}
-    last, end = b"", 0
+    last_key, end = b"", 0
     handles_block, _ = _read_block(raw, footer[at:], 0, max_bytes)
     for _, handle in _parse_entries(handles_block):
         block, end = _read_block(raw, handle, end, max_bytes)
         for key, value in _parse_entries(block):
-            if entries and key <= last:
+            if entries and key <= last_key:
                 raise CorruptFile("the keys of the index are out of order")
             max_bytes -= len(key) + len(value) + _ENTRY_COST
             if max_bytes < 0:
                 raise LimitExceeded("the names in the index need more memory than allowed")
             entries[key] = value
-            last = key
+            last_key = key
     return entries
 
 
-def _read_block(raw: bytes, handle: bytes, start: int, max_bytes: int) -> tuple[bytes, int]:
-    """Return the block of a handle, decompressed, and its end; it must be after `start`.
+def _read_block(raw: bytes, handle: bytes, min_offset: int, max_bytes: int) -> tuple[bytes, int]:
+    """Return the block of a handle, decompressed, and the end of its trailer.
 
-    A handle is the offset and the size of the block. Its compression and CRC-32C follow it.
+    A handle is the offset, at least `min_offset`, and the size of the block. The trailer after the
+    block is its compression (a byte) and a masked CRC-32C of block and compression.
     """
     offset, at = read_varint(handle, 0)
-    size = read_varint(handle, at)[0]
+    size, _ = read_varint(handle, at)
     end = offset + size + _TRAILER_BYTES
-    if offset < start or end > len(raw) - _FOOTER_BYTES:
+    if offset < min_offset or end > len(raw) - _FOOTER_BYTES:
         raise CorruptFile(
             f"a block of {size:,} bytes at {offset:,} is outside the index of {len(raw):,} bytes"
         )
-    stated = int.from_bytes(raw[end - 4 : end], "little")
-    if mask_crc(crc32c(raw[offset : end - 4])) != stated:
+    stated_crc = int.from_bytes(raw[end - 4 : end], "little")
+    if mask_crc(crc32c(raw[offset : end - 4])) != stated_crc:
         raise CorruptFile(f"the block at {offset:,} of the index is damaged (checksum mismatch)")
-    block, kind = raw[offset : offset + size], raw[end - _TRAILER_BYTES]
-    if kind not in (_PLAIN, _SNAPPY):
-        raise CorruptFile(f"the block at {offset:,} of the index has unknown compression {kind}")
-    return (block if kind == _PLAIN else _decompress_snappy(block, max_bytes)), end
+    block, compression = raw[offset : offset + size], raw[offset + size]
+    if compression not in (_PLAIN, _SNAPPY):
+        raise CorruptFile(
+            f"the block at {offset:,} of the index has unknown compression {compression}"
+        )
+    return (block if compression == _PLAIN else _decompress_snappy(block, max_bytes)), end
 
 
 def _parse_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the key and value of each entry; a key shares its start with the previous key."""
-    end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
+    """Yield the key and value of each entry; a key shares its start with the previous key.
+
+    An entry is three lengths (shared bytes of the key, its own bytes, the value), then the own
+    bytes and the value. After the entries, restart offsets and their number have four bytes each.
+    """
+    restart_count = int.from_bytes(block[-4:], "little")
+    end = len(block) - 4 - 4 * restart_count
     if len(block) < 4 or end < 0:
         raise CorruptFile("a block of the index has no restart list")
     key, at = b"", 0
     while at < end:
         shared_length, at = read_varint(block, at)
         own_length, at = read_varint(block, at)
-        length, at = read_varint(block, at)
-        if shared_length > len(key) or at + own_length + length > end:
+        value_length, at = read_varint(block, at)
+        value_start = at + own_length
+        if shared_length > len(key) or value_start + value_length > end:
             raise CorruptFile("an entry of the index reaches past its block")
-        key = key[:shared_length] + block[at : at + own_length]
-        at += own_length + length
-        yield key, block[at - length : at]
+        key = key[:shared_length] + block[at:value_start]
+        at = value_start + value_length
+        yield key, block[value_start:at]
 
 
 def _decompress_snappy(raw: bytes, max_bytes: int) -> bytes:
     """Return the decompressed content of a snappy block.
 
-    It is a size, then literal bytes and copies of earlier output. The two low bits of a tag are the
-    kind: 0 for literal bytes, 1 to 3 for a copy whose distance has 1, 2 or 4 bytes.
+    It is a size, then literal bytes and copies of earlier output, each after a tag. The two low
+    bits of a tag are the kind: 0 for literal bytes, 1 to 3 for a copy whose distance has 1, 2 or 4
+    bytes. The six high bits are the length minus 1, with the exceptions below
+    (https://github.com/google/snappy/blob/main/format_description.txt).
     """
     size, at = read_varint(raw, 0)
     check_limit("a block of the index inflates to", size, "bytes", max_bytes)
     out = bytearray()
     while at < len(raw) and len(out) <= size:
-        kind, length = raw[at] & 3, (raw[at] >> 2) + 1
+        tag = raw[at]
+        kind, length = tag & 3, (tag >> 2) + 1
         at += 1
         if kind == 0:  # literal bytes
-            if length > 60:
+            if length > 60:  # their length minus 1 follows the tag, in 1 to 4 bytes
                 width = length - 60
                 length = int.from_bytes(raw[at : at + width], "little") + 1
                 at += width
@@ -195,14 +213,14 @@ def _decompress_snappy(raw: bytes, max_bytes: int) -> bytes:
             at += length
             continue
         width = (1, 2, 4)[kind - 1]
-        back = int.from_bytes(raw[at : at + width], "little")
-        if kind == 1:
-            back |= raw[at - 1] >> 5 << 8
-            length = (raw[at - 1] >> 2 & 7) + 4
+        distance = int.from_bytes(raw[at : at + width], "little")
+        if kind == 1:  # three bits of the tag belong to the distance, and the length is 4 to 11
+            distance |= tag >> 5 << 8
+            length = (tag >> 2 & 7) + 4
         at += width
-        if not 0 < back <= len(out):
+        if not 0 < distance <= len(out):
             break
-        run = out[-back:][:length]
+        run = out[-distance:][:length]  # repeated if the copy is longer than the distance
         out += (run * (length // len(run) + 1))[:length]
     if at != len(raw) or len(out) != size:
         raise CorruptFile("a block of the index is not a snappy stream")

@@ -52,36 +52,36 @@ def read_array_header(record: Record) -> ArrayHeader:
         CorruptFile: if it is not a header, or does not have dtype, order and shape once each.
         LimitExceeded: if it is longer than any header from numpy.
     """
+    subject = f"array '{printable(record.name)}'"
     head = _read_head(record, _HEAD_BYTES)
-    length_layout = (
-        _LENGTH_BY_VERSION.get(head[6]) if len(head) > 6 and head.startswith(_MAGIC) else None
-    )
-    start = 8 + length_layout.size if length_layout is not None else 0
-    if length_layout is None or len(head) < start:
-        raise CorruptFile(f"array '{printable(record.name)}' does not begin like a numpy array")
+    # It is the magic, the major and the minor version, the length of a text, and the text.
+    version = head[6] if len(head) > 6 and head.startswith(_MAGIC) else 0
+    length_layout = _LENGTH_BY_VERSION.get(version)
+    if length_layout is None or len(head) < 8 + length_layout.size:
+        raise CorruptFile(f"{subject} does not begin like a numpy array")
     (length,) = length_layout.unpack_from(head, 8)
-    check_limit(
-        f"array '{printable(record.name)}' has a header of", length, "bytes", _MAX_HEADER_BYTES
-    )
-    if len(head) < start + length:
-        head = _read_head(record, start + length)
-    text = head[start : start + length].decode("utf-8" if head[6] == 3 else "latin-1", "replace")
-    if len(head) < start + length:
-        raise CorruptFile(f"array '{printable(record.name)}' ends within its header")
+    check_limit(f"{subject} has a header of", length, "bytes", _MAX_HEADER_BYTES)
+    start = 8 + length_layout.size
+    end = start + length
+    if len(head) < end:
+        head = _read_head(record, end)
+    if len(head) < end:
+        raise CorruptFile(f"{subject} ends within its header")
+    text = head[start:end].decode("utf-8" if version == 3 else "latin-1", "replace")
     fields = _parse_fields(text)
     shape = fields.get("shape", "")
     if fields.keys() != {"descr", "fortran_order", "shape"} or not _SHAPE.fullmatch(shape):
-        raise CorruptFile(
-            f"array '{printable(record.name)}' has the header '{printable(text.strip()[:100])}'"
-        )
+        raise CorruptFile(f"{subject} has the header '{printable(text.strip()[:100])}'")
     sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
-    subject = f"array '{printable(record.name)}' has"
-    check_limit(subject, len(sizes), "dimensions", DEFAULT_LIMITS.max_dimensions)
-    return ArrayHeader(fields["descr"], fields["fortran_order"] == "True", sizes, start + length)
+    check_limit(f"{subject} has", len(sizes), "dimensions", DEFAULT_LIMITS.max_dimensions)
+    return ArrayHeader(fields["descr"], fields["fortran_order"] == "True", sizes, end)
 
 
 def _parse_fields(text: str) -> dict[str, str]:
-    """Return the fields of the dict without quotes; empty if it contains anything else."""
+    """Return the fields of a Python dict in a header, without quotes around keys and texts.
+
+    Empty if the text contains anything else. It is parsed, not evaluated.
+    """
     text = text.strip()
     fields: dict[str, str] = {}
     position = 1
@@ -95,7 +95,7 @@ def _parse_fields(text: str) -> dict[str, str]:
 
 
 def _read_head(record: Record, length: int) -> bytes:
-    """Return the first bytes of a record, fewer if it is shorter."""
+    """Return the first bytes of a record, fewer if it is shorter; of a compressed one, inflated."""
     length = min(length, record.data.length)
     source = record.data.source
     if isinstance(source, InflatedSource):
@@ -103,7 +103,8 @@ def _read_head(record: Record, length: int) -> bytes:
     return record.data.read(0, length)
 
 
-_CODE = re.compile(r"([<>|=]?)([A-Za-z]\d*)")
+_CODE = re.compile(r"(?P<order>[<>|=]?)(?P<type>[A-Za-z]\d*)")
+"""A plain dtype in numpy's form: byte order and type, `<f4`."""
 
 
 class NumpyArchive(Format):
@@ -139,7 +140,7 @@ class NumpyArchive(Format):
         for record in archive.records.values():
             name = record.name.removesuffix(ARRAY_EXTENSION)
             header = read_array_header(record)
-            if header.descr in ("|O", "O"):
+            if header.descr in ("|O", "O"):  # objects: a pickle follows the header
                 pickles.append(unpickle_outer(record.data, probe.limits, start=header.length))
                 root[name] = pickles[-1].root
             elif (tensor := _make_tensor(record, header)) is not None:
@@ -157,14 +158,16 @@ NPZ = NumpyArchive()
 def _make_tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
     """Return the array as a tensor; None if torch lacks the dtype."""
     code = _CODE.fullmatch(header.descr)
-    dtype = ELEMENT_TYPES.get(code[2]) if code else None
+    dtype = ELEMENT_TYPES.get(code["type"]) if code else None
     if code is None or dtype is None:
         return None
     data = record.data.slice(header.length, record.data.length - header.length)
-    order = "big" if code[1] == ">" else "little"
+    order = "big" if code["order"] == ">" else "little"
     tensor = make_plain_tensor(record.name, dtype, header.shape, data, byteorder=order)
-    stride = row_major_strides(header.shape[::-1])[::-1]
-    return replace(tensor, stride=stride) if header.fortran_order else tensor
+    if not header.fortran_order:
+        return tensor
+    column_major_stride = row_major_strides(header.shape[::-1])[::-1]
+    return replace(tensor, stride=column_major_stride)
 
 
 def _describe_file(

@@ -136,23 +136,28 @@ class TensorFlow(Format):
         return bool(_find_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the variables by name, from the index; those of an optimizer are a section."""
+        """Return the variables by name, from the index; those of an optimizer are a section.
+
+        The names are shortened with `_clean_name`, if that does not make two equal.
+        """
         index, data = probe.compute_once(_read_index), probe.compute_once(_open_data)
         model, optimizer = OrderedMap(), OrderedMap()
-        others: list[str] = []
-        names = {_decode_name(key): key for key in index.entries if not key.startswith(b"\0")}
-        for name, key in names.items():
-            entry = index.entries[key]
+        unread: list[str] = []
+        key_by_name = {  # without the parts of variables, whose keys begin with a zero byte
+            _decode_name(key): key for key in index.entries if not key.startswith(b"\0")
+        }
+        for name, key in key_by_name.items():
             if name in _FRAMEWORK_RECORDS:
                 continue
+            entry = index.entries[key]
             leaf = data.make_leaf(key, entry)
             if leaf is None:
                 kind = f"TensorFlow type {entry.dtype}"
-                others.append(f"{printable(name)!r} of {kind} is not a tensor")
+                unread.append(f"{printable(name)!r} of {kind} is not a tensor")
                 continue
-            section = optimizer if _is_slot(name, names) else model
-            clean = _clean_name(name)
-            section[name if clean in section else clean] = leaf
+            section = optimizer if _is_slot(name, key_by_name) else model
+            clean_name = _clean_name(name)
+            section[name if clean_name in section else clean_name] = leaf
         if optimizer:
             model.attributes[MODEL_MARK] = {}
         return Checkpoint(
@@ -163,9 +168,9 @@ class TensorFlow(Format):
                 size=index.source.size + sum(source.size for source in data.sources),
                 writer="TensorFlow",
                 byteorder=index.byteorder,
-                storage_bytes=sum(source.nbytes for source in find_tensors([model, optimizer])),
-                notes=tuple(_describe_own_records(names)),
-                left_behind=tuple(others),
+                storage_bytes=sum(tensor.nbytes for tensor in find_tensors([model, optimizer])),
+                notes=tuple(_describe_framework_records(key_by_name)),
+                left_behind=tuple(unread),
                 late=any(isinstance(leaf, Opaque) for leaf in model.values()),
             ),
             sources=(index.source, *data.sources),
@@ -217,9 +222,10 @@ def _is_table(place: Place, path: str) -> bool:
 
 
 def _find_indexes(probe: Probe) -> list[str]:
-    """Return the path of the index, or of each index in a folder; of the latest one, if stated.
+    """Return the path of the index, or of each index in a folder; empty if there is none.
 
-    A data file, and the folder of a SavedModel, stand for their index.
+    A data file, and the folder of a SavedModel, stand for their index. If a folder states which
+    index is the latest, it is the only one; that file may be missing.
     """
     if not probe.is_folder:
         match = _FILE_NAME.fullmatch(probe.path)
@@ -235,7 +241,7 @@ def _find_indexes(probe: Probe) -> list[str]:
 
 
 def _find_latest_index(probe: Probe) -> str | None:
-    """Return the path of the latest index of a folder, by its `checkpoint` file."""
+    """Return the path of the latest index of a folder, if its file `checkpoint` states one."""
     path = os.path.join(probe.path, _LATEST_FILE)
     if _LATEST_FILE not in probe.entries or not probe.place.is_file(path):
         return None
@@ -249,21 +255,25 @@ def _find_latest_index(probe: Probe) -> str | None:
 
 
 def _read_index(probe: Probe) -> _Index:
-    """Return the index of a probe, which must have exactly one."""
+    """Return the index of a probe that `recognize` accepts, if it has only one.
+
+    It is opened, and closed with the probe.
+    """
     paths = _find_indexes(probe)
     if len(paths) > 1:
         subject = f"has several checkpoints: {listed([os.path.basename(path) for path in paths])}"
         hint = f"give one: ckptool list {shell(paths[-1])}"
         raise UnsupportedFormat(subject, file=probe.path, hint=hint)
-    if not probe.place.is_file(paths[0]):
-        name = os.path.basename(paths[0])
+    path = paths[0]
+    if not probe.place.is_file(path):
+        name = os.path.basename(path)
         subject = f"lacks {name}, the latest checkpoint in its file `{_LATEST_FILE}`"
         raise FileMissing(
             subject, file=probe.path, hint="copy it as well, or give another checkpoint"
         )
-    source = probe.source if probe.path == paths[0] else None
-    if source is None:
-        source = probe.place.open(paths[0])
+    source = probe.source if probe.path == path else None
+    if source is None:  # the probe is a data file or a folder
+        source = probe.place.open(path)
         probe.on_close(source.close)
     with (
         require_package("google-crc32c", "is a TensorFlow index with checksums", source.name),
@@ -273,7 +283,7 @@ def _read_index(probe: Probe) -> _Index:
         header = Message(table.pop(b"", b""))
         entries = {key: _parse_entry(key, raw, probe.limits) for key, raw in table.items()}
     order = "big" if header.get_number(2) else "little"
-    return _Index(paths[0], source, entries, header.get_number(1), order)
+    return _Index(path, source, entries, header.get_number(1), order)
 
 
 def _parse_entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
@@ -283,11 +293,11 @@ def _parse_entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
     without a count along an axis (-1) has the full axis.
     """
     fields, subject = Message(raw), f"variable {_describe_key(key)}"
-    shape = tuple(
-        size.get_number(1) for part in fields.get_messages(2) for size in part.get_messages(2)
+    shape = tuple(  # TensorShapeProto: its field 2 has the axes, their field 1 the size
+        axis.get_number(1) for shape in fields.get_messages(2) for axis in shape.get_messages(2)
     )
     check_limit(f"{subject} has", len(shape), "dimensions", limits.max_dimensions)
-    slices = tuple(
+    slices = tuple(  # TensorSliceProto: its field 1 has the axes, their fields start and count
         tuple((axis.get_number(1), axis.get_number(2, -1)) for axis in extents.get_messages(1))
         for extents in fields.get_messages(7)
     )
@@ -300,12 +310,13 @@ def _parse_entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
 
 
 def _describe_key(key: bytes) -> str:
-    """Return the name in a key, for a message."""
+    r"""Return the name in a key, for a message; a part has the key `\0NAME\0\1...`."""
     name, _, part = key.lstrip(b"\0").partition(b"\0\1")
     return f"{printable(name.decode('utf-8', 'replace'))!r}" + (" (a part)" if part else "")
 
 
 def _open_data(probe: Probe) -> _Data:
+    """Return the data files of the index of a probe; a function for `Probe.compute_once`."""
     return _Data(probe, probe.compute_once(_read_index))
 
 
@@ -323,6 +334,7 @@ class _Data:
         self._files: dict[int, Source] = {}
         """The data files, by their number."""
         prefix = index.path.removesuffix(".index")
+        # The entry of a partitioned variable has no bytes, only those of its parts.
         used = {entry.shard for entry in index.entries.values() if not entry.slices}
         allow_open_files(len(used))
         for shard in sorted(used):
@@ -363,66 +375,84 @@ class _Data:
         return ByteRange(self._files[entry.shard], entry.offset, entry.size)
 
     def _join_parts(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
-        """Return the bytes of a partitioned variable, joined from its parts."""
+        """Return the bytes of a partitioned variable, joined from its parts.
+
+        The entry of the variable has the position of each part: start and count per axis (-1: the
+        full axis). The part itself is another entry of the index.
+        """
         tiles = []
         with add_error_context(None, f"variable {_describe_key(key)}"):
             for extents in entry.slices:
-                offsets = tuple(first for first, _ in extents)
-                axes = zip(extents, entry.shape, strict=True)
-                sizes = tuple(full_size if count < 0 else count for (_, count), full_size in axes)
+                offsets = tuple(start for start, _ in extents)
+                sizes = tuple(
+                    full_size if count < 0 else count
+                    for (_, count), full_size in zip(extents, entry.shape, strict=True)
+                )
                 part = self._index.entries.get(_make_part_key(key, extents))
                 if part is None or (part.dtype, part.shape) != (entry.dtype, sizes) or part.slices:
-                    message = "is missing" if part is None else "has another shape or type"
+                    problem = "is missing" if part is None else "has another shape or type"
                     raise CorruptFile(
-                        f"the part of shape {list(sizes)} at offset {list(offsets)} {message}"
+                        f"the part of shape {list(sizes)} at offset {list(offsets)} {problem}"
                     )
                 data = make_plain_tensor("its part", dtype, sizes, self._locate_bytes(part)).data
                 tiles.append(Tile(offsets, sizes, data))
             return join_tiles(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
 
     def _read_texts(self, key: bytes, entry: _Entry) -> Any:
-        """Return the texts of a variable, in lists by its shape; bytes if they are not UTF-8."""
+        """Return the texts of a variable, in nested lists by its shape; a text for a scalar.
+
+        A text that is not UTF-8 is returned as bytes.
+        """
         lengths, checked_bytes = self._read_strings(key, entry)
         if mask_crc(crc32c(checked_bytes)) != entry.crc32c:
             message = f"variable {_describe_key(key)} is damaged (checksum mismatch)"
             raise CorruptFile(message, file=self._files[entry.shard].name, hint=_COPY_AGAIN)
         nodes: list[Any] = []
-        at = len(checked_bytes) - sum(lengths)
+        at = len(checked_bytes) - sum(lengths)  # the texts are at the end
         for length in lengths:
             nodes.append(_decode_text(checked_bytes[at : at + length]))
             at += length
-        for size in reversed(entry.shape if nodes else ()):
+        if not nodes:
+            return []
+        for size in reversed(entry.shape):  # from the last axis on, `size` nodes become one
             nodes = [nodes[start : start + size] for start in range(0, len(nodes), size)]
-        return nodes[0] if nodes else []
+        return nodes[0]
 
     def _read_strings(self, key: bytes, entry: _Entry) -> tuple[list[int], bytes]:
         """Return the lengths of the texts of a variable, and the bytes covered by its CRC-32C.
 
-        A length is a varint in the file, but a four-byte number in the CRC-32C. Four bytes between
-        lengths and texts are a checksum of the lengths.
+        In the file, the lengths are varints; four bytes with their checksum and the texts follow.
+        The CRC-32C covers the lengths as numbers of four bytes (eight if necessary), and the rest.
         """
         data = self._locate_bytes(entry)
+        count = prod(entry.shape)
         raw, at, lengths = data.read(), 0, list[int]()
-        if prod(entry.shape) <= len(raw):
-            for _ in range(prod(entry.shape)):
+        if count <= len(raw):  # each length has a byte or more
+            for _ in range(count):
                 length, at = read_varint(raw, at)
                 lengths.append(length)
-        if len(lengths) != prod(entry.shape) or at + 4 + sum(lengths) != len(raw):
+        if len(lengths) != count or at + 4 + sum(lengths) != len(raw):
             message = f"variable {_describe_key(key)} has strings that do not match their lengths"
             raise CorruptFile(message, file=data.source.name, hint=_COPY_AGAIN)
-        widths = (length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths)
-        return lengths, b"".join(widths) + raw[at:]
+        fixed_lengths = b"".join(
+            length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths
+        )
+        return lengths, fixed_lengths + raw[at:]
 
     def list_checksums(self) -> Iterator[Checksum | Finding]:
-        """Yield the CRC-32C stated for each text, tensor or part, or a finding if there is none."""
+        """Yield the stated CRC-32C of each variable or part, with its bytes.
+
+        A finding for one with bytes outside its file, or damaged texts.
+        """
         for key, entry in self._index.entries.items():
             if entry.slices:
-                continue
+                continue  # its parts have entries of their own
             try:
                 data = self._locate_bytes(entry)
                 if entry.dtype == _STRING_TYPE:
-                    raw = self._read_strings(key, entry)[1]
-                    data = ByteRange(MemorySource(raw, data.source.name), 0, len(raw))
+                    _, checked_bytes = self._read_strings(key, entry)
+                    source = MemorySource(checked_bytes, data.source.name)
+                    data = ByteRange(source, 0, source.size)
             except CheckpointError as error:
                 yield Finding("corrupt", error.message, (_describe_key(key),), hint=error.hint)
                 continue
@@ -438,35 +468,44 @@ def _decode_text(raw: bytes) -> str | bytes:
 
 
 def _make_part_key(key: bytes, extents: tuple[tuple[int, int], ...]) -> bytes:
-    """Return the key of a part of a variable: name, rank, and start and count per dimension."""
-    ends = b"".join(_encode_ordered(number) for axis in extents for number in axis)
-    return b"\0" + key + b"\0\1" + bytes((1, len(extents))) + ends
+    """Return the key of a part of a variable: name, rank, and start and count per axis.
+
+    See `EncodeTensorNameSlice` (core/util/saved_tensor_slice_util.cc): after a zero, the name ends
+    with a zero and a one, and a number of one byte (the rank) follows its length.
+    """
+    encoded_extents = b"".join(_encode_ordered(number) for axis in extents for number in axis)
+    return b"\0" + key + b"\0\1" + bytes((1, len(extents))) + encoded_extents
 
 
 def _encode_ordered(number: int) -> bytes:
-    """Return a number as in LevelDB keys, so that bytes sort like the numbers.
+    """Return a number, -1 or more, as in LevelDB keys, so that bytes sort like the numbers.
 
-    As many bits are set at the start as there are bytes (core/lib/strings/ordered_code.cc).
+    As many bits are set at the start as there are bytes; then a sign bit and the number follow, 7
+    bits per byte in all (core/lib/strings/ordered_code.cc).
     """
     if number < 64:
         return bytes((0x80 ^ number & 0xFF,))
-    width = (number.bit_length() + 7) // 7
+    width = (number.bit_length() + 1 + 6) // 7  # with the sign bit, rounded up
     if width > 8:
         raise CorruptFile(f"a part begins or ends at {number:,}")
-    head = (0xFF << 8 - width & 0xFF) << 8 * (width - 1)
-    return (number ^ head).to_bytes(width, "big")
+    first_byte = 0xFF << (8 - width) & 0xFF
+    return (number ^ first_byte << 8 * (width - 1)).to_bytes(width, "big")
 
 
 def _is_slot(name: str, names: Collection[str]) -> bool:
-    """Return True for an optimizer's variable; TensorFlow 1 puts slots below variables."""
+    """Return True for an optimizer's variable.
+
+    TensorFlow 1 puts slots below their variable, `dense/kernel/Adam`; averages of the model are
+    there, too.
+    """
     if _SLOT in name or _OPTIMIZER_NAME.match(name):
         return True
-    owner, _, last = name.rpartition("/")
-    return owner in names and last != _AVERAGE_NAME
+    variable, _, last_part = name.rpartition("/")
+    return variable in names and last_part != _AVERAGE_NAME
 
 
-def _describe_own_records(names: Collection[str]) -> Iterator[str]:
-    """Yield a note on records that TensorFlow writes for itself."""
-    own = [name.partition("/")[0] for name in _FRAMEWORK_RECORDS if name in names]
-    if own:
-        yield f"records of TensorFlow itself: {listed(own)}"
+def _describe_framework_records(names: Collection[str]) -> Iterator[str]:
+    """Yield a note on the records that TensorFlow writes for itself, if any."""
+    records = [name.partition("/")[0] for name in _FRAMEWORK_RECORDS if name in names]
+    if records:
+        yield f"records of TensorFlow itself: {listed(records)}"
