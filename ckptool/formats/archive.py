@@ -45,13 +45,16 @@ LOCAL = struct.Struct("<4s5H3I2H")
 FIELD = struct.Struct("<2H")
 ZIP64 = 1
 """The extra field with sizes and offset as numbers of 64 bits."""
-_ENTRY_SIGNATURE = b"PK\x01\x02"
+_ENTRY_SIGNATURE, END_SIGNATURE = b"PK\x01\x02", b"PK\x05\x06"
 SEE_ZIP64, SEE_ZIP64_COUNT = 0xFFFFFFFF, 0xFFFF
 """The values of fields that are too short; the zip64 field or record has the true ones."""
 
 DESCRIPTOR_FLAG, UNSUPPORTED_FLAGS = 1 << 3, 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 """Flags of a record: a data descriptor follows it; it is encrypted (0, 6, 13) or a patch (5)."""
 _MAX_ENTRY_BYTES = CENTRAL.size + 3 * 0xFFFF
+"""The size of an entry with the longest name, extra area and comment."""
+_SINGLE_DISK = ((0, 0), (1, 1))
+"""The numbers of this disk and of the first: miniz, which torch uses, counts from 0 or 1."""
 
 
 class ZipSeries(UnsupportedFormat):
@@ -95,21 +98,23 @@ def find_end(data: ByteRange) -> End | None:
     """
     reach = min(data.length, END.size + 0xFFFF)
     tail = data.read(data.length - reach, reach)
-    at = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - END.size + 4, 0))
+    # At least END.size bytes begin with the 4 bytes of the signature.
+    at = tail.rfind(END_SIGNATURE, 0, max(len(tail) - END.size + len(END_SIGNATURE), 0))
     if at < 0:
         return None
     position = data.length - reach + at
     _, disk, first_disk, on_disk, entries, length, offset, _ = END.unpack_from(tail, at)
     end = End(entries, offset, length, position)
     end64 = _find_end64(data, end)
-    if (disk, first_disk) not in ((0, 0), (1, 1)) and end64 is None:
+    if (disk, first_disk) not in _SINGLE_DISK and end64 is None:
         raise CorruptFile("the zip is split over several disks")
     if on_disk != entries:
         raise CorruptFile(f"the zip has {entries:,} records in total but {on_disk:,} on this disk")
     end = end64 or end
-    shift = end.start - end.offset - end.length
+    shift = end.start - (end.offset + end.length)
     if shift:
-        if shift > 0 and data.read(end.offset + shift, 4) in (_ENTRY_SIGNATURE, b"PK\x05\x06"):
+        # An empty directory consists of the end record only.
+        if shift > 0 and data.read(end.offset + shift, 4) in (_ENTRY_SIGNATURE, END_SIGNATURE):
             _refuse_shifted(data, shift)
         raise CorruptFile(
             f"the zip directory ({end.length:,} bytes at offset {end.offset:,}) does not end "
@@ -119,33 +124,36 @@ def find_end(data: ByteRange) -> End | None:
 
 
 def _find_end64(data: ByteRange, end: End) -> End | None:
-    """Return the zip64 end record before `end`, checked against it; None if there is none."""
-    position = end.start - LOCATOR.size
-    if position < 0:
+    """Return the zip64 end record before `end`, checked against it; None if there is none.
+
+    Its locator precedes `end`, and states its offset.
+    """
+    locator_offset = end.start - LOCATOR.size
+    if locator_offset < 0:
         return None
-    signature, _, offset, disks = LOCATOR.unpack(data.read(position, LOCATOR.size))
+    signature, _, offset, disks = LOCATOR.unpack(data.read(locator_offset, LOCATOR.size))
     if signature != b"PK\x06\x07":
         return None
-    if offset + END64.size > position or disks > 1:
+    if offset + END64.size > locator_offset or disks > 1:
         raise CorruptFile(f"the zip64 end record cannot be at offset {offset:,}")
     fields = END64.unpack(data.read(offset, END64.size))
-    signature, own_size, _, _, disk, first_disk, on_disk, entries, length, start = fields
+    signature, own_size, _, _, disk, first_disk, on_disk, entries, length, directory = fields
     # The size in the record is that of the bytes after its first 12.
-    if signature != b"PK\x06\x06" or offset + own_size + 12 != position:
-        before = position - END64.size
-        if before > offset and data.read(before, 4) == b"PK\x06\x06":
-            _refuse_shifted(data, before - offset)
+    if signature != b"PK\x06\x06" or offset + 12 + own_size != locator_offset:
+        usual_offset = locator_offset - END64.size
+        if usual_offset > offset and data.read(usual_offset, 4) == b"PK\x06\x06":
+            _refuse_shifted(data, usual_offset - offset)
         raise CorruptFile(f"no zip64 end record at offset {offset:,}")
-    if (disk, first_disk) not in ((0, 0), (1, 1)) or on_disk != entries:
+    if (disk, first_disk) not in _SINGLE_DISK or on_disk != entries:
         raise CorruptFile("the zip is split over several disks")
     for short, wide, unknown in (
         (end.entries, entries, SEE_ZIP64_COUNT),
         (end.length, length, SEE_ZIP64),
-        (end.offset, start, SEE_ZIP64),
+        (end.offset, directory, SEE_ZIP64),
     ):
         if short not in (wide, unknown):
             raise CorruptFile(f"the two end records of the zip disagree: {short:,} and {wide:,}")
-    return End(entries, start, length, offset)
+    return End(entries, directory, length, start=offset)
 
 
 def read_directory(data: ByteRange, end: End, limits: Limits) -> list[ZipEntry]:
@@ -208,12 +216,15 @@ def read_raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
     """Return the name and the bytes of each entry of a directory that `read_directory` has read."""
     directory = data.read(end.offset, end.length)
     entries = []
-    position = 0
+    start = 0
     for _ in range(end.entries):
-        lengths = CENTRAL.unpack_from(directory, position)[10:13]
-        start, stop = position + CENTRAL.size, position + CENTRAL.size + sum(lengths)
-        entries.append((directory[start : start + lengths[0]], directory[position:stop]))
-        position = stop
+        fields = CENTRAL.unpack_from(directory, start)
+        *_, name_length, extra_length, comment_length, _, _, _, _ = fields
+        name_start = start + CENTRAL.size
+        name_stop = name_start + name_length
+        stop = name_stop + extra_length + comment_length
+        entries.append((directory[name_start:name_stop], directory[start:stop]))
+        start = stop
     return entries
 
 
@@ -266,7 +277,10 @@ def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
 
 
 def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
-    """Refuse offsets that are all `shift` too small: a series of archives, or leading bytes."""
+    """Refuse a zip with offsets that are all `shift` too small: other bytes precede the archive.
+
+    They are a first copy of the file, the earlier archives of a series, or foreign.
+    """
     if data.read(shift, 4) == data.read(0, 4) == ZIP_MAGIC:
         if is_second_copy(data, shift):
             raise CorruptFile(
@@ -282,21 +296,20 @@ def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
 
 
 def is_second_copy(data: ByteRange, shift: int) -> bool:
-    """Return whether the zip at `shift` is the second copy of one that begins at 0.
+    """Return True if the zip at `shift` is a second copy of the one at 0: a restarted download.
 
-    The first records are equal, and no archive ends where the second copy begins, as in a DCP
-    shard; or else that archive has the same directory, and so the same checksums.
+    A truncated first copy only has to begin like the second. A complete one, as in the series of a
+    DCP shard, must also have the same directory, and so the same checksums.
     """
     length = min(shift, data.length - shift, LOCAL.size + 64)
     if data.read(0, length) != data.read(shift, length):
         return False
-    if data.read(max(0, shift - END.size), 4) != b"PK\x05\x06":
+    is_first_complete = data.read(max(0, shift - END.size), 4) == END_SIGNATURE
+    if not is_first_complete:
         return True
-    # A complete archive ends there: the two must have the same directory at their ends.
-    tail = min(shift, _WINDOW)
-    return data.length == 2 * shift and data.read(shift - tail, tail) == data.read(
-        data.length - tail, tail
-    )
+    length = min(shift, _WINDOW)
+    first_tail, second_tail = (data.read(stop - length, length) for stop in (shift, data.length))
+    return data.length == 2 * shift and first_tail == second_tail
 
 
 _WINDOW = 64 << 10
@@ -355,8 +368,7 @@ class LocalHeaders:
         self.end = end
         self.window = b""
         """The bytes that were read last: one header or several."""
-        self.start = 0
-        """The offset of `window`."""
+        self.window_start = 0
 
     def find_payload(self, entry: ZipEntry, following: int) -> int:
         """Return the offset of an entry's content, from the length of its local extra field.
@@ -368,7 +380,7 @@ class LocalHeaders:
         """
         header, name = entry.header, entry.raw_name
         length = LOCAL.size + len(name)
-        at = header - self.start  # in the window
+        at = header - self.window_start
         if at + length > len(self.window):
             self._read_window(entry, length, following)
             at = 0
@@ -388,9 +400,10 @@ class LocalHeaders:
         """Read the local header of an entry, and the bytes after it if the next header is close."""
         if entry.header + length > self.end:
             raise self._overlap_error(entry)
-        reach = _WINDOW if following - entry.header < _WINDOW_DISTANCE else length
-        self.window = self.data.read(entry.header, min(reach, self.end - entry.header))
-        self.start = entry.header
+        is_next_close = following - entry.header < _WINDOW_DISTANCE
+        window_length = min(_WINDOW if is_next_close else length, self.end - entry.header)
+        self.window = self.data.read(entry.header, window_length)
+        self.window_start = entry.header
 
     def _overlap_error(self, entry: ZipEntry) -> CorruptFile:
         """Return the error for a record that reaches into the directory."""
@@ -463,9 +476,8 @@ def _read_first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int],
 
     Only if the first record is an uncompressed `data.pkl`; else 0, no sizes and None.
     """
-    header = LOCAL.unpack(data.read(0, LOCAL.size))
-    method, name_length, extra_length = header[3], header[9], header[10]
-    if method or not data.read(LOCAL.size, name_length).endswith(b"/data.pkl"):
+    _, _, _, method, *_, name_length, extra_length = LOCAL.unpack(data.read(0, LOCAL.size))
+    if method != STORED or not data.read(LOCAL.size, name_length).endswith(b"/data.pkl"):
         return 0, [], None
     sizes: dict[str, int] = {}
 
@@ -588,16 +600,13 @@ def _read_unzipped_folder(probe: Probe) -> Archive:
     path = probe.path
     if probe.entries.isdisjoint(_CHECKPOINT_RECORDS):
         visible_names = [name for name in probe.entries if not name.startswith((".", "__"))]
-        folders = [
-            subfolder
-            for name in visible_names
-            if os.path.isdir(subfolder := os.path.join(path, name))
-        ]
-        if len(folders) != 1 or not any(
-            os.path.isfile(os.path.join(*folders, m)) for m in _CHECKPOINT_RECORDS
+        visible_paths = (os.path.join(path, name) for name in visible_names)
+        subfolders = list(filter(os.path.isdir, visible_paths))
+        if len(subfolders) != 1 or not any(
+            os.path.isfile(os.path.join(subfolders[0], name)) for name in _CHECKPOINT_RECORDS
         ):
             return Archive(path, "", {}, (), 0)
-        path = folders[0]
+        path = subfolders[0]
     records: dict[str, Record] = {}
     for name, entry in _walk_files(path, ""):
         check_limit("the folder has", len(records) + 1, "files", probe.limits.max_records)
@@ -608,7 +617,11 @@ def _read_unzipped_folder(probe: Probe) -> Archive:
 
 
 def _walk_files(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield regular files by name, in sorted order; links are not followed for safety."""
+    """Yield name and entry of each file in a folder and its subfolders, sorted by name.
+
+    Names are relative to the first folder: `prefix` is the way to this one. For safety, links are
+    left out.
+    """
     try:
         with os.scandir(path) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)

@@ -200,8 +200,8 @@ class Probe:
     ) -> None:
         """Open `path`, unless it is a folder or already open (`source`).
 
-        With `salvages`, which reads the intact records of a zip, damaged or truncated storages have
-        no bytes instead of raising errors.
+        `salvages` is a function that reads the intact records of a damaged zip. If it is given,
+        damaged or truncated storages have no bytes instead of raising errors.
 
         A path that ends in a pattern (`run/model_world_size_4_rank_*.pt`) is its folder with only
         the matching names; the prefix of a TensorFlow checkpoint is its index.
@@ -222,9 +222,9 @@ class Probe:
         exists = self.is_folder or self.place.exists(self.path)
         if "*" in name and not exists and self.place.is_folder(folder or "."):
             self.path, self._pattern, self.is_folder = folder or ".", name, True
-        index = f"{self.path}.index"  # users of TensorFlow give a prefix
-        if not (exists or self.is_folder) and self.place.is_file(index):
-            self.path = index
+        tensorflow_index = f"{self.path}.index"
+        if not (exists or self.is_folder) and self.place.is_file(tensorflow_index):
+            self.path = tensorflow_index
         self.source = source or (None if self.is_folder else self.place.open(self.path))
         if self._pattern != "*" and not self.entries:
             raise FileMissing(f"has no file {self._pattern}", file=self.path)
@@ -316,8 +316,10 @@ class WritePlan:
     @property
     def size(self) -> int:
         """The size of the result in bytes, of all files together."""
-        end = self.patch.offset + len(self.patch.data) if self.patch else 0
-        return max(self.kept, end) + sum(file.size for file in self.files)
+        patch_end = self.patch.offset + len(self.patch.data) if self.patch else 0
+        # The patch begins inside the kept bytes, and may make the source longer.
+        source_size = max(self.kept, patch_end)
+        return source_size + sum(file.size for file in self.files)
 
     @property
     def written(self) -> int:
@@ -391,15 +393,18 @@ class Format:
 
     @property
     def keeps_order(self) -> bool:
-        """True if the keys are in the order in which they were saved: only pickles keep it."""
+        """True if the keys are in the order in which they were saved.
+
+        One pickle keeps the order. Shards and other formats do not.
+        """
         return self.inline or (self.by_torch and not self.shard_ending)
 
     def describe_layout(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Return a note on the layout of the kernels, if it is not torch's."""
-        if not self.layout or all(
-            len(tensor.shape) < 2 for tensor in find_tensors(checkpoint.root)
-        ):
+        if not self.layout:
             return ()
+        if all(len(tensor.shape) < 2 for tensor in find_tensors(checkpoint.root)):
+            return ()  # no kernels: a bias is the same in every layout
         return (
             f"kernels have the layout of {self.layout}: Dense [in, out], convolutions "
             f"[height, width, in, out]; load_into and convert --like convert a {self.layout} "

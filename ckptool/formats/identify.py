@@ -26,6 +26,8 @@ _UNPACK_TAR = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
 _TORCHFILE = (
     "read it with torchfile.load (pip install torchfile) and save its arrays with torch.save"
 )
+_INTO_UNPACKED = "> {unpacked}"
+"""The end of each command that inflates a file."""
 JOBLIB_HINT = (
     "if you trust its author, read it with joblib.load and save its arrays with numpy.savez"
 )
@@ -77,7 +79,7 @@ class NameKind(NamedTuple):
 
 def _compressed_magic(offset: int, magic: bytes, product: str, command: str) -> Magic:
     """Return the row of a compressed file, with the command that unpacks it."""
-    hint = f"{command} {{file}} > {{unpacked}} && ckptool list {{unpacked}}"
+    hint = f"{command} {{file}} {_INTO_UNPACKED} && ckptool list {{unpacked}}"
     return Magic(offset, magic, f"compressed with {product}", hint, NotACheckpoint)
 
 
@@ -201,6 +203,8 @@ ZIP_KINDS: tuple[NameKind, ...] = (
         TruncatedFile,
     ),
 )
+_COMPRESSED_TAR_EXTENSION = r"(?<!\.pth)\.(?:tar\.\w+|t[gbx]z|tzst|tlz4)\Z"
+"""Not `.pth.tar.gz`: there `.tar` is part of a usual extension of checkpoints."""
 _PICKLE_EXTENSION = r"\.(?:joblib|pkl|pickle|sav)(?:\.\w+)?\Z"
 """The usual extensions of joblib files."""
 _CHECKPOINT_NAME = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
@@ -246,13 +250,11 @@ def unrecognized_error(probe: Probe) -> CheckpointError:
     if probe.is_folder:
         return _identify_folder(probe).to_error(probe.path)
     identification = (
-        (
-            _identify_empty(probe)
-            or _identify_zip(probe)
-            or _identify_tar(probe)
-            or _identify_signature(probe)
-            or _identify_text(probe)
-        )
+        _identify_empty(probe)
+        or _identify_zip(probe)
+        or _identify_tar(probe)
+        or _identify_signature(probe)
+        or _identify_text(probe)
         or _identify_by_name(probe)
         or Identification(
             f"a file of unknown format; its first bytes are {probe.head[:8].hex(' ')}",
@@ -345,7 +347,10 @@ def _identify_zip(probe: Probe) -> Identification | None:
 
 
 def _identify_tar(probe: Probe) -> Identification | None:
-    """Identify a tar; None for other files. The tar of torch 0.1 is a format."""
+    """Identify a tar, perhaps of a NeMo model; None for other files.
+
+    The tar of torch 0.1 is a format, so it does not come here.
+    """
     from ckptool.formats.torch_tar import is_tar, read_members
 
     if not is_tar(probe.head):
@@ -355,11 +360,12 @@ def _identify_tar(probe: Probe) -> Identification | None:
         checkpoint_name = next(
             (name for name in names if name.endswith(".ckpt")), "model_weights.ckpt"
         )
-        hint = f"{_UNPACK_TAR} {{name}} && ckptool list {{target}}"
-        target = shell(os.path.join(find_unused_path(f"{probe.path}.unpacked"), checkpoint_name))
+        unpacked = find_unused_path(f"{probe.path}.unpacked")
+        target = shell(os.path.join(unpacked, checkpoint_name))
+        unpack_command = _fill_braces(_UNPACK_TAR, probe)
         return Identification(
             "a NeMo model (a tar archive with a checkpoint and its settings)",
-            _fill_braces(hint, probe, name=shell(checkpoint_name), target=target),
+            f"{unpack_command} {shell(checkpoint_name)} && ckptool list {target}",
             UnsupportedFormat,
         )
     return Identification(
@@ -370,18 +376,17 @@ def _identify_tar(probe: Probe) -> Identification | None:
 def _identify_signature(probe: Probe) -> Identification | None:
     """Identify a file by its first or last bytes, or return None.
 
-    The hint for a compressed tar or pickle says how to read its content.
+    The hint for a compressed tar or pickle shows how to read its content.
     """
-    head, size = probe.head, probe.require_source().size
-    ending = probe.require_source().read(max(0, size - 8), min(8, size))
+    source = probe.require_source()
+    last_bytes = source.read(max(0, source.size - 8), min(8, source.size))
     for row in MAGICS:
-        compared = ending if row.offset < 0 else head[row.offset :]
+        compared = last_bytes if row.offset < 0 else probe.head[row.offset :]
         if re.match(row.magic if row.is_pattern else re.escape(row.magic), compared, re.DOTALL):
-            is_tar = re.search(r"(?<!\.pth)\.(?:tar\.\w+|t[gbx]z|tzst|tlz4)\Z", probe.path)
             hint = row.hint
-            if "> {unpacked}" in hint and is_tar:
+            if _INTO_UNPACKED in hint and re.search(_COMPRESSED_TAR_EXTENSION, probe.path):
                 hint = f"unpack it: {_UNPACK_TAR}"
-            elif "> {unpacked}" in hint and re.search(_PICKLE_EXTENSION, probe.path):
+            elif _INTO_UNPACKED in hint and re.search(_PICKLE_EXTENSION, probe.path):
                 hint = JOBLIB_HINT
             return Identification(row.what, _fill_braces(hint, probe), row.kind)
     return None
@@ -406,7 +411,8 @@ def _identify_text(probe: Probe) -> Identification | None:
             )
         return Identification("a protocol buffer, not a checkpoint", hint)
     text = text.lstrip()
-    if binary_count * 20 > len(text) and not re.match(r"<[!?\w]", text):  # a page in any encoding
+    is_mostly_text = binary_count <= len(text) / 20
+    if not is_mostly_text and not re.match(r"<[!?\w]", text):  # a page in any encoding
         return None
     if re.match(r"version https?://(?:git-lfs\.github|hawser\.github)\.com/spec/", text):
         return _identify_git_lfs(probe.path, text)
@@ -666,7 +672,7 @@ def _identify_folder(probe: Probe) -> Identification:
     for row in FOLDER_KINDS:
         matches = row.find_first_matches(names)
         if matches is not None:
-            entry = os.path.join(probe.path, matches[-1])
+            entry = os.path.join(probe.path, matches[-1])  # the name for the last pattern
             hint = row.hint.format(folder=shell(probe.path), entry=shell(entry))
             return Identification(f"{row.what} (it contains {few(names)})", hint, row.kind)
     if "model_index.json" in names:

@@ -52,16 +52,17 @@ def check_structure(probe: Probe) -> Findings:
 
 
 def check_content(checkpoint: Checkpoint, probe: Probe) -> Findings:
-    """Return the findings on a file that has been read, by its format.
+    """Return the findings on a readable file, from the checks of its format.
 
     They are about the pickle, bytes that no reader uses, and content that torch or the library
-    reads differently.
+    reads differently. For other formats there are only those about the pickle.
 
     Raises:
         CheckpointError: the file has changed since it was read.
     """
     details, problems, limits = checkpoint.details, list[Finding](), probe.limits
-    if checkpoint.format in _BARE_PICKLES or probe.is_folder:
+    has_checksum = checkpoint.format not in _BARE_PICKLES and not probe.is_folder
+    if not has_checksum:  # a checksum already shows damage of the pickle
         problems += _find_pickle_problems(checkpoint)
     if not details.framed:
         text = (
@@ -83,7 +84,7 @@ def check_content(checkpoint: Checkpoint, probe: Probe) -> Findings:
     if probe.source is None:
         return findings
     data = ByteRange(probe.source, 0, probe.source.size)
-    end = data.length - details.dead_bytes
+    end = data.length - details.dead_bytes  # of the object that is read
     match checkpoint.format:
         case "torch-legacy":
             findings += Findings(tuple(_find_machine_problems(data, limits)))
@@ -115,23 +116,27 @@ _ARRAY_CLASSES = frozenset({"ndarray", "matrix", "memmap", "recarray"})
 
 
 def _find_pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the traits of a pickle that no pickler writes, each function once."""
+    """Yield a finding if no pickler writes such a memo or stack, and for each impossible call.
+
+    Damage may be the cause. A function is reported once.
+    """
     if not checkpoint.details.tidy:
         text = "the pickle leaves gaps in its memo or objects on its stack, which no pickler does"
         yield Finding("pickle", text)
     reported: set[str] = set()
     for node in walk_everything(checkpoint.root):
-        for name, fact in _find_odd_calls(node):
+        for name, phrase in _find_odd_calls(node):
             if name not in reported:
                 reported.add(name)
-                yield Finding("pickle", f"the pickle calls {printable(name)} {fact}")
+                yield Finding("pickle", f"the pickle calls {printable(name)} {phrase}")
 
 
 def _find_odd_calls(node: Any) -> Iterator[tuple[str, str]]:
-    """Yield the functions that no pickler calls in this way, with a phrase on the call.
+    """Yield functions that no pickler calls in this way, each with a phrase on the call.
 
-    Damage in a pickle without a checksum may change a name or an argument: then a function has an
-    unknown name in a known module, or a known name elsewhere, or arguments that do not fit.
+    The phrase completes "the pickle calls NAME ...". Damage in a pickle without a checksum may
+    change a name or an argument: then a function has an unknown name in a known module, or a known
+    name elsewhere, or arguments that do not fit.
     """
     if isinstance(node, TensorRef) and isinstance(node.hooks, Opaque):
         yield node.hooks.class_name, "where every tensor has an OrderedDict"
@@ -141,23 +146,23 @@ def _find_odd_calls(node: Any) -> Iterator[tuple[str, str]]:
         if not isinstance(node.func, Opaque):
             yield f"an object of type {type(node.func).__name__}", "as if it were a function"
         return
-    name, module, function_name = node.func.qualified, node.func.module, node.func.name
+    qualified_name, module, name = node.func.qualified, node.func.module, node.func.name
     args = node.args if isinstance(node.args, tuple) else ()
-    if name in _KNOWN_FUNCTIONS:
-        if function_name == "encode" or any(
-            isinstance(arg, (StorageRef, TensorRef)) for arg in args
-        ):
-            yield name, "with arguments that it does not accept"
-        elif function_name == "_reconstruct" and not (
+    has_storage = any(isinstance(arg, StorageRef) for arg in args)
+    if qualified_name in _KNOWN_FUNCTIONS:
+        # Valid calls of encode have become bytes, and those with a storage tensors.
+        if name == "encode" or has_storage or any(isinstance(arg, TensorRef) for arg in args):
+            yield qualified_name, "with arguments that it does not accept"
+        elif name == "_reconstruct" and not (
             _are_array_classes(args[:1]) and _is_array_state(node.state)
         ):
-            yield name, "for an object that is not an array"
-    elif function_name in _KNOWN_NAMES or module in _KNOWN_MODULES:
-        yield name, "(no such function)"
-    elif any(isinstance(arg, StorageRef) for arg in args):
-        yield name, "on an unknown storage"
-    elif name == "numpy.dtype" and not _is_dtype_call(args, node.state):
-        yield name, "for a type with a state that numpy does not write"
+            yield qualified_name, "for an object that is not an array"
+    elif name in _KNOWN_NAMES or module in _KNOWN_MODULES:
+        yield qualified_name, "(no such function)"
+    elif has_storage:
+        yield qualified_name, "on an unknown storage"
+    elif qualified_name == "numpy.dtype" and not _is_dtype_call(args, node.state):
+        yield qualified_name, "for a type with a state that numpy does not write"
 
 
 def _is_array_state(state: Any) -> bool:
@@ -174,7 +179,7 @@ def _are_array_classes(classes: Sequence[Any]) -> bool:
         isinstance(cls, Global)
         and (
             cls.module.startswith("numpy.")
-            # Derived classes are elsewhere, and have other names.
+            # In other modules, one of numpy's names means that the module's name is damaged.
             or (cls.module == "numpy") is (cls.name in _ARRAY_CLASSES)
         )
         for cls in classes
@@ -192,7 +197,7 @@ def _is_dtype_call(args: tuple[Any, ...], state: Any) -> bool:
     """Return whether a call makes a numpy.dtype: code and two flags, then version and its items."""
     match args, state:
         case (str(), bool() | int(), bool() | int()), (int() as version, *items):
-            return len(items) == version + 4
+            return len(items) == version + 4  # each version has one more: 3 has 7 items
         case (str(), bool() | int(), bool() | int()), None:
             return True
     return False
@@ -204,11 +209,14 @@ _BLOCK_BYTES = 1 << 20
 
 
 def _find_machine_problems(data: ByteRange, limits: Limits) -> Iterator[Finding]:
-    """Yield a finding if the facts about the writer's machine, which torch skips, are damaged."""
+    """Yield a finding if the facts about the writer's machine, which torch skips, are damaged.
+
+    They are the third object of the stream, after the magic number and the version.
+    """
     magic = MAGIC.match(data.read(0, min(MAGIC_BYTES, data.length)))
     if magic is None:
         return
-    start = unpickle_record(data, magic.end(), limits).end
+    start = unpickle_record(data, magic.end(), limits).end  # after the version
     facts = unpickle_record(data, start, limits).root
     if not _are_machine_facts(facts):
         yield Finding(
@@ -218,45 +226,45 @@ def _find_machine_problems(data: ByteRange, limits: Limits) -> Iterator[Finding]
 
 def _are_machine_facts(facts: Any) -> bool:
     """Return whether these are the facts that torch always writes; some may be missing."""
-    order = facts.get("little_endian", True) if isinstance(facts, dict) else None
-    return (
-        isinstance(order, bool)
-        and {**facts, "little_endian": True}.items() <= MACHINE_DESCRIPTION.items()
-    )
+    if not isinstance(facts, dict) or not isinstance(facts.get("little_endian", True), bool):
+        return False
+    # Only the byte order depends on the machine.
+    return {**facts, "little_endian": True}.items() <= MACHINE_DESCRIPTION.items()
 
 
-def _check_trailing(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
-    """Return the findings on the bytes after the first object: more objects, or other bytes.
+def _check_trailing(data: ByteRange, end: int, limits: Limits, magic_length: int) -> Findings:
+    """Return the findings on the bytes after the first object, which ends at `end`.
 
-    `magic` is the length of the magic number of a torch.save stream, 0 for pickles.
+    More objects are a note, other bytes a problem. `magic_length` is that of the magic number of a
+    torch.save stream, 0 for pickles.
     """
-    position, more = end, 0
+    position, object_count = end, 0
     try:
-        while position < data.length and more < _MAX_TRAILING_OBJECTS:
-            position, more = _skip_object(data, position, limits, magic), more + 1
+        while position < data.length and object_count < _MAX_TRAILING_OBJECTS:
+            position = _skip_object(data, position, limits, magic_length)
+            object_count += 1
     except CheckpointError:
         unread = data.length - position
         where = f"at offset {position:,}, after its end,"
         return Findings((Finding("trailing", f"{counted(unread, 'byte')} {where} are not read"),))
-    if not more:
+    if not object_count:
         return Findings()
-    kind = "torch.save stream" if magic else "pickle"
-    least = "" if position == data.length else "at least "
-    return Findings(
-        notes=(f"{least}{counted(more, f'more {kind}')} after the first; only the first is read",)
-    )
+    kind = "torch.save stream" if magic_length else "pickle"
+    at_least = "" if position == data.length else "at least "
+    objects = counted(object_count, f"more {kind}")
+    return Findings(notes=(f"{at_least}{objects} after the first; only the first is read",))
 
 
-def _skip_object(data: ByteRange, position: int, limits: Limits, magic: int) -> int:
+def _skip_object(data: ByteRange, position: int, limits: Limits, magic_length: int) -> int:
     """Return the end of the object at `position`.
 
     Raises:
         CheckpointError: no object begins there.
     """
     tail = data.slice(position, data.length - position)
-    if not magic:
+    if not magic_length:
         return position + unpickle_outer(tail, limits).end
-    if not MAGIC.match(tail.read(0, min(magic, tail.length))):
+    if not MAGIC.match(tail.read(0, min(magic_length, tail.length))):
         raise CorruptFile("no other stream", file=data.source.name)
     return position + LegacyStream(tail, limits).end
 
@@ -313,8 +321,8 @@ def _check_archive(probe: Probe) -> Findings:
     data = ByteRange(probe.source, 0, probe.source.size)
     try:
         archive = probe.compute_once(open_archive)
-    except UnsupportedFormat:
-        return Findings(find_header_problems(data, refused=True))
+    except UnsupportedFormat:  # damage may have changed the method or a flag
+        return Findings(find_header_problems(data, only_unsupported=True))
     except CheckpointError:
         return Findings()
     if not archive.sources:  # it is not a zip
@@ -356,8 +364,8 @@ def _check_torch_zip(contents: ZipContents, *, unzipped: bool) -> Findings:
         problems.append(Finding("trailing", text, (_record_path(archive, record.name),)))
     if not unzipped:
         problems += [
-            Finding(kind, f"{text}: torch rejects it", (record and _record_path(archive, record),))
-            for kind, record, text in find_refusals(archive, contents)
+            Finding(kind, f"{text}: torch rejects it", (name and _record_path(archive, name),))
+            for kind, name, text in find_refusals(archive, contents)
         ]
         problems += _find_compressed(contents)
         problems += _find_misplaced(archive, contents)
@@ -379,9 +387,10 @@ def _find_compressed(contents: ZipContents) -> Iterator[Finding]:
 def _find_misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding]:
     """Yield a finding if torch computes wrong offsets because of `.format_version`.
 
-    From version 1 on, torch computes them from the order of storages and their alignment.
+    From version 1 on, torch computes them from the order of storages and their alignment. In a file
+    on another machine they are unknown: its local headers have not been read.
     """
-    is_far = any(source.is_far for source in archive.sources)  # no local header has been read
+    is_far = any(source.is_far for source in archive.sources)
     if contents.facts.get(".format_version", "") < "1" or is_far:
         return
     alignment = parse_alignment(contents.facts.get(".storage_alignment"))

@@ -14,6 +14,7 @@ from ckptool.formats.archive import (
     DEFLATED,
     DESCRIPTOR_FLAG,
     END,
+    END_SIGNATURE,
     FIELD,
     LOCAL,
     LOCATOR,
@@ -99,7 +100,7 @@ def _parse_entries(data: ByteRange, end: End) -> Iterator[_Central]:
         for index, value in enumerate(values):
             if value == SEE_ZIP64:
                 values[index] = next(wide_values, -1)
-        if -1 not in values:
+        if -1 not in values:  # the zip64 field has enough numbers
             size, packed, header = values
             yield _Central(
                 _Shared(*shared), made_by, crc, packed, size, header, disk, internal, external,
@@ -140,15 +141,16 @@ def _parse_extra_fields(extra: bytes) -> _Fields | None:
 def _parse_zip64_values(fields: _Fields | None) -> list[int]:
     """Return the numbers of the zip64 field; empty if there is no such field."""
     content = next((content for number, content in fields or () if number == ZIP64), b"")
-    length = len(content) - len(content) % 8
+    length = len(content) // 8 * 8
     return [value for (value,) in struct.iter_unpack("<Q", content[:length])]
 
 
 _END64_VERSIONS = struct.Struct("<12x2H")
+_SHORT_DESCRIPTOR, _ZIP64_DESCRIPTOR = struct.Struct("<3I"), struct.Struct("<I2Q")
 _DESCRIPTORS = tuple(
-    (struct.Struct(f"<{form}"), signature)
+    (form, signature)
     for signature in (b"PK\x07\x08", b"")
-    for form in ("3I", "I2Q")
+    for form in (_SHORT_DESCRIPTOR, _ZIP64_DESCRIPTOR)
 )
 """CRC-32 and two sizes; the signature before them is optional (APPNOTE 4.3.9)."""
 _FOLDER_ATTRIBUTE = 0x10
@@ -157,18 +159,18 @@ _ZIP64_VERSION = 45
 _VERSIONS = {10, 20, _ZIP64_VERSION}
 """Versions needed that one header may have where the other has another: some tools count anew."""
 
-_MAX_REFUSED_CHECKED = 100
+_MAX_UNSUPPORTED_CHECKED = 100
 _PADDING_FIELD = int.from_bytes(b"FB", "little")
 """The extra field that torch pads with, to align what follows."""
 _TORCH_END_VERSION = 0x031E
 """The version that torch's writer states in the 64-bit end record."""
 
 
-def find_header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Finding, ...]:
-    """Return a finding for each contradiction between the headers of a zip that has an end record.
+def find_header_problems(data: ByteRange, *, only_unsupported: bool = False) -> tuple[Finding, ...]:
+    """Return a finding for each contradiction between the headers of a zip; none if it has no end.
 
-    Errors of the reader are reported when the file is opened. With `refused`, only some records of
-    an unsupported kind are checked: damage alone may have given them this kind.
+    Errors of the reader are reported when the file is opened. With `only_unsupported`, only the
+    first records with an unsupported method or flag are checked: damage may have changed these.
     """
     try:
         end = find_end(data)
@@ -177,13 +179,13 @@ def find_header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Fin
         entries = list(_parse_entries(data, end))
     except (CheckpointError, struct.error):
         return ()
-    if refused:
+    if only_unsupported:
         entries = [
             entry
             for entry in entries
             if entry.shared.method not in (STORED, DEFLATED)
             or entry.shared.flags & UNSUPPORTED_FLAGS
-        ][:_MAX_REFUSED_CHECKED]
+        ][:_MAX_UNSUPPORTED_CHECKED]
     headers = [_read_local_header(data, entry.header, len(entry.name)) for entry in entries]
     is_torch = _is_by_torch(entries, headers)
     problems = [
@@ -195,12 +197,12 @@ def find_header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Fin
 
 
 def _is_by_torch(entries: Sequence[_Central], headers: Sequence[_Local | None]) -> bool:
-    """Return whether most records have the form that torch's writer gives to all."""
-    plain = sum(
+    """Return whether most records have version 0 and padding, as all have from torch's writer."""
+    count = sum(
         entry.made_by == 0 and local is not None and _has_torch_padding(local)
         for entry, local in zip(entries, headers, strict=True)
     )
-    return plain * 2 > len(entries)
+    return count > len(entries) / 2
 
 
 def _has_torch_padding(local: _Local) -> bool:
@@ -225,9 +227,10 @@ def _find_entry_problems(
         yield "the extra field of its directory entry is damaged"
     if local is None or local.name != entry.name:
         return  # the reader reports it
-    (local_version, *local_facts), (central_version, *central_facts) = local.shared, entry.shared
-    is_known = local_version == central_version or {local_version, central_version} < _VERSIONS
-    if not is_known or local_facts != central_facts or not _has_same_sizes(entry, local):
+    needed_versions = {local.shared.needed, entry.shared.needed}
+    is_version_plausible = len(needed_versions) == 1 or needed_versions < _VERSIONS
+    has_same_facts = local.shared == entry.shared._replace(needed=local.shared.needed)
+    if not is_version_plausible or not has_same_facts or not _has_same_sizes(entry, local):
         yield "its own header contradicts the directory"
     if local.fields is None:
         yield "the extra field of its own header is damaged"
@@ -248,26 +251,25 @@ def _has_same_sizes(entry: _Central, local: _Local) -> bool:
 
     They may be 0 if a data descriptor has them, and 2**32 - 1 if the zip64 field has them.
     """
-    wide = _parse_zip64_values(local.fields)
-    described = bool(local.shared.flags & DESCRIPTOR_FLAG)
-    allowed = {entry.packed, entry.size, entry.header, *([0] if described else [])}
-    if (
-        described
-        and local.crc32 == 0
-        and {local.packed, local.size} <= ({0, SEE_ZIP64} if wide else {0})
-    ):
-        return allowed.issuperset(wide)
-    sums = ((local.crc32, entry.crc32), (local.packed, entry.packed), (local.size, entry.size))
-    return allowed.issuperset(wide) and all(
-        ours == theirs or (wide and (ours == SEE_ZIP64 or (described and not ours)))
-        for ours, theirs in sums
+    zip64_values = _parse_zip64_values(local.fields)
+    has_descriptor = bool(local.shared.flags & DESCRIPTOR_FLAG)
+    known_values = {entry.packed, entry.size, entry.header, *([0] if has_descriptor else [])}
+    if not known_values.issuperset(zip64_values):
+        return False
+    placeholders = {0, SEE_ZIP64} if zip64_values else {0}
+    if has_descriptor and local.crc32 == 0 and {local.packed, local.size} <= placeholders:
+        return True
+    pairs = ((local.crc32, entry.crc32), (local.packed, entry.packed), (local.size, entry.size))
+    return all(
+        own == stated or (zip64_values and (own == SEE_ZIP64 or (has_descriptor and own == 0)))
+        for own, stated in pairs
     )
 
 
 def _has_descriptor(data: ByteRange, entry: _Central, local: _Local) -> bool:
     """Return whether a data descriptor follows the bytes and agrees with the directory."""
     start = local.payload + entry.packed
-    longest = _DESCRIPTORS[1][0].size + 4
+    longest = max(len(signature) + form.size for form, signature in _DESCRIPTORS)
     try:
         raw = data.read(start, max(min(longest, data.length - start), 0))
     except CheckpointError:
@@ -276,15 +278,20 @@ def _has_descriptor(data: ByteRange, entry: _Central, local: _Local) -> bool:
     return any(
         raw.startswith(signature + form.pack(*facts))
         for form, signature in _DESCRIPTORS
-        if form.size > 12 or max(facts) <= SEE_ZIP64
+        # Sizes of 4 bytes cannot state large numbers.
+        if form is not _SHORT_DESCRIPTOR or max(facts) <= SEE_ZIP64
     )
 
 
 def _find_odd_fields(entry: _Central, local: _Local) -> Iterator[str]:
     """Yield a clause for each difference from the headers of torch's writer (miniz 3.0.2)."""
-    needed = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
-    odd = entry.made_by, entry.internal, entry.external & ~_FOLDER_ATTRIBUTE, len(entry.comment)
-    if any(odd) or needed != entry.shared.needed == local.shared.needed:
+    torch_version = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
+    # The folder attribute, and versions that differ, have findings of their own.
+    has_torch_version = torch_version == entry.shared.needed or (
+        entry.shared.needed != local.shared.needed
+    )
+    external = entry.external & ~_FOLDER_ATTRIBUTE
+    if entry.made_by or entry.internal or external or entry.comment or not has_torch_version:
         yield "its directory entry has numbers that torch does not write"
     for fields, usual in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING_FIELD))):
         if any(number not in usual for number, _ in fields or ()):
@@ -294,12 +301,12 @@ def _find_odd_fields(entry: _Central, local: _Local) -> Iterator[str]:
 
 
 def _find_end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Finding]:
-    """Yield the findings on the end records, and on the bytes after them.
+    """Yield the findings on the end records, which begin at `end.start`, and the bytes after them.
 
-    A plain end record without a zip64 record before it has no versions to check.
+    Without a zip64 record, the plain end record is the first, and has no versions to check.
     """
     tail = data.read(end.start)
-    at = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
+    at = tail.rfind(END_SIGNATURE, 0, len(tail) - END.size + len(END_SIGNATURE))
     _, disk, first_disk, _, _, _, _, comment = END.unpack_from(tail, at)
     trailing = len(tail) - at - END.size - comment
     if trailing > 0:
@@ -308,8 +315,8 @@ def _find_end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Fi
         yield Finding("end", f"the comment of {comment:,} bytes is {-trailing:,} bytes too short")
     if at == 0:
         return
-    locator = LOCATOR.unpack_from(tail, at - LOCATOR.size)
-    if (disk, first_disk, locator[1], locator[3]) != (0, 0, 0, 1):
+    _, end64_disk, _, disk_count = LOCATOR.unpack_from(tail, at - LOCATOR.size)
+    if (disk, first_disk, end64_disk, disk_count) != (0, 0, 0, 1):
         yield Finding("end", "the end records give several disks")
     made_by, needed = _END64_VERSIONS.unpack_from(tail)
     if needed != _ZIP64_VERSION or (by_torch and made_by != _TORCH_END_VERSION):

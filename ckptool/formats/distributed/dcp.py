@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -129,36 +129,36 @@ class Dcp(FolderFormat):
         """
         index = probe.compute_once(read_index)
         folder = probe.path if probe.is_folder else os.path.dirname(probe.path)
-        leaves = {
-            **{
-                name: _make_tensor(name, tensor, probe.limits)
-                for name, tensor in index.tensors.items()
-            },
-            **{name: _make_value(name, item, probe.limits) for name, item in index.values.items()},
-        }
+        leaves: dict[str, TensorRef | Opaque] = {}
+        for name, tensor in index.tensors.items():
+            leaves[name] = _make_tensor(name, tensor, probe.limits)
+        for name, item in index.values.items():
+            leaves[name] = _make_value(name, item, probe.limits)
         extras = _read_extras(folder, probe)
         tree: dict[Any, Any] = {}
         for name in index.order:
+            # Without a stated path, the flat name is a key of the root.
             _insert_leaf(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
-        ends: dict[str, int] = {}  # the least size of each file, by path
+        least_sizes: dict[str, int] = {}  # by the path of a file
         for _, item, _ in index.items():
-            ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
-        is_far = any(source.is_far for source in index.sources)  # each size costs a request
-        file_sizes = map(probe.place.size, filter(probe.place.is_file, ends))
+            end = item.offset + item.length
+            least_sizes[item.path] = max(least_sizes.get(item.path, 0), end)
+        file_sizes: Iterable[int] = least_sizes.values()
+        if not any(source.is_far for source in index.sources):  # each size costs a request
+            file_sizes = map(probe.place.size, filter(probe.place.is_file, least_sizes))
         reshaped = f"tensors with a changed shape ({_MEGATRON_SHAPE_KEY})"
         return Checkpoint(
             {**(extras.root if extras else {}), **tree},
             self.name,
             folder or ".",
             Details(
-                size=sum(source.size for source in index.sources)
-                + sum(ends.values() if is_far else file_sizes),
+                size=sum(source.size for source in index.sources) + sum(file_sizes),
                 writer="torch.distributed.checkpoint",
                 storage_bytes=sum(
                     prod(tensor.shape) * BY_NAME[tensor.dtype].itemsize
                     for tensor in index.tensors.values()
                 ),
-                notes=(f"{counted(len(ends), 'file')} of torch.distributed.checkpoint",),
+                notes=(f"{counted(len(least_sizes), 'file')} of torch.distributed.checkpoint",),
                 left_behind=(f"{reshaped}: {listed(index.reshaped)}",) if index.reshaped else (),
                 late=bool(index.values),
             ),
@@ -266,16 +266,15 @@ def _find_indexes(probe: Probe) -> list[str]:
     if _METADATA in names:
         indexes = [_METADATA]
     elif probe.place.is_file(os.path.join(folder, _ACCELERATE_FOLDERS[0], _METADATA)):
-        has_second_model = "pytorch_model_fsdp_1" in names
-        indexes = [
-            os.path.join(entry, _METADATA)
-            for entry in _ACCELERATE_FOLDERS
-            if entry in names and not has_second_model
-        ]
-    else:
-        if not any(entry.endswith(".distcp") for entry in names):
+        if "pytorch_model_fsdp_1" in names:  # a second model
             return []
+        indexes = [
+            os.path.join(entry, _METADATA) for entry in _ACCELERATE_FOLDERS if entry in names
+        ]
+    elif any(entry.endswith(".distcp") for entry in names):
         indexes = sorted(filter(_RANK_INDEX_NAME.fullmatch, names), key=_parse_rank)
+    else:
+        return []
     return [os.path.join(folder, entry) for entry in indexes]
 
 
@@ -347,12 +346,12 @@ def _parse_index(source: Source, limits: Limits) -> Index:
             hint="load it with bytecheckpoint.load, or merge it into safetensors with its scripts",
         )
     with add_error_context(source.name, rules_of="DCP"):
-        megatron = attributes.get("mcore_data") or {}
+        megatron = attributes.get("mcore_data") or {}  # by name, facts about a tensor
         reshaped = {name for name in described if _MEGATRON_SHAPE_KEY in (megatron.get(name) or ())}
         described = {
             name: description for name, description in described.items() if name not in reshaped
         }
-        items = {}
+        items = {}  # by name and offsets
         while stored:  # popped to free memory: a large run has millions of chunks
             key, info = stored.popitem()
             items[_parse_key(key)] = _parse_item(folder, info)
@@ -362,7 +361,7 @@ def _parse_index(source: Source, limits: Limits) -> Index:
             state = attributes_of(description)
             if "chunks" in state:
                 tensors[name] = _parse_tensor(name, state, items)
-            elif (name, None) in items:
+            elif (name, None) in items:  # a value has no offsets
                 values[name] = items[name, None]
             else:
                 raise CorruptFile(f"{printable(name)!r} is not in any file")
@@ -411,7 +410,8 @@ def _parse_tensor(
     `items` are by name and offsets. Dtype, sizes and offsets are checked.
     """
     properties = state["properties"]
-    dtype = (properties.state if isinstance(properties, Opaque) else properties)[0]
+    # TensorProperties.__getstate__ returns a tuple that begins with the dtype.
+    dtype, *_ = properties.state if isinstance(properties, Opaque) else properties
     if not isinstance(dtype, Global) or dtype.name not in BY_NAME:
         raise UnsupportedFormat(f"{printable(name)!r} has an unknown dtype")
     chunks, itemsize, shape = [], BY_NAME[dtype.name].itemsize, tuple(state["size"])
@@ -458,11 +458,10 @@ def _make_tensor(name: str, tensor: _Tensor, limits: Limits) -> TensorRef:
 
 
 def _make_value(name: str, item: _Item, limits: Limits) -> Opaque:
-    """Return a value that is read from its item on demand."""
-    origin = "stored", os.path.basename(item.path)
-    return Opaque(
-        _VALUE_DESCRIPTION, plain=origin, find=cache(partial(_read_item, name, item, limits))
-    )
+    """Return a value that is read from its item on demand; until then it shows its file."""
+    shown = "stored", os.path.basename(item.path)
+    read = cache(partial(_read_item, name, item, limits))
+    return Opaque(_VALUE_DESCRIPTION, plain=shown, find=read)
 
 
 def _read_elements(
@@ -526,10 +525,10 @@ def _open_item(item: _Item, limits: Limits) -> Archive:
 
 
 def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
-    """Return the content of an item compressed with zstd; other ways are not supported.
+    """Return the content of an item compressed with zstd, the only supported method.
 
-    It may have the bytes that the index states for the elements, and those that torch.save adds; or
-    `limits.max_inflation` times the compressed size.
+    The content may be as long as its elements by the index, with those bytes that torch.save adds,
+    or `limits.max_inflation` times the compressed size: the larger is the limit.
     """
     file = data.source.name
     if item.packed != (_ZSTD_TRANSFORM,):
@@ -540,11 +539,12 @@ def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
         )
     with require_package("zstandard", "is compressed with zstd", file):
         import zstandard
+    # The index is not trusted without a limit either.
     stated_length = min(item.elements, limits.max_repeated_bytes) + _MAX_SAVE_OVERHEAD
     max_length = max(data.length * limits.max_inflation, stated_length)
     try:
         with zstandard.ZstdDecompressor().stream_reader(data.read()) as stream:
-            raw = stream.read(max_length + 1)
+            raw = stream.read(max_length + 1)  # one more shows that it is too long
     except zstandard.ZstdError as error:
         raise CorruptFile(f"is damaged: {error}", file=file, hint=_COPY_AGAIN) from error
     if len(raw) > max_length:
@@ -567,15 +567,12 @@ def _insert_leaf(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, max_ite
             if type(key) is not int or not 0 <= key < max_items:
                 raise CorruptFile(f"the index has the invalid path {printable(repr(path))}")
             node.extend([None] * (key + 1 - len(node)))
-            existing = node[key]
+            child = node[key]
         else:
-            existing = node.get(key)
-        if next_key is None:
-            if existing is not None:
-                raise CorruptFile(f"the index has two entries at {printable(repr(path))}")
-            node[key] = leaf
-        elif existing is None:
-            node[key] = [] if type(next_key) is int else {}
-        elif not isinstance(existing, list if type(next_key) is int else dict):
+            child = node.get(key)
+        child_type = list if type(next_key) is int else dict
+        if child is None:  # nothing is here yet
+            node[key] = leaf if next_key is None else child_type()
+        elif next_key is None or not isinstance(child, child_type):
             raise CorruptFile(f"the index has two entries at {printable(repr(path))}")
         node = node[key]

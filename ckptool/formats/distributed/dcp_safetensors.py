@@ -106,13 +106,8 @@ def _read_parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]
     with add_error_context(file.path):
         parts_by_key = parse_json(file.details.header.get(SHARDING_INFO, "null"), SHARDING_INFO)
         for name, tensor in file.root.items():
-            yield (
-                name,
-                (
-                    Tile(_parse_offsets(parts_by_key, name, tensor), tensor.shape, tensor.data),
-                    tensor,
-                ),
-            )
+            offsets = _parse_offsets(parts_by_key, name, tensor)
+            yield name, (Tile(offsets, tensor.shape, tensor.data), tensor)
 
 
 def _parse_offsets(parts_by_key: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
@@ -128,16 +123,21 @@ def _parse_offsets(parts_by_key: Any, name: str, tensor: TensorRef) -> tuple[int
 def _join_parts(
     name: str, parts: Sequence[tuple[Tile, TensorRef]], files: Sequence[Checkpoint]
 ) -> TensorRef:
-    """Return the full tensor of a key, joined from its parts."""
-    (_, first), folder = parts[0], os.path.dirname(files[0].path)
+    """Return the full tensor of a key, joined from its parts.
+
+    No file states its shape: along each axis it ends where its last part ends.
+    """
+    folder = os.path.dirname(files[0].path)
     with add_error_context(folder, f"tensor {printable(name)!r}", hint=ONE_SAVE):
-        if {(part.dtype, len(part.shape)) for _, part in parts} != {
-            (first.dtype, len(first.shape))
-        }:
+        if len({(tensor.dtype, len(tensor.shape)) for _, tensor in parts}) > 1:
             raise CorruptFile("its dtype or dimensions differ between files")
-        # The tensor ends along each axis where its last part ends.
-        ends = [[start + size for start, size in zip(*tile[:2], strict=True)] for tile, _ in parts]
-        shape = tuple(map(max, zip(*ends, strict=True)))
-        itemsize = BY_NAME[first.dtype].itemsize
-        data = join_tiles(folder, shape, itemsize, [tile for tile, _ in parts])
-    return make_plain_tensor(name, first.dtype, shape, data)
+        tiles = [tile for tile, _ in parts]
+        part_ends = [
+            [offset + size for offset, size in zip(tile.offsets, tile.sizes, strict=True)]
+            for tile in tiles
+        ]
+        shape = tuple(map(max, zip(*part_ends, strict=True)))
+        (_, first_tensor), *_ = parts
+        dtype = first_tensor.dtype
+        data = join_tiles(folder, shape, BY_NAME[dtype].itemsize, tiles)
+    return make_plain_tensor(name, dtype, shape, data)

@@ -8,7 +8,7 @@ tensors is one item).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +47,19 @@ def plan_folder(checkpoint: Checkpoint, format: FolderFormat, max_bytes: int | N
     entries = _flatten(checkpoint)
     described: dict[str, Opaque] = {}
     stored: dict[Opaque, Opaque] = {}
-    files, stored_tensors = _Files(checkpoint, "__0_{}.distcp", max_bytes), dict[Any, Opaque]()
+    files = _Files(checkpoint, "__0_{}.distcp", max_bytes)
+    infos_of_tensors: dict[Any, Opaque] = {}  # by place in the source, the same for tied tensors
     for name, (_, leaf) in entries.items():
-        content, tie_key, offset = leaf, None, None
-        described[name] = _describe_value()
-        if isinstance(leaf, TensorRef):
-            content, tie_key = _to_plain_tensor(name, leaf, checkpoint.path), leaf.place
-            described[name] = _describe_tensor(content)
-            offset = Size((0,) * len(content.shape))
-        info = stored_tensors.get(tie_key) or files.add(content)
-        if tie_key is not None:  # tied tensors are stored once
-            stored_tensors[tie_key] = info
-        stored[_make_index_key(name, offset)] = info
+        if not isinstance(leaf, TensorRef):
+            described[name] = _describe_value()
+            stored[_make_index_key(name, None)] = files.add(leaf)
+            continue
+        tensor = _to_plain_tensor(name, leaf, checkpoint.path)
+        described[name] = _describe_tensor(tensor)
+        info = infos_of_tensors.get(leaf.place) or files.add(tensor)
+        if leaf.place is not None:
+            infos_of_tensors[leaf.place] = info
+        stored[_make_index_key(name, Size((0,) * len(tensor.shape)))] = info
     state = {
         "state_dict_metadata": described,
         "planner_data": {name: path for name, (path, _) in entries.items()},
@@ -87,7 +88,7 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
     state = index.attributes
     existing = _ExistingItems(checkpoint, state)
     existing_names = place_of(checkpoint.path).list_names(checkpoint.path)
-    number = next(
+    number = next(  # of this edit: its files are new
         n for n in range(len(existing_names) + 1) if f"__ckptool{n}_0.distcp" not in existing_names
     )
     files = _Files(checkpoint, f"__ckptool{number}_{{}}.distcp", None)
@@ -95,7 +96,7 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
     stored: dict[Opaque, Opaque] = {}
     paths: dict[str, Path] = {}
     for path, leaf in _flatten(checkpoint, existing.is_item).values():
-        if path[0] in existing.extra_keys:
+        if path[0] in existing.extra_keys:  # in another file, not in the index
             continue
         old_name = existing.find_old_name(path, leaf)
         name = existing.make_new_name(old_name, path)
@@ -114,17 +115,16 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
         described[name] = state["state_dict_metadata"][old_name]
         for key, info in existing.stored[old_name]:
             stored[key if name == old_name else _replace_state(key, fqn=name)] = info
-    new = {"state_dict_metadata": described, "storage_data": stored}
+    new_state = {"state_dict_metadata": described, "storage_data": stored}
     if state.get("planner_data") is not None:
-        new["planner_data"] = paths
-    kept = {id(info) for info in stored.values()}
-    infos = {id(info): info for items in existing.stored.values() for _, info in items}
-    unused = sum(info.attributes["length"] for key, info in infos.items() if key not in kept)
+        new_state["planner_data"] = paths
+    plan = files.plan(format, _replace_state(index, **new_state))
+    unused = existing.count_unused_bytes(stored.values())
     note = f"{unused:,} unused bytes stay in the folder"
-    plan = files.plan(format, _replace_state(index, **new))
+    old_index = checkpoint.sources[0]
     return replace(
         plan,
-        kept=max(checkpoint.details.size - checkpoint.sources[0].size, 0),
+        kept=max(checkpoint.details.size - old_index.size, 0),
         notes=(note,) if unused else (),
     )
 
@@ -143,18 +143,20 @@ def _flatten(
     todo: list[tuple[Path, Any]] = [((), checkpoint.root)]
     while todo:
         path, node = todo.pop()
-        is_list = isinstance(node, list) and not _is_terminal(node)
-        if path and (is_item(path, node) or not (isinstance(node, dict) or is_list)):
-            if _join_path(path) in entries:
-                raise unwritable_error(
-                    checkpoint, f"two entries would become {printable(_join_path(path))!r}"
-                )
-            entries[_join_path(path)] = path, node
+        is_root, name = not path, _join_path(path)
+        children: list[tuple[Any, Any]] | None = None  # None: the node is one item
+        if is_root or not is_item(path, node):
+            if isinstance(node, dict):
+                children = [(str(key), value) for key, value in node.items()]
+            elif isinstance(node, list) and not _is_terminal(node):
+                children = list(enumerate(node))
+        if children is not None:
+            # The last of `todo` is next: reversed, they keep their order.
+            todo += [((*path, key), child) for key, child in reversed(children)]
+        elif name in entries:
+            raise unwritable_error(checkpoint, f"two entries would become {printable(name)!r}")
         else:
-            items = (
-                enumerate(node) if is_list else ((str(key), value) for key, value in node.items())
-            )
-            todo.extend(reversed([((*path, key), value) for key, value in items]))
+            entries[name] = path, node
     return entries
 
 
@@ -236,11 +238,13 @@ class _ExistingItems:
         """By flat name, the `MetadataIndex` and `_StorageInfo` of each item."""
         for key, info in state["storage_data"].items():
             self.stored.setdefault(key.attributes["fqn"], []).append((key, info))
-        planned, names = state.get("planner_data") or {}, state["state_dict_metadata"]
+        stated_paths, names = state.get("planner_data") or {}, state["state_dict_metadata"]
         # Without a stated path, the flat name is a key of the root.
-        self._paths: dict[str, Path] = {name: planned.get(name, (name,)) for name in names}
-        self._name_by_path = {path: name for name, path in self._paths.items()}
-        leaves = {name: self._find_leaf(path) for name, path in self._paths.items()}
+        self._path_by_name: dict[str, Path] = {
+            name: stated_paths.get(name, (name,)) for name in names
+        }
+        self._name_by_path = {path: name for name, path in self._path_by_name.items()}
+        leaves = {name: self._find_leaf(path) for name, path in self._path_by_name.items()}
         self._name_by_tensor_id = {
             id(leaf): name for name, leaf in leaves.items() if type(leaf) is TensorRef
         }
@@ -252,11 +256,18 @@ class _ExistingItems:
         )
         self._container_ids = set(map(id, containers))
         """The dicts and lists that are one item, for example an empty list."""
+        # Reversed: of values with equal content, the first is found.
         self._name_by_fingerprint = {
             _fingerprint(leaf): name for name, leaf in reversed(self._value_by_name.items())
         }
         self.extra_keys = self._check_extra_keys()
         """The keys of the root whose content is in another file of the folder."""
+
+    def count_unused_bytes(self, kept_infos: Iterable[Opaque]) -> int:
+        """Return the bytes of the items without one of these `_StorageInfo`; tied ones once."""
+        kept_ids = set(map(id, kept_infos))
+        infos = {id(info): info for items in self.stored.values() for _, info in items}
+        return sum(info.attributes["length"] for key, info in infos.items() if key not in kept_ids)
 
     def is_item(self, path: Path, node: Any) -> bool:
         """Return True if the node was one item before."""
@@ -287,8 +298,9 @@ class _ExistingItems:
     def make_new_name(self, old_name: str | None, path: Path) -> str:
         """Return the name of the item for content that is now at `path`.
 
-        The item `old_name` had it before; None for a new value. A path keeps the name of its old
-        item, unless that was a tensor and the content is another item.
+        The item `old_name` had it before; None for a new value. If an item was at this path, its
+        name is kept, unless a tensor was there and an item from another path replaces it. Other
+        content gets the name that torch derives from its path.
 
         Raises:
             NotRepresentable: if its name is not derived from the path.
@@ -298,7 +310,7 @@ class _ExistingItems:
             old_name in (None, name_at_path) or name_at_path in self._value_by_name
         ):
             return name_at_path
-        if old_name is not None and old_name != _join_path(self._paths[old_name]):
+        if old_name is not None and old_name != _join_path(self._path_by_name[old_name]):
             raise unwritable_error(
                 self._checkpoint, f"the name {printable(old_name)!r} does not match its path"
             )
@@ -307,7 +319,8 @@ class _ExistingItems:
     def _find_leaf(self, path: Path) -> Any:
         """Return the value or tensor at a path when the folder was opened."""
         node = self._checkpoint.original
-        for key in path:  # the index has parameter numbers as text
+        for key in path:
+            # An integer key of a dict, such as a parameter number, is text in the index.
             node = node[int(key) if isinstance(node, dict) and key not in node else key]
         return node.find() if isinstance(node, Opaque) and node.find else node
 

@@ -65,20 +65,36 @@ class LocalShard(NamedTuple):
             UnsupportedFormat: if it is not a plain array.
         """
         sizes = tuple(sum(stop - start for start, stop in axis) for axis in self.rows)
-        if self.local.shape != sizes and (self.local.numel or 0 not in sizes):
+        is_empty = not self.local.numel and 0 in sizes  # its shape may differ
+        if self.local.shape != sizes and not is_empty:
             message = f"its part has shape {list(self.local.shape)}, expected {list(sizes)}"
             raise CorruptFile(message, file=file)
+        if is_empty:
+            return
         # By axis, each run of rows in the full tensor, with its start in the part.
-        axes = [
+        runs_by_axis = [
             list(zip(axis, accumulate((stop - start for start, stop in axis), initial=0)))  # noqa: B905
             for axis in self.rows
         ]
-        for box in product(*axes) if self.local.numel else ():
+        for box in product(*runs_by_axis):  # one run of each axis
             starts = tuple(start for (start, _), _ in box)
-            size = tuple(stop - start for (start, stop), _ in box)
-            slices = tuple(slice(at, at + n) for (_, at), n in zip(box, size, strict=True))
-            view = self.local if size == sizes else self.local[slices]
-            yield Tile(starts, size, row_major_data(view, "its part", file))
+            box_sizes = tuple(stop - start for (start, stop), _ in box)
+            slices = tuple(
+                slice(local_start, local_start + size)
+                for (_, local_start), size in zip(box, box_sizes, strict=True)
+            )
+            view = self.local if box_sizes == sizes else self.local[slices]
+            yield Tile(starts, box_sizes, row_major_data(view, "its part", file))
+
+
+class _LocalTensor(NamedTuple):
+    """The content of a rank's DTensor."""
+
+    local: TensorRef
+    placements: list[tuple[str, dict[Any, Any]]]
+    """By axis of the mesh, the class and the attributes."""
+    coordinate: tuple[int, ...]
+    """By axis of the mesh, the position of the rank."""
 
 
 def find_local_shards(tensors: Sequence[TensorRef]) -> list[list[LocalShard]]:
@@ -93,38 +109,26 @@ def find_local_shards(tensors: Sequence[TensorRef]) -> list[list[LocalShard]]:
     """
     if not tensors[0].class_name.endswith("DTensor"):
         return [list(_parse_shards(tensor)) for tensor in tensors]
-    specs = [_parse_dtensor(tensor, rank) for rank, tensor in enumerate(tensors)]
-    mesh_placements = specs[0][1]
-    if any(placements != mesh_placements for _, placements, _ in specs):
+    locals_by_rank = [_parse_dtensor(tensor, rank) for rank, tensor in enumerate(tensors)]
+    placements = locals_by_rank[0].placements
+    if any(local.placements != placements for local in locals_by_rank):
         raise CorruptFile("the ranks have different placements")
-    mesh_sizes = [
-        max(axis) + 1 for axis in zip(*(coordinate for _, _, coordinate in specs), strict=True)
-    ]
+    positions_by_axis = zip(*(local.coordinate for local in locals_by_rank), strict=True)
+    mesh_sizes = [max(positions) + 1 for positions in positions_by_axis]
     shape = tensors[0].sizes
-    return [
-        [
-            LocalShard(
-                local,
-                find_owned_rows(shape, zip(mesh_placements, mesh_sizes, coordinate, strict=True)),
-            )
-        ]
-        for local, _, coordinate in specs
-    ]
+    shards = []
+    for local, _, coordinate in locals_by_rank:
+        mesh_axes = zip(placements, mesh_sizes, coordinate, strict=True)
+        shards.append([LocalShard(local, find_owned_rows(shape, mesh_axes))])
+    return shards
 
 
-def _parse_dtensor(
-    tensor: TensorRef, rank: int
-) -> tuple[TensorRef, list[tuple[str, Any]], tuple[int, ...]]:
-    """Return the local part of a rank's DTensor, its placements, and the rank's mesh coordinate.
-
-    A placement is the class name and the attributes. `rank` is the number of the file.
-    """
+def _parse_dtensor(tensor: TensorRef, rank: int) -> _LocalTensor:
+    """Return the content of a DTensor in the file of `rank`, which must be the rank of its mesh."""
     match tensor.parts:
         case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
-            mesh, placements = (
-                attributes_of(spec.attributes.get("mesh")),
-                spec.attributes["placements"],
-            )
+            mesh = attributes_of(spec.attributes.get("mesh"))
+            placements = spec.attributes["placements"]
         case _:
             raise UnsupportedFormat("its DTensor has an unknown form")
     coordinate = parse_sizes(mesh.get("_coordinate_on_dim"))
@@ -132,34 +136,30 @@ def _parse_dtensor(
         raise UnsupportedFormat(f"the position of rank {rank} in its mesh is missing")
     if mesh.get("_rank", rank) != rank:
         raise CorruptFile(f"the file of rank {rank} was saved by rank {mesh['_rank']}")
-    return (
-        local,
-        [
-            (getattr(placement, "class_name", ""), attributes_of(placement))
-            for placement in placements
-        ],
-        coordinate,
-    )
+    classes_and_attributes = [
+        (getattr(placement, "class_name", ""), attributes_of(placement)) for placement in placements
+    ]
+    return _LocalTensor(local, classes_and_attributes, coordinate)
 
 
 def _parse_shards(tensor: TensorRef) -> Iterator[LocalShard]:
     """Yield the parts of a rank's ShardedTensor; each is a box with offsets and sizes."""
     match (tensor.parts or {}).get("state"):
-        case (list() as shards, *_):
-            states = map(attributes_of, shards)
+        case (list() as shards, *_):  # ShardedTensor.__getstate__ has the local shards first
+            pass
         case _:
             raise UnsupportedFormat("its ShardedTensor has an unknown form")
-    for shard in states:
+    for shard in map(attributes_of, shards):
         metadata, local = attributes_of(shard.get("metadata")), shard.get("tensor")
-        offsets, sizes = (
-            parse_sizes(metadata.get("shard_offsets")),
-            parse_sizes(metadata.get("shard_sizes")),
-        )
+        offsets = parse_sizes(metadata.get("shard_offsets"))
+        sizes = parse_sizes(metadata.get("shard_sizes"))
         if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(tensor.shape):
             raise UnsupportedFormat("its ShardedTensor has an unknown form")
-        yield LocalShard(
-            local, tuple(((at, at + n),) for at, n in zip(offsets, sizes, strict=True))
+        # A box has one run of rows along each axis.
+        rows = tuple(
+            ((offset, offset + size),) for offset, size in zip(offsets, sizes, strict=True)
         )
+        yield LocalShard(local, rows)
 
 
 def find_owned_rows(
@@ -180,7 +180,7 @@ def find_owned_rows(
         if kind == "Replicate":
             continue
         axis_and_factor = parse_sizes((attributes.get("dim"), attributes.get("split_factor", 1)))
-        axis, factor = axis_and_factor or (len(shape), 1)
+        axis, factor = axis_and_factor or (len(shape), 1)  # invalid: an axis that does not exist
         is_known = kind in ("Shard", "_StridedShard") and axis < len(shape)
         if not is_known or not 1 <= factor <= _MAX_RUNS:
             why = ": a sum is pending" if kind.endswith("Partial") else ""
@@ -194,15 +194,18 @@ def find_owned_rows(
 
 
 def _take_share(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
-    """Return one of `parts` shares of rows, as in torch.chunk; the last may be empty."""
-    size = -(-sum(stop - start for start, stop in runs) // parts)
-    first, taken = part * size, []
-    for begin, end in runs:
-        low, high = begin + max(first, 0), min(end, begin + first + size)
-        if low < high:
-            taken.append((low, high))
-        first -= end - begin
-    return taken
+    """Return share number `part` of `parts` of the rows, as in torch.chunk; it may be empty."""
+    share_size = -(-sum(stop - start for start, stop in runs) // parts)
+    share, skipped_rows = [], part * share_size
+    rows_before = 0
+    for start, stop in runs:
+        # The share begins after `skipped_rows` of all runs: before, inside or after this one.
+        share_start = start + skipped_rows - rows_before
+        first, end = max(start, share_start), min(stop, share_start + share_size)
+        if first < end:
+            share.append((first, end))
+        rows_before += stop - start
+    return share
 
 
 def attributes_of(node: Any) -> dict[Any, Any]:

@@ -37,6 +37,8 @@ _RANK_FILE_NAME = re.compile(
 _OTHER_STATE_NAME = re.compile(r"(optim|extra_state)\w+_rank_?\d+\.(pt|bin)", re.ASCII)
 FLAT_PARAMETER = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 _PLAIN_TYPES = (bool, int, float, complex, str, type(None))
+_MISSING = object()
+"""In place of a leaf that a rank does not have."""
 _SAVE_FULL = (
     "save it again with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint"
 )
@@ -87,7 +89,10 @@ def parse_rank_name(path: str) -> tuple[str, int] | None:
     """
     name = os.path.basename(path)
     match = _RANK_FILE_NAME.fullmatch(name)
-    return match and (f"{match[1]}{{rank}}{name[match.end('rank') :]}", int(match["rank"]))
+    if match is None:
+        return None
+    before, after = name[: match.start("rank")], name[match.end("rank") :]
+    return f"{before}{{rank}}{after}", int(match["rank"])
 
 
 def is_model_rank_file(path: str) -> bool:
@@ -109,8 +114,10 @@ def find_rank_files(probe: Probe) -> tuple[str, ...]:
     sets: dict[str, dict[int, str]] = {}  # path by rank, by the pattern of the names
     names = set(filter(is_model_rank_file, probe.entries)) or probe.entries
     for name in names:
-        if (parsed := parse_rank_name(name)) is not None:
-            sets.setdefault(parsed[0], {})[parsed[1]] = os.path.join(probe.path, name)
+        pattern_and_rank = parse_rank_name(name)
+        if pattern_and_rank is not None:
+            pattern, rank = pattern_and_rank
+            sets.setdefault(pattern, {})[rank] = os.path.join(probe.path, name)
     if len(sets) > 1:
         message = f"has {len(sets)} sets of rank files: {listed(sorted(sets))}"
         first = shell(os.path.join(probe.path, min(sets).format(rank="*")))
@@ -131,10 +138,10 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
     parts; a plain tensor is taken from rank 0. Copies of the same rows are compared by checksum.
     """
     differing: list[str] = []
-    leaves = [dict(walk(rank.root)) for rank in ranks]
+    rank_leaves = [dict(walk(rank.root)) for rank in ranks]  # by rank: path -> leaf
     joined_tensors: dict[int, TensorRef] = {}
     storages: dict[Any, Storage] = {}
-    for path in dict.fromkeys(path for rank_leaves in leaves for path in rank_leaves):
+    for path in dict.fromkeys(path for leaves in rank_leaves for path in leaves):
         try:
             if FLAT_PARAMETER.search(str(path[-1] if path else "")):
                 raise UnsupportedFormat(
@@ -142,20 +149,17 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
                     "parameters",
                     hint=_SAVE_FULL,
                 )
-            # A leaf that is missing in a rank is compared as a dict, so that its type differs.
-            for rank, rank_leaves in zip(ranks, leaves, strict=True):
-                _check_alike(
-                    ranks, rank, leaves[0].get(path, rank_leaves), rank_leaves.get(path, leaves[0])
-                )
-            first = leaves[0][path]
+            first = rank_leaves[0].get(path, _MISSING)
+            for rank, leaves in zip(ranks, rank_leaves, strict=True):
+                _check_alike(ranks, rank, first, leaves.get(path, _MISSING))
             if not isinstance(first, TensorRef):
                 continue
-            tensors = [rank_leaves[path] for rank_leaves in leaves]
+            tensors = [leaves[path] for leaves in rank_leaves]
             copies: list[tuple[Any, TensorRef]] = [((), tensor) for tensor in tensors]
             if first.is_spread:
-                parts = find_local_shards(tensors)
-                copies = [(shard.rows, shard.local) for shards in parts for shard in shards]
-                joined_tensors[id(first)] = _join_tensor(ranks, first, parts, storages)
+                rank_shards = find_local_shards(tensors)
+                copies = [(shard.rows, shard.local) for shards in rank_shards for shard in shards]
+                joined_tensors[id(first)] = _join_tensor(ranks, first, rank_shards, storages)
             if _has_different_copies(copies):
                 differing.append(name_of(path))
         except CheckpointError as error:
@@ -183,7 +187,8 @@ def _has_different_copies(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
 def _check_alike(ranks: Sequence[Checkpoint], rank: Checkpoint, first: Any, other: Any) -> None:
     """Raise CorruptFile if the leaves at one path in rank 0 and in `rank` do not match.
 
-    Tensors must have one class, dtype and shape; plain values must be equal.
+    Tensors must have one class, dtype and shape; plain values must be equal. A missing leaf is
+    `_MISSING`.
     """
     files = f"{os.path.basename(ranks[0].path)} and {os.path.basename(rank.path)}"
     if type(first) is not type(other):
@@ -195,7 +200,7 @@ def _check_alike(ranks: Sequence[Checkpoint], rank: Checkpoint, first: Any, othe
                 raise CorruptFile(
                     f"has a different {attribute} in {files}: {first_value} and {other_value}"
                 )
-    elif isinstance(first, _PLAIN_TYPES) and repr(first) != repr(other):
+    elif isinstance(first, _PLAIN_TYPES) and repr(first) != repr(other):  # nan equals nan
         values = f"{printable(repr(first))} and {printable(repr(other))}"
         raise CorruptFile(f"is different in {files}: {values}")
 
@@ -203,25 +208,26 @@ def _check_alike(ranks: Sequence[Checkpoint], rank: Checkpoint, first: Any, othe
 def _join_tensor(
     ranks: Sequence[Checkpoint],
     first: TensorRef,
-    rank_parts: Sequence[Sequence[LocalShard]],
+    rank_shards: Sequence[Sequence[LocalShard]],
     storages: dict[Any, Storage],
 ) -> TensorRef:
     """Return a tensor like `first`, joined from the parts in each rank.
 
     Tensors of the same parts are tied: they share one of `storages`, which is added if it is new.
+    The type DTensor or ShardedTensor is removed, others such as Parameter are kept.
     """
     shape = first.sizes
     tiles: dict[tuple[Any, Any], Tile] = {}
     identity: list[Any] = [first.dtype, shape]
-    for rank, parts in zip(ranks, rank_parts, strict=True):
-        for part in parts:
-            local = part.local
+    for rank, shards in zip(ranks, rank_shards, strict=True):
+        for shard in shards:
+            local = shard.local
             if local.dtype != first.dtype:
                 message = f"its part is {local.dtype}, expected {first.dtype}"
                 raise CorruptFile(message, file=rank.path)
             if local.numel:
-                identity.append((id(local.storage), local.offset, local.stride, part.rows))
-            for tile in part.cut_tiles(rank.path):  # the rows of a replica are the same
+                identity.append((id(local.storage), local.offset, local.stride, shard.rows))
+            for tile in shard.cut_tiles(rank.path):  # the rows of a replica are the same
                 tiles.setdefault((tile.offsets, tile.sizes), tile)
     parts_key = tuple(identity)
     if parts_key not in storages:

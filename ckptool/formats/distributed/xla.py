@@ -164,49 +164,55 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any
     in `flatten_info` is split into those that were flattened. The optimizer state is left out if it
     has tensors.
     """
-    shard_metadata = [rank.root["shard_metadata"] for rank in ranks]
-    world = shard_metadata[0]["world_size"]
-    stated_ranks = [metadata["rank"] for metadata in shard_metadata]
+    rank_metadata = [rank.root["shard_metadata"] for rank in ranks]
+    first_metadata = rank_metadata[0]
+    world = first_metadata["world_size"]
+    stated_ranks = [metadata["rank"] for metadata in rank_metadata]
     pattern = f"rank-{{rank}}-of-{world}"
     check_ranks(stated_ranks, world, pattern, folder, "copy it as well")
     if stated_ranks != list(range(world)) or any(
-        metadata["world_size"] != world for metadata in shard_metadata
+        metadata["world_size"] != world for metadata in rank_metadata
     ):
         numbers = listed(map(str, stated_ranks))
         message = f"has the files of ranks {numbers}, but the world size is {world}"
         raise CorruptFile(message, hint=ONE_SAVE)
     infos = {  # module path and description, by the key of a part in the rank files
-        f"{prefix}.{suffix}" if prefix else suffix: (prefix, info)
-        for prefix, parameters in shard_metadata[0]["shard_info"].items()
+        _join_names(module_path, suffix): (module_path, info)
+        for module_path, parameters in first_metadata["shard_info"].items()
         for suffix, info in parameters.items()
     }
     model, unflattened = OrderedMap(), OrderedMap()  # parameters that were flattened come last
-    for name, first in ranks[0].root["model"].items():
+    for name, first_part in ranks[0].root["model"].items():
         if name not in infos:
             if any(part.startswith(_SHARD_PREFIX) for part in name.split(".")):
                 raise CorruptFile(
                     f"shard_info does not list {printable(name)!r}", file=ranks[0].path
                 )
-            model[_strip_wrappers(name)] = first  # a buffer, which all ranks have
+            model[_strip_wrappers(name)] = first_part  # a buffer, which all ranks have
             continue
-        prefix, info = infos[name]
+        module_path, info = infos[name]
         parts = [(rank.root["model"].get(name), rank.path) for rank in ranks]
-        full_name = f"{prefix}.{info['_orig_name']}" if prefix else info["_orig_name"]
-        flat_info = shard_metadata[0]["flatten_info"].get(full_name)
-        for key, tensor in _split_parameter(
-            full_name, parse_sizes(info["_orig_size"]), flat_info, parts
-        ):
-            (model if flat_info is None else unflattened)[_strip_wrappers(key)] = tensor
+        full_name = _join_names(module_path, info["_orig_name"])
+        shape = parse_sizes(info["_orig_size"])
+        flat_info = first_metadata["flatten_info"].get(full_name)
+        state_dict = model if flat_info is None else unflattened
+        for key, tensor in _split_parameter(full_name, shape, flat_info, parts):
+            state_dict[_strip_wrappers(key)] = tensor
+    model.update(unflattened)
     root = {key: node for key, node in ranks[0].root.items() if key != "shard_metadata"}
     notes = []
     if any(True for _ in find_tensors([root.get("optimizer")])):
         del root["optimizer"]
         notes.append("left out the optimizer state, which is in parts of flat parameters")
-    if shard_metadata[0].get("buffer_info"):
-        names = sorted(map(_strip_wrappers, shard_metadata[0]["buffer_info"]))
+    if first_metadata.get("buffer_info"):
+        names = sorted(map(_strip_wrappers, first_metadata["buffer_info"]))
         notes.append(f"buffers had another dtype in the model: {listed(names)}")
-    model.update(unflattened)
     return {**root, "model": model}, notes
+
+
+def _join_names(module_path: str, name: str) -> str:
+    """Return the key of a parameter; the root module has an empty path."""
+    return f"{module_path}.{name}" if module_path else name
 
 
 def _strip_wrappers(name: str) -> str:
@@ -218,8 +224,9 @@ def _split_parameter(
 ) -> Iterator[tuple[str, TensorRef]]:
     """Yield the key and tensor of each parameter in the concatenated parts of all ranks.
 
-    `parts` are the tensor and path of each rank. `flat_info` has the suffixes and shapes of the
-    parameters in a flattened one; None for a single parameter with this `name` and `shape`.
+    `parts` are the tensor and file of each rank; the last may end with padding. `flat_info` has the
+    suffixes and shapes of the parameters in a flattened one; None for a single parameter with this
+    `name` and `shape`.
     """
     first = parts[0][0]
     for part, path in parts:
@@ -231,11 +238,12 @@ def _split_parameter(
             )
             raise CorruptFile(message, file=path, hint=ONE_SAVE)
     joined_data = join_ranges([row_major_data(part, printable(name), path) for part, path in parts])
-    parent = name.rpartition(".")[0]
     keys_and_shapes = [(name, shape)]
     if flat_info is not None:
-        paths = (f"{parent}.{suffix}" if parent else suffix for suffix in flat_info[0])
-        keys_and_shapes = list(zip(paths, map(parse_sizes, flat_info[1]), strict=True))
+        parent = name.rpartition(".")[0]
+        suffixes, shapes, *_ = flat_info
+        keys = (_join_names(parent, suffix) for suffix in suffixes)
+        keys_and_shapes = list(zip(keys, map(parse_sizes, shapes), strict=True))
     available, start = joined_data.length // first.itemsize, 0
     if prod(shape) != sum(prod(size) for _, size in keys_and_shapes) or prod(shape) > available:
         message = (

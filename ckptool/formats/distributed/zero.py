@@ -171,15 +171,18 @@ DEEPSPEED = DeepSpeed()
 def _find_step_folder(probe: Probe) -> str | None:
     """Return the folder with the files of a step; None if there is none.
 
-    It is the folder itself, or the subfolder whose name is in the file `latest`.
+    It is the folder itself, or the subfolder whose name is in the file `latest`. An unreadable one
+    is ignored.
     """
     if any(map(_MODEL_FILE.fullmatch, probe.entries)):
         return probe.path
-    for name in filter(probe.entries.__contains__, _TAG_FILES):
+    for name in _TAG_FILES:
+        if name not in probe.entries:
+            continue
         try:
             with open(os.path.join(probe.path, name), "rb") as file:
                 tag = os.fsdecode(file.read(_MAX_TAG_BYTES).strip())
-            if os.path.basename(tag) == tag not in (os.curdir, os.pardir):
+            if os.path.basename(tag) == tag not in (os.curdir, os.pardir):  # a plain name
                 folder = os.path.join(probe.path, tag)
                 if any(map(_MODEL_FILE.fullmatch, probe.place.list_names(folder))):
                     return folder
@@ -236,44 +239,44 @@ def _parse_step(probe: Probe) -> _Step:
     """
     folder = probe.compute_once(_find_step_folder) or probe.path
     names = sorted(probe.place.list_names(folder))
-    matches = {
-        name: m
-        for name in names
-        if (m := _MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name))
-    }
+    models: dict[int, str] = {}  # name by rank
+    optims: dict[int, str] = {}
     unsupported = [name for name in names if _UNJOINED_FILE.fullmatch(name)]
-    unsupported += [name for name, match in matches.items() if int(match["mp"])]
+    has_slices = False
+    for name in names:
+        match = _MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name)
+        if match is None:
+            continue
+        files = models if match.re is _MODEL_FILE else optims
+        files[int(match["rank"] or 0)] = name
+        has_slices |= files is models and match["rank"] is not None
+        if int(match["mp"]):  # tensor parallelism
+            unsupported.append(name)
     if unsupported:
         message = "has files with pipeline, expert or tensor parallelism, whose parts are not"
         hint = f"open one of them: ckptool list {shell(os.path.join(folder, unsupported[0]))}"
         raise UnsupportedFormat(f"{message} joined: {few(unsupported)}", file=folder, hint=hint)
-    models = {
-        int(match["rank"] or 0): name for name, match in matches.items() if match.re is _MODEL_FILE
-    }
-    optims = {
-        int(match["rank"]): name for name, match in matches.items() if match.re is _OPTIMIZER_FILE
-    }
-    is_sliced = any(match.re is _MODEL_FILE and match["rank"] for match in matches.values())
     is_universal = _UNIVERSAL_FOLDER in names and not optims
     step = _Step(
         folder,
         tuple(os.path.join(folder, models[rank]) for rank in sorted(models)),
         tuple(os.path.join(folder, optims[rank]) for rank in sorted(optims)),
-        is_sliced,
+        has_slices,
         is_universal,
     )
     world = max((*models, *optims)) + 1
-    _check_ranks(step, models, world if is_sliced else 1)
-    if optims or (is_sliced and not is_universal):
+    _check_ranks(step, models, world if has_slices else 1)
+    if optims or (has_slices and not is_universal):
         _check_ranks(step, optims, world)
     return step
 
 
 def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
-    """Refuse a step without the files of exactly `world` ranks."""
-    name = next(iter(files.values()), "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    name_pattern, hint = re.sub(r"(?<=zero_pp_rank_)\d+", "{rank}", name), ONE_SAVE
-    if not step.has_slices:
+    """Refuse a step without the files of exactly `world` ranks; `files` are names by rank."""
+    any_name = next(iter(files.values()), "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    name_pattern = re.sub(r"(?<=zero_pp_rank_)\d+", "{rank}", any_name)
+    hint = ONE_SAVE
+    if not step.has_slices:  # one model file has the complete weights
         model_file = shell(os.path.join(step.folder, "mp_rank_00_model_states.pt"))
         hint = (
             f"copy it as well, or convert only the weights: ckptool convert {model_file} OUT "
@@ -295,26 +298,27 @@ def _join_files(
     module = first.get("module")
     if not isinstance(module, dict):
         raise UnsupportedFormat("has no weights under 'module'", file=models[0].path)
-    rank_states = [_require_dict(file.root, file.path, "optimizer_state_dict") for file in optims]
-    files = [file.path for file in optims]
-    if step.is_universal:
-        path = os.path.join(step.folder, _UNIVERSAL_FOLDER, "optimizer_state.pt")
-        rank_states, files = [_require_dict(read_torch_file(path, limits), path)], [path]
-    if not rank_states:
+    if not optims and not step.is_universal:  # without ZeRO, the optimizer is in the model file
         no_optimizer = ("the folder has no optimizer file",)
         return _make_checkpoint(first, () if first.get("optimizer") else no_optimizer)
     shapes = _parse_shapes(first.get("param_shapes"))
-    if not step.is_universal:
-        _check_alike(step, rank_states, files)
-    groups = _collect_groups(rank_states, files, shapes, vectors=not step.is_universal)
     if step.is_universal:
+        path = os.path.join(step.folder, _UNIVERSAL_FOLDER, "optimizer_state.pt")
+        rank_states = [_require_dict(read_torch_file(path, limits), path)]
+        groups = _collect_groups(rank_states, [path], shapes, has_vectors=False)
         states = _read_universal(step.folder, groups, limits)
     else:
+        files = [file.path for file in optims]
+        rank_states = [
+            _require_dict(file.root, file.path, "optimizer_state_dict") for file in optims
+        ]
+        _check_alike(step, rank_states, files)
+        groups = _collect_groups(rank_states, files, shapes, has_vectors=True)
         states = _collect_states(groups, rank_states, files, has_slices=step.has_slices)
     notes = [f"joined {counted(len(step.files), 'DeepSpeed file')}"]
-    skipped = _find_skipped_kinds(rank_states[0], groups)
-    if skipped and optims:
-        notes.append(f"left out the 8-bit optimizer state: {listed(skipped)}")
+    skipped_keys = _find_skipped_keys(rank_states[0], groups)
+    if skipped_keys and not step.is_universal:
+        notes.append(f"left out the 8-bit optimizer state: {listed(skipped_keys)}")
     entries = {key: node for key, node in first.items() if key not in _SHAPE_KEYS}
     entries["optimizer"] = _make_optimizer(rank_states[0], groups, states)
     if not step.has_slices:
@@ -349,11 +353,13 @@ def _make_optimizer(
     }
 
 
-def _find_skipped_kinds(rank_state: Mapping[Any, Any], groups: Sequence[_Group]) -> list[str]:
+def _find_skipped_keys(rank_state: Mapping[Any, Any], groups: Sequence[_Group]) -> list[str]:
     """Return the keys of tensors in the optimizer state that no group has: 8-bit states."""
-    kept = {key for group in groups for key in group.vectors}
-    items = (item for state in _split_base_state(rank_state)[0].values() for item in state.items())
-    return sorted({str(key) for key, node in items if _has_dimensions(node) and key not in kept})
+    kept_keys = {key for group in groups for key in group.vectors}
+    states, _ = _split_base_state(rank_state)
+    items = (item for state in states.values() for item in state.items())
+    keys = {key for key, node in items if _has_dimensions(node)}
+    return sorted(map(str, keys - kept_keys))
 
 
 def _make_checkpoint(root: Any, notes: Sequence[str]) -> Checkpoint:
@@ -415,7 +421,7 @@ def _split_base_state(
     base = rank_state.get(
         "base_optimizer_state", rank_state.get("optimizer_state_dict", rank_state)
     )
-    if isinstance(base, list):  # elastic: only the states
+    if isinstance(base, list):  # an elastic checkpoint: the state of each vector, without groups
         return dict(enumerate(base)), []
     return base.get("state") or {}, base.get("param_groups") or []
 
@@ -425,37 +431,40 @@ def _collect_groups(
     files: Sequence[str],
     shapes: Sequence[Any],
     *,
-    vectors: bool,
+    has_vectors: bool,
 ) -> list[_Group]:
-    """Return the parameter groups, with the shapes of each; with `vectors`, also their elements.
+    """Return the parameter groups: shapes, shared state and, with `has_vectors`, the vectors.
 
     The elements of a group are in one vector per rank for each kind: the fp32 masters, and each
-    tensor of the optimizer state. `rank_states` and `files` are by rank, `shapes` by group.
+    tensor of the optimizer state. A universal folder has no vectors. `rank_states` and `files` are
+    by rank, `shapes` by group.
     """
-    rank_masters = [
-        _find_masters(rank_state, file) if vectors else [None] * len(shapes)
+    rank_masters = [  # by rank, the masters of each group
+        _find_masters(rank_state, file) if has_vectors else [None] * len(shapes)
         for rank_state, file in zip(rank_states, files, strict=True)
     ]
     if any(len(masters) != len(shapes) for masters in rank_masters):
         numbers = listed(str(len(masters)) for masters in rank_masters)
         message = f"has {len(shapes)} parameter groups, but its ranks have {numbers} vectors"
         raise UnsupportedFormat(message, file=files[0], hint=_USE_SCRIPT)
-    states = [_split_base_state(rank_state)[0] for rank_state in rank_states]
+    states = [state for state, _ in map(_split_base_state, rank_states)]
     groups = []
     for number, group_shapes in enumerate(shapes):
         group_states = [state.get(number) or {} for state in states]
         first = group_states[0]
-        keys = [key for key, node in first.items() if _has_dimensions(node)] if vectors else []
-        if any(first[key].dtype == "uint8" for key in keys):
-            keys = []  # 8-bit states are in blocks, with scales next to them
-        nodes_by_kind = {MASTER: [masters[number] for masters in rank_masters]} if vectors else {}
-        nodes_by_kind |= {key: [state.get(key) for state in group_states] for key in keys}
+        nodes_by_kind: dict[Any, list[Any]] = {}  # by kind, the node of each rank
+        if has_vectors:
+            nodes_by_kind[MASTER] = [masters[number] for masters in rank_masters]
+            keys = [key for key, node in first.items() if _has_dimensions(node)]
+            # 8-bit states are left out: they are in blocks, with scales next to them.
+            if not any(first[key].dtype == "uint8" for key in keys):
+                nodes_by_kind |= {key: [state.get(key) for state in group_states] for key in keys}
         vectors_by_kind = {
             kind: [_make_vector(node, file) for node, file in zip(rank_nodes, files, strict=True)]
             for kind, rank_nodes in nodes_by_kind.items()
         }
-        others = {key: node for key, node in first.items() if not _has_dimensions(node)}
-        groups.append(_Group(group_shapes, vectors_by_kind, others))
+        shared_state = {key: node for key, node in first.items() if not _has_dimensions(node)}
+        groups.append(_Group(group_shapes, vectors_by_kind, shared_state))
     return groups
 
 
@@ -535,34 +544,41 @@ def _slice_evenly(start: int, numel: int, world: int) -> list[Piece]:
 def _find_stated_slices(
     group: _Group, mappings: Sequence[Mapping[Any, Any]]
 ) -> dict[str, FindPieces]:
-    """Find the slices stated in each rank's file."""
-    pieces: dict[str, list[Piece]] = {name: [] for name in group.shapes}
+    """Find the slices stated in each rank's file; `mappings` are by rank: name -> slice."""
+    pieces_by_name: dict[str, list[Piece]] = {name: [] for name in group.shapes}
     for rank, mapping in enumerate(mappings):
         for name, address in mapping.items():
             attributes = attributes_of(address)
-            pieces[name].append((rank, index(attributes["start"]), index(attributes["numel"])))
-    return {name: parameter_pieces.copy for name, parameter_pieces in pieces.items()}
+            piece = rank, index(attributes["start"]), index(attributes["numel"])
+            pieces_by_name[name].append(piece)
+    # These pieces are few, so they are stored: `copy` is the function that returns them.
+    return {name: pieces.copy for name, pieces in pieces_by_name.items()}
 
 
 def _find_consecutive_slices(group: _Group, paddings: Any) -> dict[str, FindPieces]:
-    """Find the slices in the concatenated vectors of all ranks, with parameters in order."""
+    """Find the slices in the concatenated vectors of all ranks, with parameters in order.
+
+    `paddings` is a list with the number of unused elements after each parameter, or anything else
+    if the file states none.
+    """
     vectors = group.vectors[MASTER]
     ends = list(accumulate(vector.numel for vector in vectors))
     start, find_pieces = 0, dict[str, FindPieces]()
     for number, (name, shape) in enumerate(group.shapes.items()):
         stop = start + prod(shape)
-        parameter_pieces: list[Piece] = []
-        for rank, (vector, end) in enumerate(zip(vectors, ends, strict=True)):
-            begin = end - vector.numel
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                parameter_pieces.append((rank, first - begin, last - first))
-        find_pieces[name] = parameter_pieces.copy
+        pieces: list[Piece] = []
+        for rank, (vector, vector_end) in enumerate(zip(vectors, ends, strict=True)):
+            vector_start = vector_end - vector.numel
+            piece_start, piece_stop = max(start, vector_start), min(stop, vector_end)
+            if piece_start < piece_stop:
+                pieces.append((rank, piece_start - vector_start, piece_stop - piece_start))
+        find_pieces[name] = pieces.copy  # a function that returns the list
         padding = _get_item(paddings, number)
         start = stop + (padding if type(padding) is int and padding > 0 else 0)
     # deepspeed/utils/zero_to_fp32.py, zero2_align: the whole vector is padded to 2 * world.
     align = 2 * len(vectors)
-    if -(-start // align) != -(-ends[-1] // align):
+    padded_start, padded_end = -(-start // align), -(-ends[-1] // align)
+    if padded_start != padded_end:
         message = f"the parameters need {start:,} elements, but the ranks have {ends[-1]:,}"
         raise CorruptFile(message, file=vectors[0].file, hint=ONE_SAVE)
     return find_pieces
@@ -598,11 +614,14 @@ def _make_tensor(
             "ranks together"
         )
         raise CorruptFile(message, file=first.file, hint=ONE_SAVE)
-    if len(pieces) > 1:  # found again on reading: thousands of ranks have millions of pieces
+    if not pieces:
+        data = first.cut(0, 0)
+    elif len(pieces) == 1:
+        rank, start, count = pieces[0]
+        data = vectors[rank].cut(start, count)
+    else:  # found again on reading: thousands of ranks have millions of pieces
         size = prod(shape) * BY_NAME[first.dtype].itemsize
         data = make_late_range(first.file, size, partial(_join_pieces, vectors, find_pieces))
-    else:
-        data = vectors[pieces[0][0]].cut(*pieces[0][1:]) if pieces else first.cut(0, 0)
     return make_plain_tensor(name, first.dtype, shape, data, first.device)
 
 
@@ -614,7 +633,10 @@ def _join_pieces(vectors: Sequence[_Vector], find_pieces: FindPieces) -> tuple[B
 
 
 def _copy_group_node(name: str, node: Any) -> Any:
-    """Return a group's node for one of its parameters, numbers in their own storage."""
+    """Return a group's node for one of its parameters.
+
+    A tensor gets a storage of its own, with the key `name`: the copies are not tied.
+    """
     if isinstance(node, TensorRef) and node.storage is not None:
         return replace(node, storage=replace(node.storage, key=name))
     return node
@@ -626,17 +648,17 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
     The placeholder of a weight in the file of rank 0 has its dtype. A master with this dtype, or
     with an unknown one, is the weight, and is removed from the optimizer state.
     """
-    by_dtype: dict[str | None, dict[str, TensorRef]] = {}
+    masters_by_dtype: dict[str | None, dict[str, TensorRef]] = {}  # None: unknown
     for name, state in states.items():
         placeholder = module.get(name)
         dtype = placeholder.dtype if isinstance(placeholder, TensorRef) else None
         is_floating = dtype is not None and BY_NAME[dtype].floating
-        by_dtype.setdefault(dtype if is_floating else None, {})[name] = state[MASTER]
+        masters_by_dtype.setdefault(dtype if is_floating else None, {})[name] = state[MASTER]
     from ckptool.transforms import Cast  # the only reader that computes, as training did
 
     trained, cast_checkpoint, notes = dict[str, TensorRef](), _make_checkpoint({}, ()), list[str]()
     changes = list[Change]()
-    for dtype, masters in by_dtype.items():
+    for dtype, masters in masters_by_dtype.items():
         weights = counted(len(masters), "weight")
         if dtype is None:
             message = (
@@ -648,6 +670,7 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
             notes.append(f"{message}; use --master (master=True) for the master weights")
             changes.append(Change("cast", notes[-1], len(masters)))
             cast = Cast(dtype, cast_optimizer=True, allow_overflow=True, raw=True)
+            # Each result keeps the reports of the casts before.
             cast_checkpoint = cast(cast_checkpoint.with_root({"module": masters}))
             masters = cast_checkpoint.root["module"]
         trained |= masters
@@ -674,23 +697,27 @@ def _join_weights(
     module, weights = first["module"], dict(trained)
     frozen = first.get("frozen_param_shapes")
     if isinstance(frozen, dict):
-        parts = [_require_dict(file.root, file.path, "frozen_param_fragments") for file in models]
-        for name, shape in _parse_shapes([frozen])[0].items():
+        rank_fragments = [
+            _require_dict(file.root, file.path, "frozen_param_fragments") for file in models
+        ]
+        (frozen_shapes,) = _parse_shapes(frozen)
+        for name, shape in frozen_shapes.items():
             vectors = [
-                _make_vector(part.get(name), file.path)
-                for part, file in zip(parts, models, strict=True)
+                _make_vector(fragments.get(name), file.path)
+                for fragments, file in zip(rank_fragments, models, strict=True)
             ]
             group = _Group({name: shape}, {}, {})
             weights[name] = _make_tensor(
                 name, shape, vectors, _find_even_slices(group, len(models))[name]
             )
-    ties = first.get("shared_params")
-    for name, kept in ties.items() if isinstance(ties, dict) else ():
-        if kept in weights:
-            weights[name] = weights[kept]
-    stored_names = {*weights, *(first.get("buffer_names") or ())}
+    ties = first.get("shared_params")  # name of a tied parameter -> name of the stored one
+    for name, stored_name in ties.items() if isinstance(ties, dict) else ():
+        if stored_name in weights:
+            weights[name] = weights[stored_name]
+    complete_names = {*weights, *(first.get("buffer_names") or ())}
     for name, node in module.items():
-        if isinstance(node, TensorRef) and node.shape == (0,) and name not in stored_names:
+        is_placeholder = isinstance(node, TensorRef) and node.shape == (0,)
+        if is_placeholder and name not in complete_names:
             message = f"the weight {printable(str(name))!r} is not in any file"
             raise CorruptFile(message, file=models[0].path, hint=ONE_SAVE)
     return copy_with_items(module, {**module, **weights})
@@ -707,7 +734,7 @@ def _read_universal(
     names, states = place_of(top).list_names(top), {}
     hint = "create the folder again with ds_to_universal.py"
     for group in groups:
-        kinds: set[str] = set()
+        first_kinds: set[str] = set()  # of the first parameter
         for name, shape in group.shapes.items():
             if name not in names:
                 message = f"the folder of {printable(name)!r} is missing"
@@ -716,10 +743,10 @@ def _read_universal(
                 os.path.basename(file)[: -len(".pt")]: _read_state(name, file, shape, limits)
                 for file in _list_parameter_files(os.path.join(top, name))
             }
-            kinds = kinds or set(states[name])
-            for kind in sorted(kinds ^ set(states[name])):
+            first_kinds = first_kinds or set(states[name])
+            for kind in sorted(first_kinds ^ set(states[name])):
                 message = f"only one of {printable(name)!r} and"
-                other = printable(next(iter(group.shapes)))
+                other = printable(next(iter(group.shapes)))  # the first
                 raise FileMissing(f"{message} {other!r} has {kind}.pt", file=top, hint=hint)
     return states
 
@@ -745,9 +772,10 @@ def _name_param_groups(
 ) -> list[dict[Any, Any]]:
     """Return the optimizer groups with parameter names in place of vector numbers.
 
-    If the numbers are not those of the vectors in `names`, the groups have only the names.
+    `names` are the parameters in each vector, by its number. If the groups do not list all these
+    numbers in order, their options are left out, and each vector becomes a group.
     """
-    groups = _split_base_state(rank_state)[1]
+    _, groups = _split_base_state(rank_state)
     numbers = [number for group in groups for number in group.get("params", ())]
     if numbers != list(range(len(names))):
         return [{"params": group_names} for group_names in names]
