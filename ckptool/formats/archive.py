@@ -416,13 +416,16 @@ class LocalHeaders:
 def make_record(
     data: ByteRange, entry: ZipEntry, payload: int | None, name: str, limits: Limits
 ) -> Record:
-    """Return the record of an entry; if `payload` is None, its header is read with the record.
+    """Return the record of an entry, with its bytes at `payload`.
+
+    None, for a file on another machine, means that its local header is read with the record.
 
     Raises:
         LimitExceeded: it would inflate to more than `limits` allows.
     """
     crc = entry.crc32 if entry.crc32 or not entry.size else None  # torch can be set to write 0
     if payload is None:
+        # The CRC-32 is that of the inflated content.
         stated_crc = crc if entry.method == STORED else None
         packed = make_late_range(
             data.source.name, entry.packed, partial(_locate_content, data, entry, stated_crc)

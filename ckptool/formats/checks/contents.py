@@ -179,7 +179,7 @@ def _are_array_classes(classes: Sequence[Any]) -> bool:
         isinstance(cls, Global)
         and (
             cls.module.startswith("numpy.")
-            # In other modules, one of numpy's names means that the module's name is damaged.
+            # numpy.ndarray and my.Array are possible; numpy.Array and my.ndarray are damaged.
             or (cls.module == "numpy") is (cls.name in _ARRAY_CLASSES)
         )
         for cls in classes
@@ -364,6 +364,7 @@ def _check_torch_zip(contents: ZipContents, *, unzipped: bool) -> Findings:
         problems.append(Finding("trailing", text, (_record_path(archive, record.name),)))
     if not unzipped:
         problems += [
+            # An empty name means the whole archive.
             Finding(kind, f"{text}: torch rejects it", (name and _record_path(archive, name),))
             for kind, name, text in find_refusals(archive, contents)
         ]

@@ -130,7 +130,7 @@ def _read_local_header(data: ByteRange, offset: int, name_length: int) -> _Local
 def _parse_extra_fields(extra: bytes) -> _Fields | None:
     """Return number and content of the fields of an extra area; None if they do not fill it.
 
-    Up to three zero bytes may be left over, as some tools pad.
+    Up to three zero bytes may be left over, as some tools pad. Four would be a field.
     """
     fields = list(split_extra_fields(extra))
     packed = b"".join(FIELD.pack(number, len(content)) + content for number, content in fields)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -165,17 +165,8 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any
     has tensors.
     """
     rank_metadata = [rank.root["shard_metadata"] for rank in ranks]
+    _check_stated_ranks(rank_metadata, folder)
     first_metadata = rank_metadata[0]
-    world = first_metadata["world_size"]
-    stated_ranks = [metadata["rank"] for metadata in rank_metadata]
-    pattern = f"rank-{{rank}}-of-{world}"
-    check_ranks(stated_ranks, world, pattern, folder, "copy it as well")
-    if stated_ranks != list(range(world)) or any(
-        metadata["world_size"] != world for metadata in rank_metadata
-    ):
-        numbers = listed(map(str, stated_ranks))
-        message = f"has the files of ranks {numbers}, but the world size is {world}"
-        raise CorruptFile(message, hint=ONE_SAVE)
     infos = {  # module path and description, by the key of a part in the rank files
         _join_names(module_path, suffix): (module_path, info)
         for module_path, parameters in first_metadata["shard_info"].items()
@@ -208,6 +199,19 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any
         names = sorted(map(_strip_wrappers, first_metadata["buffer_info"]))
         notes.append(f"buffers had another dtype in the model: {listed(names)}")
     return {**root, "model": model}, notes
+
+
+def _check_stated_ranks(rank_metadata: Sequence[Mapping[Any, Any]], folder: str) -> None:
+    """Refuse files that do not state all ranks of one world size, in their order."""
+    world = rank_metadata[0]["world_size"]
+    stated_ranks = [metadata["rank"] for metadata in rank_metadata]
+    pattern = f"rank-{{rank}}-of-{world}"
+    check_ranks(stated_ranks, world, pattern, folder, "copy it as well")
+    has_other_world = any(metadata["world_size"] != world for metadata in rank_metadata)
+    if stated_ranks != list(range(world)) or has_other_world:
+        numbers = listed(map(str, stated_ranks))
+        message = f"has the files of ranks {numbers}, but the world size is {world}"
+        raise CorruptFile(message, hint=ONE_SAVE)
 
 
 def _join_names(module_path: str, name: str) -> str:

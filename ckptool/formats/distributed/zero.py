@@ -266,6 +266,7 @@ def _parse_step(probe: Probe) -> _Step:
     )
     world = max((*models, *optims)) + 1
     _check_ranks(step, models, world if has_slices else 1)
+    # Stage 3 cannot be read without the masters; otherwise the model file is enough.
     if optims or (has_slices and not is_universal):
         _check_ranks(step, optims, world)
     return step
@@ -381,15 +382,14 @@ def _check_alike(
         _check_ranks(step, names, world)
     first = _list_fingerprints(rank_states[0])
     for state, file in zip(rank_states[1:], files[1:], strict=True):
-        others = _list_fingerprints(state)
-        pairs = zip(first, others, strict=False)
-        if len(others) != len(first) or any(
-            None not in pair and len({*pair}) > 1 for pair in pairs
-        ):
-            what = (
+        other = _list_fingerprints(state)
+        pairs = zip(first, other, strict=False)
+        is_alike = len(first) == len(other) and all(a == b or None in (a, b) for a, b in pairs)
+        if not is_alike:
+            message = (
                 f"has other optimizer options, or another step, than {os.path.basename(files[0])}"
             )
-            raise CorruptFile(what, file=file, hint=ONE_SAVE)
+            raise CorruptFile(message, file=file, hint=ONE_SAVE)
 
 
 def _list_fingerprints(rank_state: Mapping[Any, Any]) -> list[bytes | int | None]:
@@ -399,12 +399,12 @@ def _list_fingerprints(rank_state: Mapping[Any, Any]) -> list[bytes | int | None
     the file does not state it. Vectors are left out, because each rank has another part.
     """
     states, groups = _split_base_state(rank_state)
-    parts = (
+    run_facts = (
         _unwrap_enum(rank_state.get("zero_stage")),
         rank_state.get("partition_count"),
         rank_state.get("ds_version"),
     )
-    fingerprints: list[bytes | int | None] = [encode(fact).data for fact in parts]
+    fingerprints: list[bytes | int | None] = [encode(fact).data for fact in run_facts]
     for mapping in (*groups, *states.values()):
         for key, value in (mapping or {}).items():
             if not isinstance(value, TensorRef):
@@ -473,7 +473,7 @@ def _has_dimensions(node: Any) -> bool:
 
 
 def _find_masters(rank_state: Mapping[Any, Any], file: str) -> list[Any]:
-    """Return the flat vectors of fp32 masters in a rank's file."""
+    """Return the flat vectors of fp32 masters in a rank's file, one for each group."""
     masters = rank_state.get("fp32_flat_groups", rank_state.get("single_partition_of_fp32_groups"))
     if not isinstance(masters, (list, TensorRef)):
         raise UnsupportedFormat("has no fp32 master weights of ZeRO", file=file, hint=_USE_SCRIPT)
@@ -577,8 +577,8 @@ def _find_consecutive_slices(group: _Group, paddings: Any) -> dict[str, FindPiec
         start = stop + (padding if type(padding) is int and padding > 0 else 0)
     # deepspeed/utils/zero_to_fp32.py, zero2_align: the whole vector is padded to 2 * world.
     align = 2 * len(vectors)
-    padded_start, padded_end = -(-start // align), -(-ends[-1] // align)
-    if padded_start != padded_end:
+    needed_blocks, existing_blocks = -(-start // align), -(-ends[-1] // align)
+    if needed_blocks != existing_blocks:
         message = f"the parameters need {start:,} elements, but the ranks have {ends[-1]:,}"
         raise CorruptFile(message, file=vectors[0].file, hint=ONE_SAVE)
     return find_pieces
@@ -673,7 +673,7 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
             # Each result keeps the reports of the casts before.
             cast_checkpoint = cast(cast_checkpoint.with_root({"module": masters}))
             masters = cast_checkpoint.root["module"]
-        trained |= masters
+        trained |= masters  # not cast if they have this dtype
     for name, state in states.items():
         if trained[name] is state[MASTER]:
             del state[MASTER]
@@ -734,7 +734,7 @@ def _read_universal(
     names, states = place_of(top).list_names(top), {}
     hint = "create the folder again with ds_to_universal.py"
     for group in groups:
-        first_kinds: set[str] = set()  # of the first parameter
+        first_name, first_kinds = next(iter(group.shapes), ""), set[str]()
         for name, shape in group.shapes.items():
             if name not in names:
                 message = f"the folder of {printable(name)!r} is missing"
@@ -746,8 +746,8 @@ def _read_universal(
             first_kinds = first_kinds or set(states[name])
             for kind in sorted(first_kinds ^ set(states[name])):
                 message = f"only one of {printable(name)!r} and"
-                other = printable(next(iter(group.shapes)))  # the first
-                raise FileMissing(f"{message} {other!r} has {kind}.pt", file=top, hint=hint)
+                message = f"{message} {printable(first_name)!r} has {kind}.pt"
+                raise FileMissing(message, file=top, hint=hint)
     return states
 
 
