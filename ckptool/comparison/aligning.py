@@ -35,10 +35,11 @@ from ckptool.transforms.name_rules import AppliedRules, Rule
 from ckptool.transforms.names import find_new_names, unwrap_modules
 from ckptool.words import listed, printable
 
-_PAIRED_KIND = {"state_dict": "model", "module": "model"}
-"""Kinds of section that may be paired with each other, others only with their own kind."""
+_SHARED_KIND = {"state_dict": "model", "module": "model"}
+"""By kind of section, a common kind: a state dict may be paired with a module. Other kinds are only
+paired with themselves."""
 
-Couple = tuple[Section, Section]
+SectionPair = tuple[Section, Section]
 
 Renamed = dict[str, str]
 """Old name to new, of the names that change."""
@@ -70,41 +71,38 @@ class _SideNames:
     """The keys of each model so far, with their new names, for the optimizers."""
 
     def resolve_names(
-        self, part: Section, stripped: Renamed, prefixed: Renamed | None = None
+        self, section: Section, stripped: Renamed, prefixed: Renamed | None = None
     ) -> _NewNames:
         """Return the compared names of a model, and remember them for the optimizers.
 
-        `prefixed` replaces the compared names if a prefix distinguishes them from the other file's.
+        `stripped` are its names without wrapper prefixes, to which the rules apply. `prefixed`, if
+        given, are the compared names instead: without a prefix that only this file has.
 
         Raises:
             NameCollision: two entries would get one name.
         """
-        names = [name for name in part.node if isinstance(name, str)]
+        names = [name for name in section.node if isinstance(name, str)]
         renamed = self._apply_rules(names, stripped) if prefixed is None else prefixed
         hint = RULES_HINT if self.rules.rules else STRICT_HINT
-        where = printable(part.name) or "the root"
-        check_collisions(part.node, renamed, file=self.file or None, location=where, hint=hint)
+        where = printable(section.name) or "the root"
+        check_collisions(section.node, renamed, file=self.file or None, location=where, hint=hint)
         resolved = _NewNames(stripped, renamed)
         self._names_of_models.append((frozenset(names), resolved))
         return resolved
 
-    def resolve_optimizer_names(self, part: Section) -> _NewNames:
+    def resolve_optimizer_names(self, section: Section) -> _NewNames:
         """Return the compared names of an optimizer: those of its model.
 
         If no model has its names, they are renamed like the keys of a model.
         """
-        names_of_optimizer = list_optimizer_names(part.node)
-        shown = find_new_names(
-            names_of_optimizer,
-            [(names, resolved.shown) for names, resolved in self._names_of_models],
-        )
+        parameters = list_optimizer_names(section.node)
+        models = self._names_of_models
+        shown = find_new_names(parameters, [(names, new.shown) for names, new in models])
         if shown:
-            compared_names = [
-                (names, resolved.compared) for names, resolved in self._names_of_models
-            ]
-            return _NewNames(shown, find_new_names(names_of_optimizer, compared_names))
-        stripped = self.strip(names_of_optimizer)
-        return _NewNames(stripped, self._apply_rules(names_of_optimizer, stripped))
+            compared = find_new_names(parameters, [(names, new.compared) for names, new in models])
+            return _NewNames(shown, compared)
+        stripped = self.strip(parameters)
+        return _NewNames(stripped, self._apply_rules(parameters, stripped))
 
     def strip(self, names: list[str]) -> Renamed:
         """Return the names that change without wrapper prefixes: old name -> new name.
@@ -121,9 +119,13 @@ class _SideNames:
 
     def _apply_rules(self, names: Sequence[str], stripped: Renamed) -> Renamed:
         """Return the names that change by removing prefixes and applying rules: old -> new."""
-        ruled = self.rules.rename_keys(stripped.get(name, name) for name in names)
-        new_names = {name: ruled[stripped.get(name, name)] for name in names}
-        return {name: new_name for name, new_name in new_names.items() if new_name != name}
+        bare_names = {name: stripped.get(name, name) for name in names}
+        new_by_bare = self.rules.rename_keys(bare_names.values())
+        return {
+            name: new_by_bare[bare]
+            for name, bare in bare_names.items()
+            if new_by_bare[bare] != name
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +169,33 @@ def align(
         scope_a, scope_b = (_select_weights(checkpoint, key) for checkpoint in (a, b))
     else:
         scope_a, scope_b, error = _resolve_scopes(a, b, key)
-    is_whole = error is None and not (scope_a.entry or scope_b.entry)
+    keeps_all = error is None and not (scope_a.entry or scope_b.entry)
     aligned = _Aligner(
         scope_a,
         scope_b,
         _SideNames(a.path, strict_names, AppliedRules(rules, a.path)),
         _SideNames(b.path, strict_names),
-        whole=is_whole,
+        keeps_all=keeps_all,
     ).run()
-    if is_whole:
+    if keeps_all:
         return aligned
+    return _select_entry(aligned, scope_a.entry, scope_b.entry, key, error)
+
+
+def _select_entry(
+    aligned: Alignment,
+    selected_a: DiffEntry | None,
+    selected_b: DiffEntry | None,
+    key: Any,
+    error: NotFound | None,
+) -> Alignment:
+    """Return the alignment of only one entry: the selected one of either file, with its pair.
+
+    With an `error`, neither file has an entry at `key`; then entries with this compared name count.
+
+    Raises:
+        NotFound: `error`, if no entry has the name either.
+    """
     name = name_of(tuple(key)) if isinstance(key, (tuple, list)) else str(key)
 
     def is_selected(entry: DiffEntry, selected: DiffEntry | None) -> bool:
@@ -188,13 +207,13 @@ def align(
     pairs = [
         pair
         for pair in aligned.pairs
-        if is_selected(pair.a, scope_a.entry) or is_selected(pair.b, scope_b.entry)
+        if is_selected(pair.a, selected_a) or is_selected(pair.b, selected_b)
     ]
-    only_a = [entry for entry in aligned.only_a if is_selected(entry, scope_a.entry)]
-    only_b = [entry for entry in aligned.only_b if is_selected(entry, scope_b.entry)]
+    only_a = [entry for entry in aligned.only_a if is_selected(entry, selected_a)]
+    only_b = [entry for entry in aligned.only_b if is_selected(entry, selected_b)]
     # Two entries that were both selected are a pair, even if their names differ.
-    if scope_a.entry and scope_b.entry and (only_a or only_b or not pairs):
-        pairs, only_a, only_b = [Pair(scope_a.entry, scope_b.entry)], [], []
+    if selected_a and selected_b and (only_a or only_b or not pairs):
+        pairs, only_a, only_b = [Pair(selected_a, selected_b)], [], []
     if not (pairs or only_a or only_b):
         raise error or NotFound(f"no entry is named {printable(name)!r}")
     return replace(aligned, pairs=tuple(pairs), only_a=tuple(only_a), only_b=tuple(only_b))
@@ -202,11 +221,14 @@ def align(
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The compared node of a checkpoint, its path, and the one selected entry, if any."""
+    """The part of a checkpoint that is compared."""
 
     root: Any
+    """The node below which entries are compared."""
     base: Path = ()
+    """The path of `root` in the checkpoint."""
     entry: DiffEntry | None = None
+    """The entry of which alone the result is kept, if the user chose a single one."""
 
 
 def _resolve_scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scope, NotFound | None]:
@@ -214,7 +236,8 @@ def _resolve_scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scop
 
     For a single entry it is the section around it, in which it finds its pair. If only one file has
     `key`, and the other is a flat state dict, the root of the other is compared. The third item is
-    the error to raise if neither file has `key`, nor a compared entry with this name.
+    the error to raise if neither file has `key`, nor a compared entry with this name (`weight` may
+    be the compared name of `module.weight`).
 
     Raises:
         NotFound: a file that is not one flat state dict does not have the address.
@@ -222,20 +245,22 @@ def _resolve_scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scop
     """
     if key is None:
         return Scope(a.root), Scope(b.root), None
-    results = [(checkpoint, _find_scope(checkpoint, key)) for checkpoint in (a, b)]
-    nodes = [result.root for _, result in results if isinstance(result, Scope)]
-    is_entry = not (nodes and all(map(_is_container, nodes)))
+    scope_or_error = [(checkpoint, _find_scope(checkpoint, key)) for checkpoint in (a, b)]
+    nodes = [result.root for _, result in scope_or_error if isinstance(result, Scope)]
+    is_single_entry = not nodes or not all(map(_is_container, nodes))
     scopes: list[Scope] = []
-    error = None
-    for checkpoint, result in results:
+    first_error = None
+    for checkpoint, result in scope_or_error:
         if isinstance(result, Scope):
-            scopes.append(_find_enclosing_section(checkpoint, result) if is_entry else result)
-            continue
-        if not is_entry and not is_flat(checkpoint.root):
+            if is_single_entry:
+                result = _find_enclosing_section(checkpoint, result)
+            scopes.append(result)
+        elif is_single_entry or is_flat(checkpoint.root):
+            first_error = first_error or result
+            scopes.append(Scope(checkpoint.root))
+        else:
             raise result
-        error = error or result
-        scopes.append(Scope(checkpoint.root))
-    return scopes[0], scopes[1], None if nodes else error
+    return scopes[0], scopes[1], None if nodes else first_error
 
 
 def _select_weights(checkpoint: Checkpoint, key: Any) -> Scope:
@@ -263,11 +288,14 @@ def _is_container(node: Any) -> bool:
 
 
 def _find_enclosing_section(checkpoint: Checkpoint, scope: Scope) -> Scope:
-    """Return the section around a node, with the node as its selected entry."""
+    """Return the section around a node, with the node as its selected entry.
+
+    Outside of all sections it is the whole file.
+    """
     entry = DiffEntry(name_of(scope.base), scope.base, scope.root)
-    for part in _find_sections(checkpoint.root):
-        if is_within(scope.base, part.path):
-            return Scope(part.holder, part.path, entry)
+    for section in _find_sections(checkpoint.root):
+        if is_within(scope.base, section.path):
+            return Scope(section.holder, section.path, entry)
     return Scope(checkpoint.root, entry=entry)
 
 
@@ -279,8 +307,8 @@ class _Aligner:
     b: Scope
     names_a: _SideNames
     names_b: _SideNames
-    whole: bool
-    """True if no entry is left out later."""
+    keeps_all: bool
+    """True unless only one selected entry of the result is kept."""
     pairs: list[Pair] = field(default_factory=list)
     only_a: list[DiffEntry] = field(default_factory=list)
     only_b: list[DiffEntry] = field(default_factory=list)
@@ -288,23 +316,23 @@ class _Aligner:
 
     def run(self) -> Alignment:
         """Pair the sections and their entries, then all entries outside of paired sections."""
-        parts_a, parts_b = _find_sections(self.a.root), _find_sections(self.b.root)
-        couples = _pair_sections(parts_a, parts_b)
-        paired_ids = {id(part) for couple in couples for part in couple}
-        names = self._resolve_all_names(couples, parts_a, parts_b, paired_ids)
-        for section_a, section_b in couples:
+        sections_a, sections_b = _find_sections(self.a.root), _find_sections(self.b.root)
+        section_pairs = _pair_sections(sections_a, sections_b)
+        paired_ids = {id(section) for section_pair in section_pairs for section in section_pair}
+        names = self._resolve_all_names(section_pairs, sections_a, sections_b, paired_ids)
+        for section_a, section_b in section_pairs:
             self._pair_entries(section_a, section_b, names)
-        has_remaining = self._pair_remaining(parts_a, parts_b, paired_ids, names)
+        has_remaining = self._pair_remaining(sections_a, sections_b, paired_ids, names)
         unpaired_names = [
             [
-                name_of(scope.base + part.path) or "the root"
-                for part in _find_unpaired(parts, "model", paired_ids)
+                name_of(scope.base + section.path) or "the root"
+                for section in _find_unpaired(sections, "model", paired_ids)
             ]
-            for scope, parts in ((self.a, parts_a), (self.b, parts_b))
+            for scope, sections in ((self.a, sections_a), (self.b, sections_b))
         ]
         self.notes.extend(_describe_unpaired(unpaired_names[0], unpaired_names[1]))
-        if has_remaining and self.whole:
-            self.notes.extend(_suggest_model_only(couples))
+        if has_remaining and self.keeps_all:
+            self.notes.extend(_suggest_model_only(section_pairs))
         self.notes.extend(self.names_a.rules.describe_unused())
         return Alignment(
             tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
@@ -312,9 +340,9 @@ class _Aligner:
 
     def _resolve_all_names(
         self,
-        couples: list[Couple],
-        parts_a: list[Section],
-        parts_b: list[Section],
+        section_pairs: list[SectionPair],
+        sections_a: list[Section],
+        sections_b: list[Section],
         paired_ids: set[int],
     ) -> dict[int, _NewNames]:
         """Return the compared names of every section, by the section's identity.
@@ -322,27 +350,27 @@ class _Aligner:
         Models come first, because optimizers use their names.
         """
         resolved: dict[int, _NewNames] = {}
-        for section_a, section_b in couples:
+        for section_a, section_b in section_pairs:
             if section_a.kind in MODEL_KINDS:
-                stripped = self._choose_stripped_names(section_a, section_b)
-                prefixed = self._remove_common_prefix(
-                    section_a, stripped[0], section_b, stripped[1]
+                stripped_a, stripped_b = self._choose_stripped_names(section_a, section_b)
+                prefixed_a, prefixed_b = self._remove_extra_prefix(
+                    section_a, stripped_a, section_b, stripped_b
                 )
                 resolved[id(section_a)] = self.names_a.resolve_names(
-                    section_a, stripped[0], prefixed[0]
+                    section_a, stripped_a, prefixed_a
                 )
                 resolved[id(section_b)] = self.names_b.resolve_names(
-                    section_b, stripped[1], prefixed[1]
+                    section_b, stripped_b, prefixed_b
                 )
-        for side, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
-            for part in parts:
-                if part.kind in MODEL_KINDS and id(part) not in paired_ids:
-                    resolved[id(part)] = side.resolve_names(
-                        part, side.strip(list_wrappable_keys(part.node))
+        for side, sections in ((self.names_a, sections_a), (self.names_b, sections_b)):
+            for section in sections:
+                if section.kind in MODEL_KINDS and id(section) not in paired_ids:
+                    resolved[id(section)] = side.resolve_names(
+                        section, side.strip(list_wrappable_keys(section.node))
                     )
-            for part in parts:
-                if part.kind == "optimizer":
-                    resolved[id(part)] = side.resolve_optimizer_names(part)
+            for section in sections:
+                if section.kind == "optimizer":
+                    resolved[id(section)] = side.resolve_optimizer_names(section)
         return resolved
 
     def _choose_stripped_names(
@@ -355,21 +383,20 @@ class _Aligner:
         """
         stripped_a = self.names_a.strip(list_wrappable_keys(section_a.node))
         stripped_b = self.names_b.strip(list_wrappable_keys(section_b.node))
+        # The first of equally good candidates is taken: with the prefixes removed from both sides.
         candidates = [(stripped_a, stripped_b), (stripped_a, {}), ({}, stripped_b), ({}, {})]
-        if not (stripped_a or stripped_b) or _count_common_names(
-            section_a, stripped_a, section_b, stripped_b
-        ) == len(section_a.node):
-            return stripped_a, stripped_b
         return max(
-            candidates, key=lambda pair: _count_common_names(section_a, pair[0], section_b, pair[1])
+            candidates if stripped_a or stripped_b else candidates[:1],
+            key=lambda names: _count_common_names(section_a, names[0], section_b, names[1]),
         )
 
-    def _remove_common_prefix(
+    def _remove_extra_prefix(
         self, section_a: Section, stripped_a: Renamed, section_b: Section, stripped_b: Renamed
     ) -> tuple[Renamed | None, Renamed | None]:
-        """Return the names of both without the one prefix that `load_into` would remove.
+        """Return the names of both without a prefix that only one side has, as `load_into` does.
 
-        A Lightning file has `net.` before each key. None for both if no side has such a prefix.
+        A Lightning file has `net.` before each key. None for both if no side has such a prefix, or
+        the user decides the names.
         """
         if self.names_a.strict or self.names_a.rules.rules:
             return None, None
@@ -380,9 +407,10 @@ class _Aligner:
         aligned = pair_keys(slots_of(section_a), slots_of(section_b))
         if not aligned.pairs or all(step.kind != "prefix" for step in aligned.steps):
             return None, None
+        # `aligned.bare` has, for each side, the full name by the name without the prefix.
         bare_a, bare_b = ({full: name for name, full in names.items()} for names in aligned.bare)
-        for part, bare in ((section_a, bare_a), (section_b, bare_b)):
-            if len({bare.get(name, name) for name in part.node}) < len(part.node):
+        for section, bare in ((section_a, bare_a), (section_b, bare_b)):
+            if len({bare.get(name, name) for name in section.node}) < len(section.node):
                 return None, None  # two keys would become one
         self.notes.extend(
             f"keys are compared without a prefix: {'AB'[step.side]} has "
@@ -402,13 +430,16 @@ class _Aligner:
         base_a, base_b = self.a.base + section_a.path, self.b.base + section_b.path
         prefix = base_a if base_a == base_b else ()
         if base_a != base_b and section_a.path == section_b.path:
-            prefix = section_a.path
+            prefix = section_a.path  # only the scopes, below which the user compares, differ
         regions = Region(), Region()
-        for region, part, base in zip(
+        for region, section, base in zip(
             regions, (section_a, section_b), (base_a, base_b), strict=True
         ):
-            _fill_region(region, part, base, names.get(id(part), _UNCHANGED_NAMES), outer=prefix)
-            region.leaves.pop((), None)  # an object that is the section itself
+            _fill_region(
+                region, section, base, names.get(id(section), _UNCHANGED_NAMES), outer=prefix
+            )
+            # The section itself has the path (), and its holder is compared below.
+            region.leaves.pop((), None)
             region.containers.pop((), None)
         self._pair_regions(*regions)
         if isinstance(section_a.holder, Opaque) and isinstance(section_b.holder, Opaque):
@@ -419,21 +450,26 @@ class _Aligner:
 
     def _pair_remaining(
         self,
-        parts_a: list[Section],
-        parts_b: list[Section],
+        sections_a: list[Section],
+        sections_b: list[Section],
         paired_ids: set[int],
         names: dict[int, _NewNames],
     ) -> bool:
         """Pair values and unpaired sections by path; return True if any exist."""
         regions = Region(), Region()
         outer = self.a.base if self.a.base == self.b.base else ()
-        for region, scope, parts in zip(regions, (self.a, self.b), (parts_a, parts_b), strict=True):
-            skip = frozenset(part.path for part in parts)
+        for region, scope, sections in zip(
+            regions, (self.a, self.b), (sections_a, sections_b), strict=True
+        ):
+            skip = frozenset(section.path for section in sections)
             region.fill(scope.root, scope.base, outer=outer, skip=skip)
-            for part in parts:
-                if id(part) not in paired_ids:
-                    base, resolved = scope.base + part.path, names.get(id(part), _UNCHANGED_NAMES)
-                    _fill_region(region, part, base, resolved, outer=outer, before=part.path)
+            for section in sections:
+                if id(section) not in paired_ids:
+                    base, resolved = (
+                        scope.base + section.path,
+                        names.get(id(section), _UNCHANGED_NAMES),
+                    )
+                    _fill_region(region, section, base, resolved, outer=outer, before=section.path)
         self._pair_regions(*regions)
         return any(region.leaves for region in regions)
 
@@ -445,57 +481,66 @@ class _Aligner:
         self.only_b.extend(only_b)
 
     def _compare_metadata(self, section_a: Section, section_b: Section, name: str) -> None:
-        """Note that the module versions in `_metadata` of two state dicts differ."""
+        """Note that the module versions in `_metadata` of two state dicts differ.
+
+        If the two list other modules, their keys differ, which is reported anyway.
+        """
         versions_a, versions_b = (
-            _read_module_versions(part.node) for part in (section_a, section_b)
+            _read_module_versions(section.node) for section in (section_a, section_b)
         )
         if versions_a is None or versions_b is None or versions_a.keys() != versions_b.keys():
             return
         difference = find_first_difference(versions_a, versions_b)
         if difference is not None:
             where = printable(difference.place)
-            before = f"{name}: " if name else ""
-            self.notes.append(f"{before}the versions in _metadata differ ({where})")
+            subject = f"{name}: " if name else ""
+            self.notes.append(f"{subject}the versions in _metadata differ ({where})")
 
 
 def _find_sections(root: Any) -> list[Section]:
     """Return the sections of a tree, except plain values."""
-    return [part for part in find_sections(root) if part.kind != "values"]
+    return [section for section in find_sections(root) if section.kind != "values"]
 
 
-def _pair_sections(parts_a: list[Section], parts_b: list[Section]) -> list[Couple]:
+def _pair_sections(sections_a: list[Section], sections_b: list[Section]) -> list[SectionPair]:
     """Return pairs of sections: with equal paths, else the only ones of their kind.
 
     The sections of a kind that are still unpaired make a pair if, on each side, all of them are
     one and the same object of the file (their `holder`), reached by several paths.
     """
-    by_path = {(part.path, _normalize_kind(part)): part for part in parts_b}
-    couples = [
-        (part, by_path[part.path, _normalize_kind(part)])
-        for part in parts_a
-        if (part.path, _normalize_kind(part)) in by_path
+    by_path = {(section.path, _normalize_kind(section)): section for section in sections_b}
+    section_pairs = [
+        (section, by_path[section.path, _normalize_kind(section)])
+        for section in sections_a
+        if (section.path, _normalize_kind(section)) in by_path
     ]
-    paired_ids = {id(part) for couple in couples for part in couple}
-    for kind in dict.fromkeys(map(_normalize_kind, parts_a)):
-        unpaired = [_find_unpaired(parts, kind, paired_ids) for parts in (parts_a, parts_b)]
-        if all(len({id(part.holder) for part in parts}) == 1 for parts in unpaired):
-            couples.append((unpaired[0][0], unpaired[1][0]))
-    return couples
+    paired_ids = {id(section) for section_pair in section_pairs for section in section_pair}
+    for kind in dict.fromkeys(map(_normalize_kind, sections_a)):
+        unpaired = [
+            _find_unpaired(sections, kind, paired_ids) for sections in (sections_a, sections_b)
+        ]
+        if all(len({id(section.holder) for section in sections}) == 1 for sections in unpaired):
+            section_pairs.append((unpaired[0][0], unpaired[1][0]))
+    return section_pairs
 
 
-def _find_unpaired(parts: list[Section], kind: str, paired_ids: set[int]) -> list[Section]:
+def _find_unpaired(sections: list[Section], kind: str, paired_ids: set[int]) -> list[Section]:
     """Return the sections of one kind that are not paired yet."""
-    return [part for part in parts if _normalize_kind(part) == kind and id(part) not in paired_ids]
+    return [
+        section
+        for section in sections
+        if _normalize_kind(section) == kind and id(section) not in paired_ids
+    ]
 
 
-def _normalize_kind(part: Section) -> str:
+def _normalize_kind(section: Section) -> str:
     """Return the kind that two sections must share to be paired."""
-    return _PAIRED_KIND.get(part.kind, part.kind)
+    return _SHARED_KIND.get(section.kind, section.kind)
 
 
 def _fill_region(
     region: Region,
-    part: Section,
+    section: Section,
     base: Path,
     names: _NewNames,
     *,
@@ -503,7 +548,7 @@ def _fill_region(
     before: Path = (),
 ) -> None:
     """Add the entries of a section to a region, under their compared names."""
-    rename_entry = _rename_optimizer_entry if part.kind == "optimizer" else _rename_model_entry
+    rename_entry = _rename_optimizer_entry if section.kind == "optimizer" else _rename_model_entry
 
     def change_entry(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
         """Return the compared path and leaf of an entry, and its shown path."""
@@ -511,9 +556,9 @@ def _fill_region(
         return key, compared, rename_entry(path, leaf, names.shown)[0]
 
     region.fill(
-        part.holder, base, outer=outer, before=before,
+        section.holder, base, outer=outer, before=before,
         changed=change_entry if names.compared or names.shown else _keep_entry,
-        weights=part.kind in MODEL_KINDS,
+        weights=section.kind in MODEL_KINDS,
     )  # fmt: skip
 
 
@@ -525,12 +570,15 @@ def _rename_model_entry(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, 
 def _rename_optimizer_entry(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
     """Return the path and leaf of an optimizer's entry, with its new name.
 
-    The names of parameters are keys of `state`, and items in the groups.
+    The names of parameters are keys (`state/NAME/exp_avg`), and items in the groups
+    (`param_groups/0/params/0` is NAME).
     """
-    if path[:1] == ("state",) and len(path) > 1:
-        return ("state", renamed.get(path[1], path[1]), *path[2:]), leaf
-    named = path[:1] == ("param_groups",) and path[2:3] in (("params",), ("param_names",))
-    return path, renamed.get(leaf, leaf) if named and isinstance(leaf, str) else leaf
+    match path:
+        case ("state", name, *rest):
+            return ("state", renamed.get(name, name), *rest), leaf
+        case ("param_groups", _, "params" | "param_names", *_) if isinstance(leaf, str):
+            return path, renamed.get(leaf, leaf)
+    return path, leaf
 
 
 def _unwrap_module(holder: Opaque) -> Opaque:
@@ -566,12 +614,13 @@ def _describe_unpaired(paths_a: list[str], paths_b: list[str]) -> Iterator[str]:
         )
 
 
-def _suggest_model_only(couples: list[Couple]) -> Iterator[str]:
+def _suggest_model_only(section_pairs: list[SectionPair]) -> Iterator[str]:
     """Yield a note if one file is a state dict and the other has more next to it."""
-    for section_a, section_b in couples:
-        if section_a.kind in MODEL_KINDS and bool(section_a.path) != bool(section_b.path):
-            part, whole = "BA" if section_a.path else "AB"
-            yield f"{part} is only a state dict; add --model-only to leave out the rest of {whole}"
+    for section_a, section_b in section_pairs:
+        is_root_a, is_root_b = not section_a.path, not section_b.path
+        if section_a.kind in MODEL_KINDS and is_root_a != is_root_b:
+            bare, whole = "AB" if is_root_a else "BA"
+            yield f"{bare} is only a state dict; add --model-only to leave out the rest of {whole}"
 
 
 Changed = Callable[[Path, Any], tuple[Path, Any, Path]]
@@ -619,9 +668,11 @@ class Region:
 
     leaves: dict[Key, DiffEntry] = field(default_factory=dict)
     containers: dict[Key, DiffEntry] = field(default_factory=dict)
+    """Dicts, lists and tuples, by the path before any renaming."""
     entered: dict[Key, str] = field(default_factory=dict)
-    """The names of containers and of objects with entries of their own."""
+    """By compared path, the shown name of each container or object that has entries."""
     _repeats: dict[Key, int] = field(default_factory=dict)
+    """By key, how many entries have it, if several do."""
 
     def fill(
         self,
@@ -636,7 +687,7 @@ class Region:
     ) -> None:
         """Add the entries and containers below `root`, whose path in the file is `base`.
 
-        `before` is put before each key, and `outer` before that in names only; `skip` has the
+        Compared paths start with `before`, shown names with `outer` and `before`. `skip` has the
         paths below `root` that are left out. `changed` renames entries. `weights` is True for the
         section of a model.
         """
@@ -673,7 +724,8 @@ class Region:
 def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[DiffEntry], list[DiffEntry]]:
     """Return the common entries by key, those of only A, and those of only B, in file order.
 
-    A container is an entry if its counterpart is not a container, or if it is empty and unpaired.
+    A container is an entry if its counterpart is not a container or has another type, or if it is
+    empty and has no counterpart.
     """
     pairs: list[Pair] = []
     only_a: list[DiffEntry] = []
@@ -697,9 +749,16 @@ def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[DiffEntry], lis
 
 
 def _add_missing_container(key: Key, entry: DiffEntry, here: Region, there: Region) -> DiffEntry:
-    """Return an entry with its outermost container that `there` does not have."""
-    outer = (key[:end] for end in range(1, len(key) + 1))
-    missing = (here.entered[at] for at in outer if at in here.entered and at not in there.entered)
+    """Return an entry with its outermost container that `there` does not have.
+
+    So a whole optimizer of only one file can be shown as one line.
+    """
+    outer_keys = (key[:length] for length in range(1, len(key) + 1))
+    missing = (
+        here.entered[outer_key]
+        for outer_key in outer_keys
+        if outer_key in here.entered and outer_key not in there.entered
+    )
     return replace(entry, container=next(missing, None))
 
 

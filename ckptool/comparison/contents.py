@@ -48,7 +48,7 @@ class ValueComparison:
 
 
 class Contents:
-    """Compares plain arrays of equal shapes, each pair of tied tensors once."""
+    """Compares the elements of plain arrays of equal shapes, each pair of tied tensors once."""
 
     def __init__(
         self,
@@ -73,7 +73,8 @@ class Contents:
         if has_tolerance:
             atol, rtol = _ATOL if atol is None else atol, _RTOL if rtol is None else rtol
         self._options: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
-        self._comparer = self._make_comparer() if has_tolerance else None  # it may refuse them
+        # The comparer refuses bad tolerances; without one, most comparisons do not need torch.
+        self._comparer = self._make_comparer() if has_tolerance else None
         self._round_wider = rounded
         self._needs_values = has_tolerance or equal_nan or rounded
         """True if different bytes may count as equal, so that torch is needed to decide."""
@@ -107,8 +108,7 @@ class Contents:
         """Compare by bytes, then by value if the bytes differ.
 
         With `quick`, stored checksums come first, and values are not compared. With `rounded`, the
-        wider tensor is rounded before. Values of two dtypes that cannot be compared, as torch is
-        missing or a dtype is unknown, count as equal: the dtypes are reported as different.
+        wider tensor is rounded before.
         """
         if self._quick:
             has_equal_checksum = compare_checksums(a, b)
@@ -123,11 +123,11 @@ class Contents:
             return ValueComparison(has_equal_bytes)
         difference = self._compute_difference(a, b, exact)
         if difference is None:
+            # The values of two dtypes are unknown then; that the dtypes differ is reported anyway.
             return ValueComparison(a.dtype != b.dtype and not self._round_wider)
-        equal = difference.mismatched == 0
-        if not exact and difference.close is not None:  # there is a tolerance
-            equal = difference.close
-        return ValueComparison(equal, difference=difference)
+        has_tolerance = difference.close is not None
+        is_equal = difference.close if has_tolerance and not exact else difference.mismatched == 0
+        return ValueComparison(bool(is_equal), difference=difference)
 
     def _make_comparer(self) -> Comparer:
         """Return the comparer of values, which imports torch."""
@@ -143,7 +143,7 @@ class Contents:
             return self._comparer.compare(a, b, self._meter.advance)
         except TorchMissing:
             if self._needs_values and not exact:
-                raise  # cannot tell if values are close
+                raise  # only the values show if different bytes are close enough
             self.without_torch = True
         except UnsupportedFormat:  # a dtype without known values
             pass
@@ -153,6 +153,7 @@ class Contents:
 def _round_to_narrower(tensor: TensorRef, other: TensorRef) -> TensorRef:
     """Return a tensor rounded to the dtype of another, as in torch, if that is narrower.
 
+    That is, if both are floating-point and every value of the other dtype is one of this dtype too.
     Otherwise it is returned unchanged. The rounding happens when the elements are read.
     """
     stored, source, target = tensor.storage, tensor.dtype, other.dtype
@@ -202,12 +203,8 @@ def find_renamed(
                 header = entry.leaf.dtype, entry.leaf.shape
                 groups_by_header.setdefault(header, ([], []))[side].append(entry)
     groups = [group for group in groups_by_header.values() if all(group)]
-    if not stated_only:  # announce the bytes to read: to compare pairs, and for checksums
-        for group in groups:
-            meter.total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
-            tensors = {entry.leaf.place: entry.leaf for side in group for entry in side}
-            unread = (tensor for tensor in tensors.values() if _read_stored_crc32(tensor) is None)
-            meter.total += sum(tensor.nbytes for tensor in unread)
+    if not stated_only:
+        meter.total += sum(map(_count_bytes_to_read, groups))
     repeated, crc32s = RepeatedBytes(limits), dict[Any, int]()
 
     def compute_crc32(entry: DiffEntry) -> int | None:
@@ -240,6 +237,15 @@ def find_renamed(
             )
 
 
+def _count_bytes_to_read(group: Group) -> int:
+    """Return the most bytes to read for checksums that are not stored, and to compare pairs."""
+    tensors = {entry.leaf.place: entry.leaf for side in group for entry in side}
+    unstated = (tensor for tensor in tensors.values() if _read_stored_crc32(tensor) is None)
+    compared_bytes: int = min(sum(entry.leaf.nbytes for entry in side) for side in group)
+    checksum_bytes: int = sum(tensor.nbytes for tensor in unstated)
+    return compared_bytes + checksum_bytes
+
+
 def _read_stored_crc32(tensor: TensorRef) -> int | None:
     """Return the stored checksum if it covers exactly this tensor."""
     storage = tensor.storage
@@ -266,16 +272,16 @@ def _pair_equal_contents(
         if not entries_a or not entries_b:
             return
         candidates_by_end: dict[tuple[str, ...], list[DiffEntry]] = {}
-        for entry in reversed(entries_b):
-            if len(components[id(entry)]) >= length:
-                candidates_by_end.setdefault(components[id(entry)][:length], []).append(entry)
+        for entry in reversed(entries_b):  # so that `pop` returns the first one
+            end = components[id(entry)][:length]
+            if len(end) == length:
+                candidates_by_end.setdefault(end, []).append(entry)
         paired_ids: set[int] = set()
         for entry in entries_a:
-            candidates = candidates_by_end.get(components[id(entry)][:length])
-            if candidates and len(components[id(entry)]) >= length:
-                other = candidates.pop()
-                paired_ids.update((id(entry), id(other)))
-                yield entry, other
+            if candidates := candidates_by_end.get(components[id(entry)][:length]):
+                partner = candidates.pop()
+                paired_ids.update((id(entry), id(partner)))
+                yield entry, partner
         entries_a = [entry for entry in entries_a if id(entry) not in paired_ids]
         entries_b = [entry for entry in entries_b if id(entry) not in paired_ids]
     if len(entries_a) == len(entries_b) == 1 and entries_a[0].leaf.numel > 1:

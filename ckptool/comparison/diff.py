@@ -236,11 +236,18 @@ def magnitude_key(
     """
     if difference is None:
         return 2, math.inf, math.inf
-    figures = getattr(difference, sort), difference.max_abs
-    main, absolute = (-math.inf if figure is None else figure for figure in figures)
-    main = -main if sort == "cosine" and main > -math.inf else main
-    main, absolute = (math.inf if math.isnan(figure) else figure for figure in (main, absolute))
-    return int(difference.rel_norm is not None and math.isnan(difference.rel_norm)), main, absolute
+
+    def to_sortable(figure: float | None) -> float:
+        """Return a figure that can be compared: NaN above all others, None below."""
+        if figure is None:
+            return -math.inf
+        return math.inf if math.isnan(figure) else figure
+
+    main = getattr(difference, sort)
+    if sort == "cosine" and main is not None:
+        main = -main
+    has_nan_norm = difference.rel_norm is not None and math.isnan(difference.rel_norm)
+    return int(has_nan_norm), to_sortable(main), to_sortable(difference.max_abs)
 
 
 TAGS = frozenset({"device", "requires_grad"})
@@ -303,34 +310,18 @@ def diff(
         UsageError: a text is not a rule, `sort` is unknown, or arguments exclude each other.
     """
     name_rules = parse_rules(rename)
-    has_tolerance = atol is not None or rtol is not None
-    if structure and quick:
-        raise UsageError(
-            "--structure and --quick cannot be combined",
-            hint="--structure compares no values, --quick compares checksums",
-        )
-    if (has_tolerance or equal_nan or ignore_dtype) and (structure or quick):
-        raise UsageError(
-            "a tolerance and --ignore-dtype need values, which --structure and --quick do not read",
-            hint="leave one of them out",
-        )
-    if max_diffs is not None and max_diffs < 0:
-        raise UsageError(f"max_diffs is {max_diffs}, expected 0 or more")
-    if sort not in SORTABLE:
-        raise UsageError(f"cannot sort by {sort!r}; choose one of {listed(SORTABLE)}")
+    needs_values = ignore_dtype or equal_nan or atol is not None or rtol is not None
+    _check_options(structure, quick, sort, max_diffs, needs_values=needs_values)
     meter = Meter(progress)
     contents = Contents(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, rounded=ignore_dtype, meter=meter,
         limits=limits,
     )  # fmt: skip
     with open_or_reuse(a) as checkpoint_a, open_or_reuse(b) as checkpoint_b:
-        checkpoint_a, checkpoint_b = (
-            checkpoint_a.with_late_values(),
-            checkpoint_b.with_late_values(),
-        )
+        whole_a, whole_b = checkpoint_a.with_late_values(), checkpoint_b.with_late_values()
         aligned = align(
-            checkpoint_a,
-            checkpoint_b,
+            whole_a,
+            whole_b,
             strict_names=strict_names,
             rules=name_rules,
             key=key,
@@ -341,9 +332,33 @@ def diff(
             meter.total = _count_compared_bytes(aligned.pairs)
         run.compare()
         if not structure:
-            run.rename()
+            run.find_renamed()
         meter.finish()
-        return run.make_result(checkpoint_a, checkpoint_b, sort, max_diffs)
+        return run.make_result(whole_a, whole_b, sort, max_diffs)
+
+
+def _check_options(
+    structure: bool, quick: bool, sort: str, max_diffs: int | None, *, needs_values: bool
+) -> None:
+    """Refuse options of `diff` that exclude each other, or have a wrong value.
+
+    Raises:
+        UsageError: if one does.
+    """
+    if structure and quick:
+        raise UsageError(
+            "--structure and --quick cannot be combined",
+            hint="--structure compares no values, --quick compares checksums",
+        )
+    if needs_values and (structure or quick):
+        raise UsageError(
+            "a tolerance and --ignore-dtype need values, which --structure and --quick do not read",
+            hint="leave one of them out",
+        )
+    if max_diffs is not None and max_diffs < 0:
+        raise UsageError(f"max_diffs is {max_diffs}, expected 0 or more")
+    if sort not in SORTABLE:
+        raise UsageError(f"cannot sort by {sort!r}; choose one of {listed(SORTABLE)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,15 +410,16 @@ class _Comparison:
                 self._compare_others(pair)
 
     def _compare_tensors(self, pair: Pair, a: TensorRef, b: TensorRef) -> None:
-        """Compare two tensors by header and elements, and note the differences.
+        """Compare two tensors by header and elements, and keep the differences.
 
         With `structure`, only headers are compared. With `ignore_dtype`, a different dtype is no
         difference if the elements were compared.
         """
         differences = _compare_headers(a, b)
-        result = (
-            self._compare_quantizers(a, b) if self.structure else self._compare_elements(pair, a, b)
-        )
+        if self.structure:
+            result = self._compare_quantizers(a, b)
+        else:
+            result = self._compare_elements(pair, a, b)
         if self.ignore_dtype and result.verdict is not None and "dtype" in differences:
             differences.remove("dtype")
             self.counts_by_kind["of_other_types"] += 1
@@ -416,10 +432,10 @@ class _Comparison:
         if not result.equal:
             place = result.unlike.place if result.unlike else ""
             differences.append("quantizer" if place.startswith("quantizer/") else "value")
-        self._note(pair, differences + _compare_tags(a, b), result)
+        self._add_result(pair, differences + _compare_tags(a, b), result)
 
     def _compare_quantizers(self, a: TensorRef, b: TensorRef) -> _Elements:
-        """Compare the quantizers of two tensors by their headers."""
+        """Compare the quantizers of two tensors by their headers; nothing for other tensors."""
         if not a.kind == b.kind == "quantized" or (a.dtype, a.shape) != (b.dtype, b.shape):
             return _Elements()
         difference = find_first_difference(a, b, devices=False, limits=self.limits)
@@ -427,9 +443,9 @@ class _Comparison:
 
     def _compare_elements(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
         """Compare elements by the rule of their kind; not at all if the shapes differ."""
-        is_same_kind = a.kind == b.kind and a.dtype == b.dtype
         if a.shape != b.shape:
             return _Elements()
+        is_same_kind = a.kind == b.kind and a.dtype == b.dtype
         if is_same_kind and is_made_of_parts(a) and is_made_of_parts(b):
             return self._compare_parts(pair, a, b)
         if not (a.has_content and b.has_content) or (self.quick and a.dtype != b.dtype):
@@ -449,7 +465,7 @@ class _Comparison:
         )
         last = verdicts[-1] if verdicts else None
         if difference is not None and last is not None and last.equal:
-            last = None  # the difference is elsewhere
+            last = None  # the difference is elsewhere, for example in the class
         is_close = difference is None and any(verdict.is_close for verdict in verdicts)
         return _Elements(difference is None, last, is_close, difference)
 
@@ -464,7 +480,7 @@ class _Comparison:
         return are_equal
 
     def _compare_others(self, pair: Pair) -> None:
-        """Note how and where two entries differ that are not both tensors.
+        """Keep how and where two entries differ that are not both tensors.
 
         Differences in values are looked for first, then those in devices only.
         """
@@ -489,12 +505,13 @@ class _Comparison:
                     differences = [word]
                     break
         close = any(verdict.is_close for verdict in verdicts)
-        self._note(pair, differences, _Elements(close=close, unlike=difference))
+        self._add_result(pair, differences, _Elements(close=close, unlike=difference))
 
-    def _note(self, pair: Pair, differences: list[str], result: _Elements) -> None:
+    def _add_result(self, pair: Pair, differences: list[str], result: _Elements) -> None:
         """Count a pair, and keep it if it differs.
 
-        Devices and `requires_grad` (`TAGS`) alone count only with `strict`.
+        Without `strict`, a pair that differs only in device and `requires_grad` (`TAGS`) is kept
+        but counts as equal.
         """
         counts = self.strict or not TAGS.issuperset(differences)
         if not differences or not counts:
@@ -518,8 +535,8 @@ class _Comparison:
         has_tensor = "tensor" in (row.a.sort, row.b.sort)
         (self.changed if has_tensor else self.values).append(row)
 
-    def rename(self) -> None:
-        """Find renamed tensors among the entries of only one side."""
+    def find_renamed(self) -> None:
+        """Find renamed tensors among the entries of only one side, and keep them."""
 
         def are_equal(entry_a: DiffEntry, entry_b: DiffEntry) -> bool:
             """Return True if the elements of two tensors are equal."""
@@ -596,7 +613,7 @@ class _Comparison:
 
 def _count_compared_bytes(pairs: Iterable[Pair]) -> int:
     """Return the bytes of the tensors of A to compare, tied ones once."""
-    sizes: dict[Any, int] = {}
+    sizes: dict[Any, int] = {}  # by the places of both tensors in their files
     for pair in pairs:
         a, b = pair.a.leaf, pair.b.leaf
         if isinstance(a, TensorRef) and isinstance(b, TensorRef) and a.shape == b.shape:
@@ -617,7 +634,11 @@ def _compare_tags(a: TensorRef, b: TensorRef) -> list[str]:
 
 
 def _change_sort_key(row: Changed, sort: str) -> tuple[Any, ...]:
-    """Return the sort key of a row of `Diff.changed`."""
+    """Return the sort key of a row of `Diff.changed`, in the order that `Diff` describes.
+
+    Rows that count, weights, other types and floating-point numbers come first, then the largest
+    change: its figures are negated.
+    """
     group = not row.counts, not row.is_weight, row.status != "T", row.is_integer
     return *group, *(-figure for figure in magnitude_key(row.difference, sort))
 

@@ -47,11 +47,16 @@ class FileSummary:
     prefixes, if names or positions prove it."""
 
     def name_parameter(self, path: Sequence[str | int]) -> tuple[str, ...]:
-        """Return the path of an optimizer tensor, with the key of its parameter for the number."""
-        parts = tuple(map(str, path))
-        ends = (end for end in range(1, len(parts)) if parts[:end] in self.parameters)
-        end = next(ends, 0)
-        return (*parts[: end - 1], self.parameters[parts[:end]], *parts[end:]) if end else parts
+        """Return the path of an optimizer tensor, with the key of its parameter for the number.
+
+        `("optimizer", "state", 0, "exp_avg")` becomes `("optimizer", "state", "fc.weight",
+        "exp_avg")`. Other paths are only turned into text.
+        """
+        components = tuple(map(str, path))
+        for length in range(1, len(components)):
+            if name := self.parameters.get(components[:length]):
+                return (*components[: length - 1], name, *components[length:])
+        return components
 
 
 def summarize_file(checkpoint: Checkpoint) -> FileSummary:
@@ -69,19 +74,21 @@ def _list_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         for path, leaf in section.node.items() if section.kind == "values" else ():
             if isinstance(leaf, TensorRef):
                 continue
-            attributes = leaf.attributes if isinstance(leaf, Opaque) and not leaf.plain else None
-            for key, value in attributes.items() if attributes else (((), leaf),):
-                name = name_of(path if key == () else (*path, key))
-                yield name, summarize(value, _MOST_CHARACTERS)
+            if isinstance(leaf, Opaque) and leaf.attributes and not leaf.plain:
+                for key, value in leaf.attributes.items():
+                    yield name_of((*path, key)), summarize(value, _MOST_CHARACTERS)
+            else:
+                yield name_of(path), summarize(leaf, _MOST_CHARACTERS)
 
 
 def _name_parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the path of each parameter's state, and the name of the parameter.
 
-    Positions are used only if each state has the shape of its parameter.
+    An optimizer without a model in the file has names only if it stores them. Positions are used
+    only if each state has the shape of its parameter.
     """
-    models = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
-    optimizers = [part for part in checkpoint.sections if part.kind == "optimizer"]
+    models = [section for section in checkpoint.sections if section.kind in MODEL_KINDS]
+    optimizers = [section for section in checkpoint.sections if section.kind == "optimizer"]
     for section in optimizers:
         model, states = find_model(section, models, optimizers), section.node["state"]
         if model is None:
@@ -91,7 +98,7 @@ def _name_parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], 
             keys = match_parameters(checkpoint, section, model)
             tensors = get_named_tensors(model.node)
             shapes = {number: tensors[key].shape for number, key in keys.items() if key in tensors}
-            if any(not fits_shape(states.get(at, {}), shape) for at, shape in shapes.items()):
+            if not all(fits_shape(states.get(number, {}), shapes[number]) for number in shapes):
                 continue
         names = map_to_bare_names([key for key in keys.values() if key])
         for number, key in keys.items():
@@ -209,6 +216,9 @@ class Bar:
 
 def make_bars(a: Checkpoint, b: Checkpoint, alignment: Alignment, diff: Diff) -> tuple[Bar, ...]:
     """Return a bar for each tensor of A, in its order, with those of only B in between.
+
+    A bar of only B follows the tensor before it in B, if A has that too. A renamed tensor has one
+    bar, that of A.
 
     Args:
         a: The first checkpoint.
