@@ -41,7 +41,7 @@ _COMMON_SHAPES: tuple[Shape | None, ...] = (None, (), (1,))
 """Shapes that so many tensors have that they identify none."""
 
 Names = dict[str, str]
-"""Names as they are compared, each with the whole name."""
+"""Keys as they are compared, each with the full key: `{"conv.weight": "module.conv.weight"}`."""
 
 
 class AlignmentStep(NamedTuple):
@@ -52,10 +52,11 @@ class AlignmentStep(NamedTuple):
     text: str
     """For people: `module. removed`, `gamma -> weight`."""
     rule: str
-    """`REGEX=>REPL` for the names that the earlier steps have made; empty: no rule does just it."""
+    """`REGEX=>REPL` for the keys after the earlier steps; empty if no rule does exactly this."""
     side: int
-    """0: `changed` are whole names of the file; 1: of the model."""
+    """0 if `changed` are full keys of the file, 1 if they are of the model."""
     changed: Collection[str]
+    """The keys that the step changes."""
 
 
 class Prefix(NamedTuple):
@@ -64,20 +65,20 @@ class Prefix(NamedTuple):
     text: str
     """With its dot."""
     is_removed: bool
-    """Whether it comes off the file's names; else it is put before them."""
+    """True if it is removed from the file's keys, False if it is put before them."""
     names: Mapping[str, str]
-    """Whole names of the model, each with the name in the file that the prefix gives it."""
+    """By full key of the model, the key of the file that then matches."""
     collides: bool
-    """Whether names without the prefix would collide with those that lose it."""
+    """True if keys without the prefix would collide with those that lose it."""
 
 
 class Proposal(NamedTuple):
     """A rule that a user may give."""
 
     rule: str
-    """`REGEX=>REPL`, for the names of the file."""
+    """`REGEX=>REPL`, for the keys of the file."""
     names: Mapping[str, str]
-    """Whole names of the model, each with the name in the file that becomes it."""
+    """By full key of the model, the key of the file that becomes it."""
 
 
 class _Form(NamedTuple):
@@ -96,18 +97,18 @@ class KeyAlignment:
     file_slots: Mapping[str, Slot]
     model_slots: Mapping[str, Slot]
     bare: tuple[Names, Names]
-    """The names of the file and of the model without wrapper components and the prefix."""
-    today: tuple[Names, Names]
-    """The bare names in the current spelling."""
+    """The keys of the file and of the model without wrapper components and the prefix."""
+    current: tuple[Names, Names]
+    """The bare keys in the current spelling (see `known_renames`)."""
     steps: tuple[AlignmentStep, ...] = ()
     """From the file's names to the model's."""
     pairs: dict[str, str] = field(default_factory=dict)
-    """Name of the model to name in the file."""
+    """Key of the model to key of the file."""
     mismatched: dict[str, str] = field(default_factory=dict)
-    """The same for names of another shape."""
+    """The same for keys with another shape."""
     questions: tuple[Proposal, ...] = ()
-    """Prefixes of which one may be meant, the first with the most votes. A rule is empty where no
-    single rule does it."""
+    """Alternative prefixes to remove or add, the one with the most votes first. A rule is empty if
+    no single rule does it."""
 
 
 def is_average_counter(key: str) -> bool:
@@ -134,22 +135,20 @@ def align(
         has_rules: True if the user's rules renamed keys. Equal keys are then
             kept; no prefix is tried.
     """
-    file_forms, model_forms = (
-        list(_iterate_forms(file_slots, 0)),
-        list(_iterate_forms(model_slots, 1)),
-    )
+    model_forms = list(_iterate_forms(model_slots, 1))
     candidates: list[_KeyForms] = []
-    for file_form in file_forms:
+    for file_form in _iterate_forms(file_slots, 0):
         for model_form in model_forms:
             candidates.append(_KeyForms(file_slots, model_slots, file_form, model_form, closed))
             if candidates[-1].score == len(model_slots):
                 break
+    barest = candidates[-1]  # usually without any wrapper components
     best = max(candidates, key=lambda forms: forms.score)
     if not best.score:
-        best = candidates[-1]  # without any wrapper components, for the proposals
+        best = barest  # for the proposals
     alignment = _pair_equal_keys(best)
     if best.score < len(model_slots) and not (has_rules and best.score):
-        alignment = _apply_prefix(alignment, candidates[-1])
+        alignment = _apply_prefix(alignment, barest)
     return alignment
 
 
@@ -165,12 +164,8 @@ class _KeyForms:
         closed: Collection[str],
     ) -> None:
         """Compute the keys to compare, and the score: the number of model keys with a match."""
-        self.file_slots, self.model_slots, self.forms = (
-            file_slots,
-            model_slots,
-            (file_form, model_form),
-        )
-        self.closed = closed
+        self.file_slots, self.model_slots = file_slots, model_slots
+        self.forms, self.closed = (file_form, model_form), closed
         self.respelled = _find_respellings(file_form.names, model_form.names, closed)
         """For each side, the respellings of its keys."""
         self.file_keys = _respell_keys(file_form.names, self.respelled[0])
@@ -185,6 +180,15 @@ class _KeyForms:
             ]
         )
 
+    def order_by_prefix(self, is_removed: bool) -> tuple[Names, Names]:
+        """Return the keys of the side that has a prefix, then those of the side without it.
+
+        A prefix that is to be removed is on the file's keys, one to be added on the model's.
+        """
+        if is_removed:
+            return self.file_keys, self.model_keys
+        return self.model_keys, self.file_keys
+
 
 def _find_respellings(
     file_keys: Names, model_keys: Names, closed: Collection[str]
@@ -192,30 +196,34 @@ def _find_respellings(
     """Return the respelling of each key in an old spelling, for the file and for the model.
 
     A key that both sides have is not respelled, unless its respelling differs on the other side.
-    Keys in the modules of `closed` are not respelled either.
+    Keys in the modules of `closed` are not respelled either, because their own code expects them.
     """
-    both = find_respellings(file_keys), find_respellings(model_keys)
-    if not any(both):
-        return both
+    file_respellings, model_respellings = find_respellings(file_keys), find_respellings(model_keys)
+    if not (file_respellings or model_respellings):
+        return file_respellings, model_respellings
     prefixes = tuple(f"{path}." if path else "" for path in closed)
     closed_modules = {
         key.rpartition(".")[0] for key, full in model_keys.items() if full.startswith(prefixes)
     }
-    of_file, of_model = (
-        {
+
+    def select_applicable(
+        respellings: dict[str, Respelling],
+        other_keys: Names,
+        other_respellings: dict[str, Respelling],
+    ) -> dict[str, Respelling]:
+        """Return the respellings of one side that apply, by the keys of the other."""
+        return {
             key: respelling
-            for key, respelling in respelled.items()
-            if (key not in other_keys or other_respelled.get(key, respelling) != respelling)
-            and closed_modules.isdisjoint(
-                spelling.rpartition(".")[0] for spelling in (key, respelling.respell(key))
-            )
+            for key, respelling in respellings.items()
+            if (key not in other_keys or other_respellings.get(key, respelling) != respelling)
+            and key.rpartition(".")[0] not in closed_modules
+            and respelling.respell(key).rpartition(".")[0] not in closed_modules
         }
-        for respelled, other_keys, other_respelled in (
-            (both[0], model_keys, both[1]),
-            (both[1], file_keys, both[0]),
-        )
+
+    return (
+        select_applicable(file_respellings, model_keys, model_respellings),
+        select_applicable(model_respellings, file_keys, file_respellings),
     )
-    return of_file, of_model
 
 
 def _respell_keys(names: Names, respelled: Mapping[str, Respelling]) -> Names:
@@ -229,9 +237,10 @@ def _respell_keys(names: Names, respelled: Mapping[str, Respelling]) -> Names:
 
 
 def _iterate_forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
-    """Yield the keys as they are, without wrapper prefixes, and without `module` in submodules too.
+    """Yield the keys of one side (0: file, 1: model) in up to three forms, the plainest last.
 
-    A form that changes no further key, or in which two keys would collide, is left out.
+    They are the keys unchanged, without wrapper prefixes, and without `module` in submodules too. A
+    form that changes no further key, or in which two keys would collide, is left out.
     """
     # A submodule can legitimately be named `module`: this component is removed last, and only if
     # the other forms did not fit.
@@ -252,7 +261,7 @@ def _iterate_forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
             steps.append(
                 AlignmentStep("wrapper", description, f"{_WRAPPER_COMPONENT.pattern}=>", 0, changed)
             )
-    # The counter of an average is outside of its `module`.
+    # `AveragedModel` has its counter next to its `module`.
     wrapped = [name for name in short if not _WRAPPER_COUNTER.fullmatch(name)]
     front = _LEADING_MODULES.match(find_common_module(wrapped))[0] if wrapped else ""  # type: ignore[index]
     if front:
@@ -409,38 +418,35 @@ def _count_prefix_votes(forms: _KeyForms) -> Counter[tuple[str, bool]]:
     A key votes for a prefix if the other side has the key without it, with a fitting shape.
     """
     votes: Counter[tuple[str, bool]] = Counter()
-    file_groups, model_groups = (
-        _group_by_template(forms.file_keys),
-        _group_by_template(forms.model_keys),
-    )
+    file_groups = _group_by_template(forms.file_keys)
+    model_groups = _group_by_template(forms.model_keys)
+
+    def fits_model(file_key: str, model_key: str) -> bool:
+        """Return True if the tensor of a key of the file fits that of a key of the model."""
+        file_slot = forms.file_slots[forms.file_keys[file_key]]
+        return fits(file_slot, forms.model_slots[forms.model_keys[model_key]])
+
     for key, suffix in _find_known_suffixes(file_groups, model_groups, forms.model_keys):
-        if fits(
-            forms.file_slots[forms.file_keys[key]], forms.model_slots[forms.model_keys[suffix]]
-        ):
-            votes[key[: len(key) - len(suffix)], True] += 1
+        if fits_model(key, suffix):
+            votes[key.removesuffix(suffix), True] += 1
     for key, suffix in _find_known_suffixes(model_groups, file_groups, forms.file_keys):
-        if fits(
-            forms.file_slots[forms.file_keys[suffix]], forms.model_slots[forms.model_keys[key]]
-        ):
-            votes[key[: len(key) - len(suffix)], False] += 1
+        if fits_model(suffix, key):
+            votes[key.removesuffix(suffix), False] += 1
     return votes
 
 
 def _match_with_prefix(forms: _KeyForms, prefix: str, is_removed: bool) -> Prefix:
     """Return a prefix with the keys that match once it is removed from the file's, or added."""
-    longer, shorter = (
-        (forms.file_keys, forms.model_keys) if is_removed else (forms.model_keys, forms.file_keys)
-    )
+    longer, shorter = forms.order_by_prefix(is_removed)
     below = {
-        key[len(prefix) :]: full_key for key, full_key in longer.items() if key.startswith(prefix)
+        key.removeprefix(prefix): full for key, full in longer.items() if key.startswith(prefix)
     }
-    both = ((full_key, shorter[suffix]) for suffix, full_key in below.items() if suffix in shorter)
-    pairs = ((other, full_key) if is_removed else (full_key, other) for full_key, other in both)
-    names = {
-        full_key: file_key
-        for full_key, file_key in pairs
-        if fits(forms.file_slots[file_key], forms.model_slots[full_key])
-    }
+    names = {}
+    for suffix, full in below.items():
+        if suffix in shorter:
+            file_key, model_key = (full, shorter[suffix]) if is_removed else (shorter[suffix], full)
+            if fits(forms.file_slots[file_key], forms.model_slots[model_key]):
+                names[model_key] = file_key
     collides = len(below) < len(longer) and any(
         key in below and not key.startswith(prefix) for key in longer
     )
@@ -492,14 +498,18 @@ def _apply_prefix(alignment: KeyAlignment, forms: _KeyForms) -> KeyAlignment:
 
 
 def _is_below_other_path(prefix: Prefix, forms: _KeyForms) -> bool:
-    """Return True if the side without the prefix has most of these keys below some path as well."""
-    text, is_removed = prefix.text, prefix.is_removed
-    longer, shorter = (
-        (forms.file_keys, forms.model_keys) if is_removed else (forms.model_keys, forms.file_keys)
-    )
-    suffixes = {key[len(text) :]: full for key, full in longer.items() if key.startswith(text)}
+    """Return True if the side without the prefix has most of these keys below some path as well.
+
+    Then the keys at its root and those below the path could both be meant.
+    """
+    longer, shorter = forms.order_by_prefix(prefix.is_removed)
+    suffixes = {
+        key.removeprefix(prefix.text): full
+        for key, full in longer.items()
+        if key.startswith(prefix.text)
+    }
     paths = Counter(
-        key[: len(key) - len(suffix)]
+        key.removesuffix(suffix)
         for key, suffix in _find_known_suffixes(
             _group_by_template(shorter), _group_by_template(suffixes), suffixes
         )
@@ -517,14 +527,16 @@ def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlign
     sides = [form.names for form in forms.forms]  # of the file, and of the model
     respelled = forms.respelled
     if prefix is not None:
-        side, size = 0 if prefix.is_removed else 1, len(prefix.text)
+        side = 0 if prefix.is_removed else 1
         names = sides[side]
         sides[side] = {
-            key[size:]: full_key for key, full_key in names.items() if key.startswith(prefix.text)
+            key.removeprefix(prefix.text): full
+            for key, full in names.items()
+            if key.startswith(prefix.text)
         }
-        for key, full_key in names.items() if len(sides[side]) < len(names) else ():
+        for key, full in names.items():
             if not key.startswith(prefix.text):
-                sides[side].setdefault(key, full_key)
+                sides[side].setdefault(key, full)
         respelled = _find_respellings(sides[0], sides[1], forms.closed)
     file_keys, model_keys = map(_respell_keys, sides, respelled)
     alignment = KeyAlignment(file_slots, model_slots, (sides[0], sides[1]), (file_keys, model_keys))
@@ -570,19 +582,17 @@ def _make_respelling_steps(
     A step of the model turns the current spelling into the old one of the model. A step has no rule
     if the rule would change other keys, or if there would be too many rules.
     """
-    groups: dict[tuple[str, str], set[str]] = {}
-    for name, respelling in respellings.items():
-        before, after = (
-            (respelling.old, respelling.new) if side == 0 else (respelling.new, respelling.old)
-        )
-        kept = len(find_common_module([before, after]))
-        groups.setdefault((before[kept:], after[kept:]), set()).add(alignment.bare[side][name])
-    names = alignment.bare[0] if side == 0 else alignment.today[1]
-    for (before, after), changed in groups.items():
+    full_keys_by_endings: dict[tuple[str, str], set[str]] = {}
+    for key, respelling in respellings.items():
+        before, after = respelling if side == 0 else (respelling.new, respelling.old)
+        common_length = len(find_common_module([before, after]))
+        endings = before[common_length:], after[common_length:]
+        full_keys_by_endings.setdefault(endings, set()).add(alignment.bare[side][key])
+    keys_before = alignment.bare[0] if side == 0 else alignment.current[1]
+    for (before, after), changed in full_keys_by_endings.items():
         rule = rf"(^|\.){escape_regex(before)}$=>\1{escape_replacement(after)}"
-        if len(groups) > _MAX_RULES_PER_STEP or len(changed) < sum(
-            f".{name}".endswith(f".{before}") for name in names
-        ):
+        n_affected = sum(f".{key}".endswith(f".{before}") for key in keys_before)
+        if n_affected > len(changed) or len(full_keys_by_endings) > _MAX_RULES_PER_STEP:
             rule = ""
         yield AlignmentStep("known", f"{before} -> {after}", rule, side, changed)
 
@@ -592,22 +602,26 @@ def _make_prefix_rule(prefix: Prefix, forms: _KeyForms) -> str:
 
     It is "" if the keys of the file have different wrapper prefixes, or would collide.
     """
-    bare_keys = {full: name for name, full in forms.forms[0].names.items()}
+    bare_keys = {full: bare for bare, full in forms.forms[0].names.items()}
     full_keys = prefix.names.values() if prefix.is_removed else bare_keys
     wrapped_keys = (key for key in full_keys if not is_average_counter(key))
-    front = _find_common_front(wrapped_keys, bare_keys)
-    if front is None or (prefix.is_removed and prefix.collides):
+    wrappers = _find_common_wrappers(wrapped_keys, bare_keys)
+    if wrappers is None or (prefix.is_removed and prefix.collides):
         return ""
     old, new = (prefix.text, "") if prefix.is_removed else ("", prefix.text)
-    return f"^{escape_regex(front + old)}=>{escape_replacement(front + new)}"
+    return f"^{escape_regex(wrappers + old)}=>{escape_replacement(wrappers + new)}"
 
 
-def _find_common_front(names: Iterable[str], bare: Mapping[str, str]) -> str | None:
-    """Return the text that all keys have before their bare keys, or None if it differs."""
-    fronts = {
-        name.removesuffix(bare[name]) if name.endswith(bare[name]) else None for name in names
+def _find_common_wrappers(full_keys: Iterable[str], bare_keys: Mapping[str, str]) -> str | None:
+    """Return the wrapper prefix that all keys have before their bare keys, or None if it differs.
+
+    It also differs if a key has wrapper components in its middle.
+    """
+    prefixes = {
+        key.removesuffix(bare_keys[key]) if key.endswith(bare_keys[key]) else None
+        for key in full_keys
     }
-    return fronts.pop() if len(fronts) == 1 else None
+    return prefixes.pop() if len(prefixes) == 1 else None
 
 
 def propose_rules(alignment: KeyAlignment) -> list[Proposal]:
@@ -615,17 +629,17 @@ def propose_rules(alignment: KeyAlignment) -> list[Proposal]:
 
     A subtree of the file is proposed for one of the model if both contain the same keys, numbers
     and shapes, except for counters, and no third one does. `layers.0` and `layers.1` are one
-    subtree, `layers.*`.
+    subtree, `layers.*`. A path that the file already has is no new path.
     """
     if alignment.questions:
         return [question for question in alignment.questions if question.rule]
     file_side, model_side = _SubtreeIndex(alignment, 0), _SubtreeIndex(alignment, 1)
     new_path_by_path: dict[str, str] = {}
     # The largest subtrees first: the subtrees inside one need no rule of their own.
-    for tree, path in sorted(
+    for subtree, path in sorted(
         file_side.free.items(), key=lambda item: (-item[0].size, len(item[1]))
     ):
-        new_path = model_side.free.get(tree, path)
+        new_path = model_side.free.get(subtree, path)
         is_new = new_path not in file_side.paths and path.count("*") == new_path.count("*")
         parents = (path[: start - 1] for start in find_component_starts(path))
         if is_new and not any(parent in new_path_by_path for parent in parents):
@@ -637,9 +651,9 @@ def find_common_module(keys: Collection[str]) -> str:
     """Return the path of the innermost module that contains all keys, with its dot, or ""."""
     # All keys between the first and the last in order share the prefix of these two.
     first, last = min(keys), max(keys)
-    pairs = enumerate(zip(first, last, strict=False))
-    differing_indexes = (index for index, (a, b) in pairs if a != b)
-    return first[: first.rfind(".", 0, next(differing_indexes, len(first))) + 1]
+    characters = enumerate(zip(first, last, strict=False))
+    prefix_length = next((index for index, (a, b) in characters if a != b), len(first))
+    return first[: first.rfind(".", 0, prefix_length) + 1]
 
 
 def _fold_numbers(key: str) -> str:
@@ -651,8 +665,9 @@ class _Subtree(NamedTuple):
     """The content below a path, for all of its numbers together."""
 
     size: int
+    """The number of keys."""
     content: int
-    """The sum of the hashes of what is below: equal for equal names, numbers and shapes."""
+    """The sum of the hashes of its keys: equal for equal names, numbers and shapes."""
     kind: int
     """The same without the numbers."""
 
@@ -673,7 +688,7 @@ class _SubtreeIndex:
         used = pairs.keys() if side else {*pairs.values()}
         slots = alignment.model_slots if side else alignment.file_slots
         self.names = {
-            key: full_key for key, full_key in alignment.today[side].items() if "*" not in key
+            key: full_key for key, full_key in alignment.current[side].items() if "*" not in key
         }
         """The bare keys in the current spelling, each with the full key."""
         self.groups = _group_by_template(self.names)
@@ -743,7 +758,7 @@ def _make_rules(
         )
         if path is not None:
             keys_below[path] += keys
-    changed: set[str] = set()
+    changed: set[str] = set()  # the new paths, and all paths above them
     for path, model_path in sorted(new_path_by_path.items(), key=lambda item: -item[0].count(".")):
         if path in changed:  # the rule would change what an earlier rule has made
             continue
@@ -756,17 +771,12 @@ def _make_rules(
             if key in model_side.names
             and fits(alignment.file_slots[file_key], alignment.model_slots[model_side.names[key]])
         }
-        front = _find_common_front(renamed.values(), bare)
-        if front is not None:
-            changed.update(
-                (
-                    model_path,
-                    *(model_path[: start - 1] for start in find_component_starts(model_path)),
-                )
-            )
-            yield Proposal(
-                rf"^{escape_regex(front)}{before}\.=>{escape_replacement(front)}{after}.", names
-            )
+        wrappers = _find_common_wrappers(renamed.values(), bare)
+        if wrappers is not None:
+            changed.add(model_path)
+            changed.update(model_path[: start - 1] for start in find_component_starts(model_path))
+            old, new = escape_regex(wrappers) + before, escape_replacement(wrappers) + after
+            yield Proposal(rf"^{old}\.=>{new}.", names)
 
 
 def _make_path_pattern(path: str) -> str:

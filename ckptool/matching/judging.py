@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import lru_cache
 from glob import escape as escaped_glob
-from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptool.core.finding import Finding
@@ -19,7 +18,14 @@ from ckptool.core.names import group_families
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import find_common_module
 from ckptool.matching.known_renames import MERGE, has_adapter
-from ckptool.matching.report import Ambiguity, MatchReport, Renaming, max_allowed_keys
+from ckptool.matching.report import (
+    Ambiguity,
+    DtypeChange,
+    MatchReport,
+    Mismatch,
+    Renaming,
+    max_allowed_keys,
+)
 from ckptool.remedies import Remedy, merge_remedies
 from ckptool.words import are, counted, listed, printable, shell
 
@@ -69,6 +75,19 @@ class MatchFinding(Finding):
     """The `load_into` arguments that help."""
 
 
+class _Refused(NamedTuple):
+    """The differences of a report that are not allowed."""
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[Mismatch]
+    lossy_casts: list[DtypeChange]
+    is_empty: bool
+    """True if nothing would be loaded."""
+    is_too_little: bool
+    """True if something would be loaded, but less than `min_coverage`."""
+
+
 class Judgement(NamedTuple):
     """The problems of a report, the most important first; without problems, it is accepted."""
 
@@ -78,12 +97,12 @@ class Judgement(NamedTuple):
 
     @property
     def accepted(self) -> bool:
-        """Whether there are no problems."""
+        """True if there are no problems."""
         return not self.problems
 
     @property
     def is_of_the_optimizer(self) -> bool:
-        """Whether only the state of the optimizer is not accepted."""
+        """True if only the state of the optimizer is not accepted."""
         return {problem.kind for problem in self.problems} == {"optimizer"}
 
 
@@ -138,71 +157,92 @@ class Allowance:
         the proposed rules (alternatives if they answer a question) with the allowances needed
         after them. A problem has a remedy of its own where allowing it is enough.
         """
-        missing = _list_refused(report.missing_keys, self.missing, otherwise=not self.strict)
-        unexpected = _list_refused(
-            report.unexpected_keys, self.unexpected, otherwise=not self.strict
-        )
-        is_mismatch_allowed = _make_key_test(self.mismatched or False)
-        mismatched_rows = [
-            (row.name, f" (file {list(row.shape)}, model {list(row.wanted)})")
-            for row in report.mismatched
-            if not (is_mismatch_allowed(row.name) or is_mismatch_allowed(row.own))
-        ]
-        lossy_rows = [
-            (row.name, f" {row.before} -> {row.after}{f' ({row.loss})' if row.loss else ''}")
-            for row in report.cast
-            if row.lossy and not self.allows_cast(row.name, row.own)
-        ]
-        min_coverage, nothing_loaded = self.min_coverage, _is_nothing_loaded(report)
-        is_empty = nothing_loaded and min_coverage != 0
-        is_too_little = (
-            min_coverage is not None and report.coverage < min_coverage and not nothing_loaded
-        )
-        refused = {*missing, *unexpected}
+        refused = self._find_refused(report)
+        unmatched = {*refused.missing, *refused.unexpected}
         ambiguities = [
-            row for row in report.ambiguous if is_empty or refused & {*row.names, *row.candidates}
+            row
+            for row in report.ambiguous
+            if refused.is_empty or unmatched & {*row.names, *row.candidates}
         ]
-        mismatched = [key for key, _ in mismatched_rows]
-        coverage_text = (
-            f"{_format_percent(report.coverage)} of the model's parameters would be loaded, "
-            f"expected at least {100 * (min_coverage or 0):.6g}%"
-        )
-        remedies = [
-            _find_remedy(report, proposed, (missing, unexpected, mismatched), ambiguities)
-            for proposed in (
-                _group_proposed_rules(report, ambiguities) if refused or is_empty else [()]
-            )
-        ]
+        rule_groups: list[Sequence[Renaming]] = [()]
+        if unmatched or refused.is_empty:
+            rule_groups = _group_proposed_rules(report, ambiguities)
+        remedies = [_find_remedy(report, rules, refused, ambiguities) for rules in rule_groups]
         usable = [remedy for remedy in remedies if remedy.arguments]
         has_rules = _has_rules(usable)
-        can_allow = bool(usable) and not (has_rules or is_empty or is_too_little)
+        loads_too_little = refused.is_empty or refused.is_too_little
+        can_allow = bool(usable) and not has_rules and not loads_too_little
         question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NO_REMEDY
-        problems = tuple(
-            chain(
-                _find_no_match(report) if is_empty and not mismatched_rows else (),
-                _find_ambiguity(ambiguities, question),
-                _find_unknown_layout(report),
-                _find_unmatched(
-                    "mismatched", mismatched_rows, "of another shape", is_allowed=can_allow
-                ),
-                *(
-                    _find_unmatched(
-                        kind, [(key, "") for key in keys], text, is_allowed=can_allow, max_keys=4
+        problems = (
+            *(_find_no_match(report) if refused.is_empty and not refused.mismatched else ()),
+            *_find_ambiguity(ambiguities, question),
+            *_find_unknown_layout(report),
+            *_find_unmatched(
+                "mismatched",
+                [
+                    (row.name, f" (file {list(row.shape)}, model {list(row.wanted)})")
+                    for row in refused.mismatched
+                ],
+                "of another shape",
+                is_allowed=can_allow,
+            ),
+            *_find_unmatched(
+                "missing",
+                [(key, "") for key in refused.missing],
+                "missing from the file",
+                is_allowed=can_allow,
+                max_keys=4,
+            ),
+            *_find_unmatched(
+                "unexpected",
+                [(key, "") for key in refused.unexpected],
+                "not in the model",
+                is_allowed=can_allow,
+                max_keys=4,
+            ),
+            *_find_untied(report),
+            *_find_unmatched(
+                "lossy-cast",
+                [
+                    (
+                        row.name,
+                        f" {row.before} -> {row.after}{f' ({row.loss})' if row.loss else ''}",
                     )
-                    for kind, keys, text in (
-                        ("missing", missing, "missing from the file"),
-                        ("unexpected", unexpected, "not in the model"),
-                    )
-                ),
-                _find_untied(report),
-                _find_unmatched("lossy-cast", lossy_rows, "changed by a cast"),
-                [MatchFinding("coverage", coverage_text)] if is_too_little else (),
-                _find_optimizer_problems(report),
-            )
+                    for row in refused.lossy_casts
+                ],
+                "changed by a cast",
+            ),
+            *(self._find_low_coverage(report) if refused.is_too_little else ()),
+            *_find_optimizer_problems(report),
         )
-        loads_too_little = is_empty or is_too_little
         remedy = _choose_remedy(report, problems, remedies, loads_too_little=loads_too_little)
         return Judgement(problems, remedy)
+
+    def _find_refused(self, report: MatchReport) -> _Refused:
+        """Return the differences of a report that this does not allow."""
+        is_mismatch_allowed = _make_key_test(self.mismatched or False)
+        loads_nothing, min_coverage = _is_nothing_loaded(report), self.min_coverage
+        is_below_minimum = min_coverage is not None and report.coverage < min_coverage
+        return _Refused(
+            _list_refused(report.missing_keys, self.missing, otherwise=not self.strict),
+            _list_refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict),
+            [
+                row
+                for row in report.mismatched
+                if not (is_mismatch_allowed(row.name) or is_mismatch_allowed(row.own))
+            ],
+            [row for row in report.cast if row.lossy and not self.allows_cast(row.name, row.own)],
+            is_empty=loads_nothing and min_coverage != 0,
+            is_too_little=is_below_minimum and not loads_nothing,
+        )
+
+    def _find_low_coverage(self, report: MatchReport) -> Iterator[MatchFinding]:
+        """Yield the problem of a report that loads less than `min_coverage`."""
+        text = (
+            f"{_format_percent(report.coverage)} of the model's parameters would be loaded, "
+            f"expected at least {100 * (self.min_coverage or 0):.6g}%"
+        )
+        yield MatchFinding("coverage", text)
 
     def refusal_error(self, report: MatchReport) -> MatchError | None:
         """Return the error to raise, or None if the report is accepted.
@@ -248,13 +288,14 @@ def _choose_remedy(
     the remedies of the other problems. If too little is loaded, only rules help, not allowances.
     """
     usable = [remedy for remedy in remedies if remedy.arguments]
+    # Reversed, because the first problem of a kind has the remedy.
     remedy_by_kind = {problem.kind: problem.remedy for problem in reversed([*problems])}
     if "untied" in remedy_by_kind:  # no argument allows it
         return _HINT_UNTIE
     if loads_too_little and not _has_rules(usable):
         remedy = _NO_REMEDY if report.proposed else remedy_by_kind.get("coverage", _NO_REMEDY)
         return remedy or (_NO_REMEDY if usable else remedies[0])
-    if not usable and remedies[0]:
+    if not usable and remedies[0]:  # a note
         return remedies[0]
     other_remedies = [
         remedy_by_kind.get(kind, _NO_REMEDY) for kind in ("layout", "lossy-cast", "optimizer")
@@ -277,7 +318,7 @@ def _list_refused(keys: Iterable[str], allowed: Allowed, *, otherwise: bool) -> 
 
 
 def _make_key_test(allowed: bool | str | Sequence[str]) -> Callable[[str], Any]:
-    """Return a function from a key to true if the key is allowed."""
+    """Return a function that is true for allowed keys: those that match a glob."""
     if isinstance(allowed, bool):
         return lambda key: allowed
     return _compile_globs((allowed,) if isinstance(allowed, str) else tuple(allowed))
@@ -303,48 +344,50 @@ def _group_proposed_rules(
 ) -> list[Sequence[Renaming]]:
     """Return the proposed rules to apply together, one group for each possible answer.
 
-    Without a question with rules, all proposed rules are one group.
+    Rules that are alternatives, each an answer to an ambiguity, are groups of one rule. Otherwise
+    all proposed rules are one group.
     """
-    question_rules = {rule for ambiguity in ambiguities for rule in ambiguity.rules}
-    if any(ambiguity.rules for ambiguity in report.ambiguous):
-        return [[renaming] for renaming in report.proposed if renaming.rule in question_rules] or [
-            ()
-        ]
-    return [report.proposed]
+    if not any(ambiguity.rules for ambiguity in report.ambiguous):
+        return [report.proposed]
+    answers = {rule for ambiguity in ambiguities for rule in ambiguity.rules}
+    groups = [[renaming] for renaming in report.proposed if renaming.rule in answers]
+    return [*groups] or [()]
 
 
 def _find_remedy(
     report: MatchReport,
     proposed: Sequence[Renaming],
-    unmatched: tuple[Sequence[str], Sequence[str], Sequence[str]],
+    refused: _Refused,
     ambiguities: Sequence[Ambiguity],
 ) -> Remedy:
-    """Return the proposed rules, and the allowances for keys that they do not match.
+    """Return the proposed rules, and the allowances for refused keys that they do not match.
 
-    `unmatched` are the missing, unexpected and mismatched keys. If rules and allowances cannot
-    help, the remedy is a note: the keys are ambiguous, or the file is for another model.
+    If rules and allowances cannot help, the remedy is a note: the keys are ambiguous, or the file
+    is for another model.
     """
     resolved = {key for renaming in proposed for pair in renaming.names for key in pair}
-    missing, unexpected = ([key for key in names if key not in resolved] for names in unmatched[:2])
+    missing = [key for key in refused.missing if key not in resolved]
+    unexpected = [key for key in refused.unexpected if key not in resolved]
+    mismatched = [row.name for row in refused.mismatched]
     remaining = {*missing, *unexpected}
     if any(not row.rules and remaining & {*row.names, *row.candidates} for row in ambiguities):
         return _HINT_RENAME_AMBIGUOUS
     after = ", even after the proposed rules" if proposed and not report.recipe else ""
-    n_lost = len(missing) + len(unmatched[2])
+    n_lost = len(missing) + len(mismatched)
     if text := explain_misfit(report, n_lost, unexpected, is_renamed=bool(proposed)):
         return Remedy(note=f"{text}{after if text != MERGE else ''}")
-    remedies = (
-        [Remedy((("rename", tuple(renaming.rule for renaming in proposed)),))] if proposed else []
-    )
+    remedies = []
+    if proposed:
+        remedies.append(Remedy((("rename", tuple(renaming.rule for renaming in proposed)),)))
     notes = []
-    for argument, names, text in (
-        ("allow_mismatched", unmatched[2], "the model keeps its own"),
+    for argument, keys, text in (
+        ("allow_mismatched", mismatched, "the model keeps its own"),
         ("allow_missing", missing, "the model keeps its own"),
         ("allow_unexpected", unexpected, "left out:"),
     ):
-        if names:
-            remedies.append(_make_allowance(argument, names))
-            notes.append(f"{text} {_fold_keys(names, max_keys=3)}")
+        if keys:
+            remedies.append(_make_allowance(argument, keys))
+            notes.append(f"{text} {_fold_keys(keys, max_keys=3)}")
     remedy = _combine_remedies(remedies)
     needs_note = proposed and notes and remedy.arguments
     return remedy._replace(note=f" ({'; '.join(notes)})") if needs_note else remedy
@@ -394,11 +437,9 @@ def _find_no_match(report: MatchReport) -> Iterator[MatchFinding]:
         )
         yield MatchFinding("coverage", text, remedy=_HINT_OTHER_MODEL)
     else:
-        file_keys, model_keys = (
-            _fold_keys(report.unexpected_keys, 2),
-            _fold_keys(report.missing_keys, 2),
-        )
-        file_keys = file_keys if report.unexpected_keys else "no tensors"
+        model_keys, file_keys = _fold_keys(report.missing_keys, 2), "no tensors"
+        if report.unexpected_keys:
+            file_keys = _fold_keys(report.unexpected_keys, 2)
         text = f"no key matches: the file has {file_keys}; the model has {model_keys}"
         yield MatchFinding("coverage", text, remedy=_HINT_OTHER_MODEL)
 
@@ -451,9 +492,9 @@ def _find_optimizer_problems(report: MatchReport) -> Iterator[MatchFinding]:
     optimizer = report.optimizer
     if optimizer is None:
         return
-    remedy = (
-        Remedy(note=optimizer.remedy) if isinstance(optimizer.remedy, str) else optimizer.remedy
-    )
+    remedy = optimizer.remedy
+    if isinstance(remedy, str):
+        remedy = Remedy(note=remedy)
     for text in optimizer.problems:
         yield MatchFinding("optimizer", text, remedy=remedy)
         remedy = _NO_REMEDY
@@ -504,7 +545,8 @@ def _make_allowance(argument: str, keys: Sequence[str]) -> Remedy:
 def _find_globs(keys: Sequence[str]) -> tuple[str, ...]:
     """Return the keys if they are few, otherwise globs of their modules, or () if too many.
 
-    Keys are grouped by the component after their common module; all numbers are one group.
+    Keys are grouped by the component after their common module; all numbers are one group. Too many
+    groups become one glob of the common module.
     """
     if len(keys) <= _MAX_LISTED_KEYS and all(len(key) <= _MAX_GLOB_LENGTH for key in keys):
         return tuple(map(escaped_glob, dict.fromkeys(keys)))

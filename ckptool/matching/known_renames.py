@@ -1,7 +1,7 @@
-"""Names that torch and PEFT have changed: the old and the new spelling of one tensor.
+"""Keys that torch and PEFT have renamed: the old and the current spelling of one tensor.
 
-`ENDINGS` is the table. Matching compares the names of both sides in today's spelling. A name is
-left as it is where the other side has the same one, and below modules with code of their own.
+Matching compares the keys of both sides in the current spelling. A key is not respelled if the
+other side has it too, or if it is in a module with its own loading code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _COUNTED_SINCE = 2
 
 
 class Respelling(NamedTuple):
-    """The end of a name in the old spelling and in today's."""
+    """The end of a key in the old spelling and in the current one."""
 
     old: str
     new: str
@@ -36,7 +36,8 @@ ENDINGS: tuple[dict[str, str], ...] = (
         "{}_v": "parametrizations.{}.0._v",
     },
 )
-"""Endings that belong together: all of one row must be there. `{}` is the name of the weight."""
+"""Old endings with the current ones. A module must have all endings of a row. `{}` is the name of
+the parametrized weight."""
 _AFFINE = {"gamma": "weight", "beta": "bias"}
 """The scale and shift of a normalization in TensorFlow, and in transformers before 2019."""
 NUMBERED = {
@@ -56,7 +57,8 @@ _LEAVES = {
     "var": "running_var",
     **NUMBERED,
 }
-"""The last part of names in TensorFlow, Keras (`_kernel` in checkpoints by Keras 3) and Flax."""
+"""The last component of keys in TensorFlow, Keras (`_kernel` in checkpoints by Keras 3) and Flax,
+with torch's."""
 FOREIGN = {
     ":0 removed": ":0$=>",
     "/ -> .": "/=>.",
@@ -66,22 +68,22 @@ FOREIGN = {
 }
 """The rules for names of TensorFlow, Keras and Flax, in this order, each with its text."""
 _ADAPTER_PART = r"(?:^|\.)((?:lora|ia3|hada|lokr|oft|boft|vera)_\w+)\."
-"""What PEFT calls the parts of an adapter in a layer."""
+"""The components that PEFT adds to a layer for an adapter."""
 NAMED_ADAPTER = re.compile(_ADAPTER_PART + r"(?!(?:weight|bias)$)(\w+)")
-"""A part of an adapter and the name of the adapter: `lora_A.default`."""
+"""Such a component, then the name of the adapter: `lora_A.default`."""
 _DEFAULT_ADAPTER = re.compile(_ADAPTER_PART + r"default((?:\.(?:weight|bias))?)$")
 _BASE_LAYER = re.compile(r"([^.]+)\.base_layer\.([^.]+)$")
-"""What PEFT puts a layer with an adapter into: `q_proj.base_layer.weight`."""
+"""The original layer inside a layer with an adapter: `q_proj.base_layer.weight`."""
 _TRAINED_COPY = re.compile(r"[^.]+\.modules_to_save\.default\.(.+)$")
 _ORIGINAL_MODULE = re.compile(r"[^.]+\.original_module\.(.+)$")
-"""A module that PEFT trains beside an adapter, and what it was before."""
+"""A whole module that PEFT trains next to the adapters, and its original."""
 ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
-"""Begins the name of what an adapter adds to a layer."""
+"""The start of a component that an adapter adds to a layer."""
 MERGE = (
     "merge LoRA into the base model with ckptool merge-lora BASE ADAPTER -o OUT (without ADAPTER "
     "for a whole PeftModel); merge other adapters with merge_and_unload() of the PeftModel"
 )
-"""What helps where the model has no adapters."""
+"""The advice if the model has no adapters."""
 _FIRST_ENDINGS = tuple(next(iter(row)).removeprefix("{}") for row in ENDINGS)
 _ADAPTER_COMPONENTS = (".default", ".base_layer.", ".original_module.")
 
@@ -124,10 +126,8 @@ def _respell_norms(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]:
             respellings = [
                 Respelling(old.format(weight), new.format(weight)) for old, new in endings.items()
             ]
-            group = {
-                stem[: len(stem) - len(weight)] + respelling.old: respelling
-                for respelling in respellings
-            }
+            module = stem.removesuffix(weight)
+            group = {module + respelling.old: respelling for respelling in respellings}
             if all(key in keys for key in group) and not any(
                 respelling.respell(key) in keys for key, respelling in group.items()
             ):
@@ -155,7 +155,7 @@ def _respell_adapters(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]
     marked = [key for key in keys if any(component in key for component in _ADAPTER_COMPONENTS)]
     adapters = {match[2] for key in keys if (match := NAMED_ADAPTER.search(key))}
     modules_with_copy = {
-        key.partition(".modules_to_save.")[0] for key in keys if ".modules_to_" in key
+        key.partition(".modules_to_save.")[0] for key in keys if ".modules_to_save." in key
     }
     for key in marked:
         if adapters == {"default"} and (match := _DEFAULT_ADAPTER.search(key)):
@@ -165,7 +165,8 @@ def _respell_adapters(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]
         elif match := _TRAINED_COPY.search(key):
             respelling = Respelling(f"modules_to_save.default.{match[1]}", match[1])
         elif match := _ORIGINAL_MODULE.search(key):
-            if key[: match.start(1) - len(".original_module.")] in modules_with_copy:
+            module = key.removesuffix(f".original_module.{match[1]}")
+            if module in modules_with_copy:
                 continue
             respelling = Respelling(f"original_module.{match[1]}", match[1])
         else:

@@ -104,9 +104,10 @@ def _kernel_axes(dimensions: int) -> Axes:
 def find_kinds(modules: Iterable[tuple[str, Any]]) -> Kinds:
     """Return the kind of each parameter, from the modules with their paths in order.
 
-    A Linear may follow a Flatten, which orders its inputs differently in torch. Such a Linear is
-    recognized by its number of inputs: it is a multiple of the channels of some convolution, and
-    not the number of outputs of the layer or convolution before.
+    A kind that is only a description lets the user decide. A Linear may follow a Flatten, which
+    orders its inputs differently in torch. Such a Linear is recognized by its number of inputs: it
+    is a multiple of the channels of some convolution, and not the number of outputs of the layer or
+    convolution before.
     """
     named_modules = list(modules)
     channel_counts = {_read_size(module, "out_channels") for _, module in named_modules} - {0}
@@ -119,8 +120,8 @@ def find_kinds(modules: Iterable[tuple[str, Any]]) -> Kinds:
             kind = f"{class_name}, which Flax mirrors unless transpose_kernel=True"
         elif _read_size(module, "groups") > 1:
             kind = f"{class_name} with {module.groups} groups"
-        elif inputs not in (0, previous_outputs, previous_channels) and not all(
-            inputs % count for count in channel_counts
+        elif inputs not in (0, previous_outputs, previous_channels) and any(
+            inputs % count == 0 for count in channel_counts
         ):
             kind = f"{class_name} that may follow a Flatten, which has another order in torch"
         previous_outputs = next(
@@ -189,7 +190,8 @@ def resolve_layouts(
     """
     report, layouts, unpaired = match.report, list[Layout](), set[str]()
     mismatched = {row.name: row for row in report.mismatched}
-    for file_key in dict.fromkeys((*match.pairs.values(), *(row.own for row in report.mismatched))):
+    paired_keys = (*match.pairs.values(), *(row.own for row in report.mismatched))
+    for file_key in dict.fromkeys(paired_keys):
         key, shape = match.renamed[file_key], file_slots[file_key].shape or ()
         if len(shape) < 2:
             continue
@@ -202,7 +204,7 @@ def resolve_layouts(
         elif model_shape not in (None, transposed):
             mismatched[key] = Mismatch(key, file_key, transposed, model_shape or ())
             unpaired.add(file_key)
-        elif list(layout.axes) != sorted(layout.axes):
+        elif list(layout.axes) != sorted(layout.axes):  # axes in the same order need no entry
             layouts.append(layout)
     misnumbered = _find_misnumbered(match, file_slots, model_slots)
     missing = {
@@ -236,10 +238,8 @@ def _decide_axes(
     if kind in (_KERNEL, _SAME) and (
         last_part.isdecimal() or _KIND_BY_KEY_PART.get(last_part) == kind
     ):
-        is_kernel = kind == _KERNEL
-        return Layout(
-            key, file_key, _kernel_axes(dimensions) if is_kernel else (*range(dimensions),)
-        )
+        same_axes = tuple(range(dimensions))
+        return Layout(key, file_key, _kernel_axes(dimensions) if kind == _KERNEL else same_axes)
     axes = choices.axes_for(key, dimensions)
     if axes is not None or kinds is None:
         return Layout(key, file_key, axes or (*range(dimensions),))
@@ -254,17 +254,21 @@ def _decide_axes(
 def _find_misnumbered(
     match: Match, file_slots: Mapping[str, Slot], model_slots: Mapping[str, Slot]
 ) -> dict[str, str]:
-    """Return file keys of layers with more or fewer tensors than their module, each with a note."""
-    known = [rule for rule in match.report.renamed if rule.text.partition(" ")[0] in NUMBERED]
+    """Return the numbered variables of layers with another number of tensors than their module.
+
+    `vars.1` is the bias only of a layer with as many variables as its module has tensors. Each file
+    key has a note.
+    """
+    renamings = [rule for rule in match.report.renamed if rule.text.partition(" ")[0] in NUMBERED]
     pairs = [
         (file_key, _layer_of(file_key), _layer_of(key))
-        for rule in known
-        for file_key, key in rule.names
+        for renaming in renamings
+        for file_key, key in renaming.names
     ]
-    count_by_file_layer = Counter(map(_layer_of, file_slots)) if pairs else {}
-    count_by_module = (
-        Counter(_layer_of(key) for key in model_slots if not key.endswith(BATCHES)) if pairs else {}
-    )
+    if not pairs:
+        return {}
+    count_by_file_layer = Counter(map(_layer_of, file_slots))
+    count_by_module = Counter(_layer_of(key) for key in model_slots if not key.endswith(BATCHES))
     return {
         file_key: f"{printable(layer)} has {count_by_file_layer[layer]} tensors, but "
         f"{printable(module)} has {count_by_module[module]}: rename each with a rule"
@@ -274,5 +278,6 @@ def _find_misnumbered(
 
 
 def _layer_of(key: str) -> str:
-    """Return the path of the layer that contains a key."""
-    return key[: -len(_SEPARATOR.split(key)[-1]) - 1]
+    """Return the path of the layer that contains a key: `a/b` for `a/b/kernel`, `a` for `a.w`."""
+    last_component = _SEPARATOR.split(key)[-1]
+    return key.removesuffix(last_component)[:-1]

@@ -33,19 +33,19 @@ _REASON_NO_AVERAGE = "the file is not from an AveragedModel"
 _REASON_AVERAGE_COUNTER = "the counter of an AveragedModel, which this model is not"
 _REASON_UNCOUNTED = "the model's normalization does not count batches"
 _MAX_LEFTOVER_KEYS = 200
-"""Names left over on a side of which some may be the same; of more nobody is asked."""
+"""The most unmatched keys of a side for which an ambiguity is reported."""
 
 
 class Match(NamedTuple):
-    """Which name of the file goes where, and the report of it."""
+    """The matching keys of a file and a model, and the report."""
 
     pairs: dict[str, str]
-    """Name in the model to name in the file, of what is to be loaded, in the model's order.
+    """Key of the model to key of the file, for the tensors to load, in the model's order.
 
-    Tied names of which one is in the file all have that one. Mismatched names are not here.
+    If the file has one of several tied keys, all of them have it. Mismatched keys are left out.
     """
     renamed: dict[str, str]
-    """Every name of the file to what the rules make of it, matched or not: for files written."""
+    """Every key of the file to its new key, matched or not, for a file to write."""
     report: MatchReport
 
 
@@ -78,18 +78,17 @@ def match_keys(
         NameCollision: if the user's rules give two keys one name.
         UsageError: if the user's rules leave an empty key.
     """
+    # The user's rules come first, then those for other libraries, then the alignment.
     rules = list(rules)
     applied_rules = AppliedRules(rules, file)
     renamed_by_user = applied_rules.rename_keys(file_slots)
     if rules:
         check_collisions(renamed_by_user, renamed_by_user, file=file or None, hint=RULES_HINT)
-    foreigns = FOREIGN.items() if foreign else ()
-    spelling_rules = [regex_rule(rule)._replace(text=text) for text, rule in foreigns]
-    new_by_file_key = (
-        _apply_spelling_rules(renamed_by_user, spelling_rules, model_slots)
-        if foreign
-        else renamed_by_user
-    )
+    spelling_rules: list[Rule] = []
+    new_by_file_key = renamed_by_user
+    if foreign:
+        spelling_rules = [regex_rule(rule)._replace(text=text) for text, rule in FOREIGN.items()]
+        new_by_file_key = _apply_spelling_rules(renamed_by_user, spelling_rules, model_slots)
     file_key_by_new = {new_key: file_key for file_key, new_key in new_by_file_key.items()}
     slot_by_new_key = {new_by_file_key[file_key]: slot for file_key, slot in file_slots.items()}
     alignment = align(
@@ -98,6 +97,7 @@ def match_keys(
         closed=closed,
         has_rules=slot_by_new_key.keys() != file_slots.keys(),
     )
+    # Pairs of keys of the model with keys of the file, as they were before any rule.
     all_pairs = {
         key: file_key_by_new[new_key]
         for key, new_key in {**alignment.mismatched, **alignment.pairs}.items()
@@ -106,6 +106,7 @@ def match_keys(
     matched = {key: all_pairs[key] for key in alignment.pairs}
     tied_groups = _share_tied_pairs(model_slots, matched, mismatched)
     pairs = {key: matched[key] for key in model_slots if key in matched}
+    # The keys without a pair, except for counters that torch does not need.
     missing = [key for key in model_slots if key not in pairs and key not in mismatched]
     used_file_keys = {*pairs.values(), *mismatched.values()}
     unused = [file_key for file_key in file_slots if file_key not in used_file_keys]
@@ -115,9 +116,7 @@ def match_keys(
     unused = [file_key for file_key in unused if file_key not in left_out]
     key_by_file_key = {file_key: key for key, file_key in all_pairs.items()}
     renamed = (
-        *_report_rules(
-            "rule", rules, {file_key: file_key for file_key in file_slots}, key_by_file_key
-        ),
+        *_report_rules("rule", rules, {key: key for key in file_slots}, key_by_file_key),
         *_report_rules("known", spelling_rules, renamed_by_user, key_by_file_key),
         *_report_steps(alignment, new_by_file_key, all_pairs),
     )
@@ -129,9 +128,8 @@ def match_keys(
         unexpected_keys=unused,
         mismatched=tuple(
             Mismatch(key, file_key, file_slots[file_key].shape or (), model_slots[key].shape or ())
-            for key, file_key in (
-                (key, mismatched[key]) for key in model_slots if key in mismatched
-            )
+            for key in model_slots
+            if (file_key := mismatched.get(key)) is not None
         ),
         renamed=renamed,
         cast=list_casts(pairs, file_slots, model_slots),
@@ -163,11 +161,12 @@ def _apply_spelling_rules(
     """
     current = dict(names)
     for rule in rules:
-        unmatched = [(file_key, key) for file_key, key in current.items() if key not in model_keys]
-        current.update((file_key, rule.apply(key) or key) for file_key, key in unmatched)
+        for file_key, key in current.items():
+            if key not in model_keys:
+                current[file_key] = rule.apply(key) or key  # a rule may leave an empty key
     counts = Counter(current.values())
     return {
-        file_key: new if counts[new] == 1 else names[file_key] for file_key, new in current.items()
+        file_key: key if counts[key] == 1 else names[file_key] for file_key, key in current.items()
     }
 
 
@@ -218,9 +217,9 @@ def _find_kept_counters(
 
 def _find_unused_counters(unused: Sequence[str], pairs: Mapping[str, str]) -> dict[str, str]:
     """Return the file's counters that the model does not use, each with the reason."""
-    mean_keys = {
-        counter for name, counter in pairs.items() if unused and name.endswith("running_mean")
-    }
+    if not unused:
+        return {}
+    mean_keys = {file_key for key, file_key in pairs.items() if key.endswith("running_mean")}
     reasons = {}
     for counter in unused:
         if is_average_counter(counter):
@@ -238,8 +237,8 @@ def _propose(
 ) -> tuple[tuple[Ambiguity, ...], tuple[Renaming, ...]]:
     """Return the ambiguities, some with rules that resolve them, and rules that match more keys.
 
-    Both are empty if one side has no unmatched keys.
-    `file_key_by_new` maps keys after the user's rules to keys of the file.
+    Both are empty if one side has no unmatched keys. `file_key_by_new` maps keys after the user's
+    rules to keys of the file.
     """
     if not missing or not unused:
         return (), ()
@@ -252,7 +251,7 @@ def _propose(
         )
         for rule in propose_rules(alignment)
     )
-    asked: list[Ambiguity] = []
+    ambiguities: list[Ambiguity] = []
     if alignment.questions:
         ambiguous_file_keys = dict.fromkeys(
             file_key_by_new[file_key]
@@ -263,17 +262,18 @@ def _propose(
             key for question in alignment.questions for key in question.names
         )
         rules = tuple(renaming.rule for renaming in proposed)
-        asked.append(Ambiguity(tuple(ambiguous_file_keys), tuple(model_keys), rules))
-    for group in [[renaming] for renaming in proposed] if alignment.questions else [proposed]:
-        resolved = {name for renaming in group for pair in renaming.names for name in pair}
-        still_missing = [name for name in missing if name not in resolved]
-        asked += _find_ambiguous_leftovers(
+        ambiguities.append(Ambiguity(tuple(ambiguous_file_keys), tuple(model_keys), rules))
+    # The rules that answer a question are alternatives; without one, all are applied together.
+    rule_groups = [(renaming,) for renaming in proposed] if alignment.questions else [proposed]
+    for rule_group in rule_groups:
+        resolved = {key for renaming in rule_group for pair in renaming.names for key in pair}
+        ambiguities += _find_ambiguous_leftovers(
             alignment,
             file_key_by_new,
-            still_missing,
+            [key for key in missing if key not in resolved],
             [key for key in unused if key not in resolved],
         )
-    return tuple(asked), proposed
+    return tuple(ambiguities), proposed
 
 
 def _find_ambiguous_leftovers(
@@ -285,7 +285,7 @@ def _find_ambiguous_leftovers(
     """Return the few unmatched keys of both sides that may be the same tensors, as one ambiguity.
 
     Their last components and shapes are equal, one begins with the other (`fc.weight_orig`), or one
-    ends with the other. If more than a tenth of the model's keys are unmatched, nobody is asked.
+    ends with the other. If more than a tenth of the model's keys are unmatched, there are none.
     """
     max_keys = min(max_allowed_keys(len(alignment.model_slots)), _MAX_LEFTOVER_KEYS)
     if not (0 < len(missing) <= max_keys and 0 < len(unused) <= max_keys):
@@ -387,7 +387,8 @@ def _rename_all_keys(
 ) -> dict[str, str]:
     """Return every key of the file with its new key.
 
-    Matched keys become the model's. The rules rename the others too, unless the new key is in use.
+    Matched keys become the model's. The applied rules (`renamed`; the user's are already in
+    `new_by_file_key`) rename the others too, unless the new key is in use.
     """
     used_keys = set(key_by_file_key.values())
     rules = [

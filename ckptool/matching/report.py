@@ -59,7 +59,7 @@ def slots_of(section: Section) -> Slots:
 
     An entry of a module that is not a tensor is `extra`, as is any `_extra_state`. Plain values
     that a training script added are left out. Parameters are known only if the file has
-    `Parameter` objects, as in a pickled module.
+    `Parameter` objects, as in a pickled module. Keys with one place in the file are tied.
     """
     node, is_module = section.node, section.kind == "module"
     slots = dict.fromkeys(list_wrappable_keys(node), EXTRA)
@@ -155,6 +155,7 @@ class Mismatch(_Row):
     """A tensor with another shape than in the model."""
 
     name: str
+    """The key in the model."""
     own: str
     """The key in the file."""
     shape: Shape
@@ -184,7 +185,7 @@ class DtypeChange(_Row):
     before: str
     after: str
     lossy: bool
-    """Whether values change: decided by the values if they are known, otherwise by the dtypes."""
+    """True if values change: decided by the values if they are known, otherwise by the dtypes."""
     loss: str = ""
     """The loss, if the values are known: `3 of 64 overflow`."""
 
@@ -295,11 +296,11 @@ class MatchReport(Result):
     @property
     def undecided(self) -> tuple[Layout, ...]:
         """The tensors with an unknown order of axes, which are not loaded."""
-        return tuple(one for one in self.layouts if one.reason)
+        return tuple(layout for layout in self.layouts if layout.reason)
 
     @property
     def fits(self) -> bool:
-        """Whether the whole model is loaded from the whole file without loss."""
+        """True if the whole model is loaded from the whole file without loss."""
         return not (
             self.missing_keys
             or self.unexpected_keys
@@ -349,9 +350,9 @@ def count_loaded(
     as loaded if one of its keys is. If parameters are unknown, all tensors count; in a model
     without elements, each key counts as one.
     """
-    required = (
-        {key: slot for key, slot in model_slots.items() if key not in kept} if kept else model_slots
-    )
+    required = model_slots
+    if kept:  # rarely
+        required = {key: slot for key, slot in model_slots.items() if key not in kept}
     counted = required
     kinds = {slot.kind for slot in required.values()}
     if "parameter" in kinds and "tensor" not in kinds:
@@ -366,7 +367,7 @@ def count_loaded(
                 tied[slot.tie] = key
         untied_keys += tied.values()
     sizes = {key: counted[key].elements for key in untied_keys}
-    if not any(sizes.values()):  # count keys, because there are no elements
+    if not any(sizes.values()):
         sizes = dict.fromkeys(counted, 1)
     return {
         "loaded": sum([size for key, size in sizes.items() if key in loaded]),
