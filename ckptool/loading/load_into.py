@@ -174,23 +174,17 @@ def load_into(
                 min_coverage=min_coverage,
             )
             target = describe_target(model)
-            has_meta_tensors = any(tensor.is_meta for tensor in target.entries.values())
             by_name = not target.custom and loads_by_name(model, iterate_layers(optimizer))
-            opening = open_state_dict(
+            state = _open_source(
+                stack,
                 source,
+                target,
                 key=key,
-                wanted=target.slots,
-                map_location=map_location if has_meta_tensors or assign else "cpu",
-                mmap=has_meta_tensors or not by_name,
-                with_values=optimizer is not None,
+                map_location=map_location,
+                assign=assign,
+                by_name=by_name,
+                with_optimizer=optimizer is not None,
             )
-            try:
-                state = stack.enter_context(opening)
-            except NotFound as error:
-                if optimizer is not None and key is None:
-                    error.message += f"; {_NEEDS_POSITION}"
-                    error.advise(_HINT_OPTIMIZER_ONLY)
-                raise
             plan = plan_load(
                 state,
                 target,
@@ -199,20 +193,12 @@ def load_into(
                 choices=TransposeRules.parse(transpose, no_transpose),
                 assign=bool(assign),
             )
-            placeholders = find_placeholders(state.tree, state.section)
-            if placeholders and placeholders.kind != "lazy":  # lazy parameters count as missing
-                raise MatchError(
-                    placeholders.text,
-                    file=state.file or None,
-                    hint=placeholders.hint,
-                    report=plan.report,
-                )
+            _refuse_placeholders(state, plan)
             _check_codes(state, target, plan)
             optimizer_plan: OptimizerPlan | None = None
             if optimizer is not None:
-                from ckptool.loading.optimizer import (
-                    plan_optimizer,
-                )  # Imported here: rarely needed.
+                # Imported here: rarely needed.
+                from ckptool.loading.optimizer import plan_optimizer
 
                 optimizer_plan = plan_optimizer(
                     optimizer,
@@ -236,46 +222,106 @@ def load_into(
                 assign=assign,
                 by_name=by_name,
             )
-            refusal = loading.plan.refusal_error(allowance)
-            if refusal is not None:
-                if placeholders:
-                    refusal.message += f"\n{placeholders.text}"
-                raise refusal
+            _refuse_misfit(state, plan, allowance)
         loading.run(verify=verify, ranks=ranks)
         report = replace(loading.plan.report, accepted=True)
         return _warn_about_meta(model, target, report)
 
 
+def _open_source(
+    stack: ExitStack,
+    source: Source,
+    target: ModelTarget,
+    *,
+    key: Any,
+    map_location: MapLocation,
+    assign: bool | None,
+    by_name: bool,
+    with_optimizer: bool,
+) -> StateDict:
+    """Open the state dict to load, until `stack` is closed.
+
+    Tensors that torch copies, or that become part of a model on the meta device, are mapped.
+    `map_location` applies only to tensors that become part of the model.
+    """
+    has_meta_tensors = any(tensor.is_meta for tensor in target.entries.values())
+    opening = open_state_dict(
+        source,
+        key=key,
+        wanted=target.slots,
+        map_location=map_location if has_meta_tensors or assign else "cpu",
+        mmap=has_meta_tensors or not by_name,
+        with_values=with_optimizer,
+    )
+    try:
+        return stack.enter_context(opening)
+    except NotFound as error:
+        if with_optimizer and key is None:  # the file may contain only an optimizer
+            error.message += f"; {_NEEDS_POSITION}"
+            error.advise(_HINT_OPTIMIZER_ONLY)
+        raise
+
+
+def _refuse_placeholders(state: StateDict, plan: LoadPlan) -> None:
+    """Refuse a state dict with tensors without values, except for lazy parameters.
+
+    Lazy parameters are already in the report of `plan`, as missing.
+    """
+    placeholders = find_placeholders(state.tree, state.section)
+    if placeholders and placeholders.kind != "lazy":
+        raise MatchError(
+            placeholders.text,
+            file=state.file or None,
+            hint=placeholders.hint,
+            report=plan.report,
+        )
+
+
+def _refuse_misfit(state: StateDict, plan: LoadPlan, allowance: Allowance) -> None:
+    """Refuse a plan with differences that are not allowed; the error mentions lazy parameters."""
+    refusal = plan.refusal_error(allowance)
+    if refusal is None:
+        return
+    lazy_parameters = find_placeholders(state.tree, state.section)
+    if lazy_parameters:
+        refusal.message += f"\n{lazy_parameters.text}"
+    raise refusal
+
+
 def _check_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None:
     """Check that no codes of quantized weights are loaded as values.
 
-    A model that also loads the companions of the codes can interpret them.
+    That happens if a parameter of a floating-point dtype would get codes of another dtype. A model
+    that also loads the companions of the codes (their scales) can interpret them.
 
     Raises:
         MatchError: if codes would be loaded as values.
     """
-    quantized_by_key, loaded = find_quantized(state.root), {*plan.pairs.values()}
-    for key, file_key in plan.pairs.items() if quantized_by_key else ():
-        quantized, dtype = quantized_by_key.get(file_key), target.slots[key].dtype or ""
-        if (
-            quantized is not None
-            and quantized.companions
-            and not loaded.issuperset(quantized.companions)
-            and dtype.startswith(("float", "bfloat", "complex"))
-            and dtype != state.slots[file_key].dtype
-        ):
-            library = LIBRARIES.get(quantized.scheme, "the library that wrote it")
-            hint = f"load it into a {library} model"
-            config = quantization_config(state.tree)
-            if not state.tree.in_memory and can_dequantize(state.root, file_key, quantized, config):
-                hint = f"convert it first: ckptool cast --dequantize bfloat16 {shell(state.file)}"
-            raise MatchError(
-                f"{printable(file_key)!r} {quantized}: {target.label} would load its codes as "
-                f"values, without {listed(quantized.companions)}",
-                file=state.file or None,
-                hint=hint,
-                report=plan.report,
-            )
+    quantized_by_key = find_quantized(state.root)
+    if not quantized_by_key:
+        return
+    loaded_file_keys = {*plan.pairs.values()}
+    for key, file_key in plan.pairs.items():
+        quantized = quantized_by_key.get(file_key)
+        if quantized is None or not quantized.companions:
+            continue
+        model_dtype = target.slots[key].dtype or ""
+        has_values = model_dtype.startswith(("float", "bfloat", "complex"))
+        is_cast = model_dtype != state.slots[file_key].dtype
+        if loaded_file_keys.issuperset(quantized.companions) or not (has_values and is_cast):
+            continue
+        library = LIBRARIES.get(quantized.scheme, "the library that wrote it")
+        hint = f"load it into a {library} model"
+        config = quantization_config(state.tree)
+        if not state.tree.in_memory and can_dequantize(state.root, file_key, quantized, config):
+            hint = f"convert it first: ckptool cast --dequantize bfloat16 {shell(state.file)}"
+        raise MatchError(
+            f"{printable(file_key)!r} {quantized}: {target.label} would load its codes as "
+            f"values, without {listed(quantized.companions)}",
+            file=state.file or None,
+            hint=hint,
+            report=plan.report,
+        )
 
 
 class _Loading:
@@ -297,7 +343,7 @@ class _Loading:
         assign: bool | None,
         by_name: bool,
     ) -> None:
-        """Decide how each tensor is loaded.
+        """Decide how each tensor is loaded; the model does not change yet.
 
         Tensors on the meta device, and all with `assign`, are replaced. If torch would only copy
         `by_name`, plain tensors are filled directly from the file. Otherwise torch loads them from
@@ -313,41 +359,53 @@ class _Loading:
         self._optimizer = optimizer
         self._file_key_by_key = {**plan.pairs, **plan.undecided}
         """The file's key for each key of the model that is loaded, or left to torch."""
-        names = (*self._file_key_by_key, *(name for name, _ in plan.report.kept))
-        entries = target.entries
-        self._replaced_keys = {
-            name for name in names if name in entries and (assign or entries[name].is_meta)
-        }
+        self._replaced_keys = self._find_replaced_keys(by_name=by_name)
         """The keys of tensors that a new tensor replaces."""
-        if self._replaced_keys and not by_name:  # torch assigns all or none.
-            self._replaced_keys = {name for name in names if name in entries}
-        if assign is False and self._replaced_keys:
+        self._check_replaced_keys()
+        self._fills = self._plan_fills() if by_name else None
+        """The tensors to fill directly from the file; None if torch loads all."""
+        filled_bytes = sum(item.tensor.nbytes for item in self._fills or ())
+        self._is_undoable = self._fills is None or filled_bytes <= _MAX_COPIED_BYTES
+        """True if the snapshot has a copy of all elements that change."""
+
+    def _find_replaced_keys(self, *, by_name: bool) -> set[str]:
+        """Return the keys of tensors to replace: all with `assign`, or those on the meta device.
+
+        If torch's `load_state_dict` runs (not `by_name`), it assigns all tensors or none, so one
+        tensor on the meta device means all. Keys in `report.kept` may be filled by the model's own
+        code, so they count too.
+        """
+        entries = self._target.entries
+        kept_keys = (name for name, _ in self.plan.report.kept)
+        keys = {name for name in (*self._file_key_by_key, *kept_keys) if name in entries}
+        replaced_keys = {name for name in keys if self._assign or entries[name].is_meta}
+        return keys if replaced_keys and not by_name else replaced_keys
+
+    def _check_replaced_keys(self) -> None:
+        """Refuse to replace tensors if `assign` is False, or if the optimizer has one of them."""
+        if self._assign is False and self._replaced_keys:
             raise UsageError(
                 f"cannot copy to tensors on the meta device: "
                 f"{listed(map(printable, sorted(self._replaced_keys)))}",
                 hint="use assign=None or assign=True",
             )
-        replaced = {id(entries[name]) for name in self._replaced_keys}
-        groups = optimizer.optimizer.param_groups if optimizer is not None else ()
-        if any(id(parameter) in replaced for group in groups for parameter in group["params"]):
+        replaced_ids = {id(self._target.entries[name]) for name in self._replaced_keys}
+        groups = self._optimizer.optimizer.param_groups if self._optimizer is not None else ()
+        if any(id(parameter) in replaced_ids for group in groups for parameter in group["params"]):
             raise UsageError(
                 "the optimizer has parameters that would be replaced",
                 hint="load the model, build the optimizer, then call load_into(model, path, "
                 "optimizer=...)",
             )
-        self._fills = self._plan_fills() if by_name else None
-        """The tensors to fill directly from the file; None if torch loads all."""
-        size = sum(item.tensor.nbytes for item in self._fills or ())
-        self._is_undoable = self._fills is None or size <= _MAX_COPIED_BYTES
-        """True if the snapshot has a copy of all elements that change."""
 
     def _plan_fills(self) -> list[Fill] | None:
         """Return the tensors to fill directly from the source, without those that are replaced.
 
-        Returns None if torch has to load all: if a tensor or its source is not a plain array, if
-        the source is memory of the model itself, or if tensors share memory.
+        Returns None if torch has to load all: if an entry of the model is not a tensor, if a tensor
+        or its source is not a plain array, if the source is memory of the model itself, or if
+        tensors share memory.
         """
-        fills: dict[int, Fill] = {}
+        fill_by_id: dict[int, Fill] = {}
         for key, file_key in self.plan.pairs.items():
             tensor = self._target.entries.get(key)
             if tensor is None:
@@ -359,9 +417,9 @@ class _Loading:
             source = self._state.value(file_key) if ref is None or ref.flags else ref
             if not can_fill(tensor, source) or self._uses_model_storage(source):
                 return None
-            fills.setdefault(id(tensor), Fill(tensor, source))
-        is_apart = have_separate_memory(item.tensor for item in fills.values())
-        return list(fills.values()) if is_apart else None
+            fill_by_id.setdefault(id(tensor), Fill(tensor, source))  # tied keys have one tensor
+        fills = list(fill_by_id.values())
+        return fills if have_separate_memory(item.tensor for item in fills) else None
 
     @cached_property
     def _model_storages(self) -> set[int]:
@@ -389,16 +447,7 @@ class _Loading:
             self._check_bytes(verify)
         with ranks.raise_on_all_ranks(), _allow_gradients():
             given = self._make_state_for_torch()
-            filled_ids = (
-                {id(item.tensor) for item in self._fills or ()} if self._is_undoable else set()
-            )
-            optimizer = self._optimizer and self._optimizer.optimizer
-            snapshot = Snapshot(
-                self._model,
-                optimizer,
-                copied=lambda tensor: self._fills is None or id(tensor) in filled_ids,
-                with_state=any(map(runs_foreign_code, iterate_layers(optimizer))),
-            )
+            snapshot = self._take_snapshot()
         is_done = False
         try:
             with ranks.raise_on_all_ranks():
@@ -416,8 +465,26 @@ class _Loading:
                     snapshot.restore()
             raise
 
+    def _take_snapshot(self) -> Snapshot:
+        """Record the model and the optimizer, with a copy of the elements that will change.
+
+        Code that is not torch's could also write to the optimizer's state, so this is copied too.
+        """
+        filled_ids = {id(item.tensor) for item in self._fills or ()} if self._is_undoable else set()
+        optimizer = self._optimizer and self._optimizer.optimizer
+        return Snapshot(
+            self._model,
+            optimizer,
+            copied=lambda tensor: self._fills is None or id(tensor) in filled_ids,
+            with_state=any(map(runs_foreign_code, iterate_layers(optimizer))),
+        )
+
     def _check_bytes(self, verify: bool | None) -> None:
-        """Check the bytes that will be read, to find damage before the model changes."""
+        """Check the bytes that will be read, to find damage before the model changes.
+
+        If `verify` is None, tensors are checked only if they are not mapped and at most 1 GiB. The
+        pickles, which are small, are checked unless `verify` is False.
+        """
         # Mapped tensors are not read now, so checking them is an extra read: only if asked.
         mapped_keys = self._replaced_keys if self._state.mmap and not verify else ()
         tensors = (
@@ -451,6 +518,7 @@ class _Loading:
             value, tensor = self._state.value(file_key), entries.get(key)
             if tensor is not None:
                 value = distribute_like(tensor, value)
+            # Undecided keys are not in `pairs`: the model's own code gets them as in the file.
             if tensor is not None and key in self._replaced_keys and key in self.plan.pairs:
                 try:
                     value = replacements.make(tensor, slots[key].tie, value)
@@ -462,36 +530,14 @@ class _Loading:
         return given
 
     def _load_with_torch(self, given: OrderedDict[str, Any]) -> None:
-        """Call the model's `load_state_dict`, including all hooks, and judge its answer.
-
-        With tensors on the meta device, or `assign=True`, torch assigns all given tensors. The call
-        is not strict, because ckptool judges the keys that it reports as missing or unexpected; an
-        override that may report none is called with `strict` if nothing has to be allowed.
-        """
+        """Call the model's `load_state_dict`, including all hooks, and judge its answer."""
         metadata = make_metadata(self._state, self._target, self.plan)
         if metadata is not None:
             vars(given)["_metadata"] = {path: dict(entry) for path, entry in metadata.items()}
-        requested: dict[str, Any] = {"strict": False}
-        if self._replaced_keys:
-            requested["assign"] = True
-        elif overrides_load(self._model):  # it may return nothing instead of the keys
-            allowed = self._allowance
-            known = {*given, *self.plan.unfilled}
-            requested["strict"] = self._target.slots.keys() <= known and not (
-                allowed.missing or allowed.unexpected or not allowed.strict
-            )
-        parameters = inspect.signature(self._model.load_state_dict).parameters.values()
-        names = {parameter.name for parameter in parameters}
-        accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        options = {name: value for name, value in requested.items() if accepts_any or name in names}
-        if "assign" in requested and "assign" not in options:
-            kind = type(self._model).__name__
-            raise self._load_error(
-                f"{kind}.load_state_dict does not accept assign=, which is needed"
-            )
+        options = self._choose_load_options(given)
         entries = self._target.entries
         # By key that the model's own code may fill: its version, to see if the code does.
-        before = {
+        version_before = {
             name: _version_of(entries[name]) for name in self.plan.unfilled if name in entries
         }
         try:
@@ -500,18 +546,51 @@ class _Loading:
             message = str(error)
             if not message.startswith("Error(s) in loading state_dict"):
                 raise
+            # torch puts each reason on a line of its own after a tab: the first one is shown.
             raise self._load_error(message.partition("\n\t")[2].partition("\n")[0]) from error
         self._unmap(given)
-        after = (
-            read_state_dict(self._model) if before and not list_fsdp_modules(self._model) else {}
-        )
-        touched = (
-            name for name in before if name in after and _version_of(after[name]) != before[name]
-        )
-        self._judge_answer(answer, set(touched))
+        can_compare = bool(version_before) and not list_fsdp_modules(self._model)
+        state_after = read_state_dict(self._model) if can_compare else {}
+        touched = {
+            name
+            for name, version in version_before.items()
+            if name in state_after and _version_of(state_after[name]) != version
+        }
+        self._judge_answer(answer, touched)
+
+    def _choose_load_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options for the model's `load_state_dict` that it accepts.
+
+        With tensors on the meta device, or `assign=True`, torch assigns all given tensors. The call
+        is not strict, because ckptool judges the keys that it reports as missing or unexpected; an
+        override that may report none is called with `strict` if nothing has to be allowed.
+        """
+        requested: dict[str, Any] = {"strict": False}
+        if self._replaced_keys:
+            requested["assign"] = True
+        elif overrides_load(self._model):  # it may return nothing instead of the keys
+            allowed = self._allowance
+            expected_keys = {*given, *self.plan.unfilled}
+            requested["strict"] = self._target.slots.keys() <= expected_keys and not (
+                allowed.missing or allowed.unexpected or not allowed.strict
+            )
+        parameters = inspect.signature(self._model.load_state_dict).parameters.values()
+        names = {parameter.name for parameter in parameters}
+        accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        options = {name: value for name, value in requested.items() if accepts_any or name in names}
+        if "assign" in requested and "assign" not in options:
+            raise self._load_error(
+                f"{type(self._model).__name__}.load_state_dict does not accept assign=, "
+                "which is needed"
+            )
+        return options
 
     def _unmap(self, given: Mapping[str, Any]) -> None:
-        """Copy tensors that a hook kept, which would otherwise stay mapped to the file."""
+        """Copy tensors of the model that use memory of `given`, if it is mapped from the file.
+
+        torch copies the elements, so only a hook can have kept a given tensor. Replaced tensors
+        stay mapped, as documented.
+        """
         if not self._state.mmap or self._replaced_keys or self._state.tree.in_memory:
             return
         import torch
@@ -530,56 +609,55 @@ class _Loading:
         `missing_keys` or `unexpected_keys`. Of the keys left to the model's own code, it loaded
         those in `touched`, and did not need the others. Allowed keys raise no error.
         """
-        report, target, own_code_keys = self.plan.report, self._target, self.plan.unfilled
-        known = {*report.missing_keys, *(row.name for row in report.mismatched)}
-        known.update(name for name, _ in report.kept if name not in own_code_keys)
-        missing = getattr(answer, "missing_keys", [])
+        report, own_code_keys = self.plan.report, self.plan.unfilled
+        not_required = {row.name for row in report.mismatched}
+        not_required.update(name for name, _ in report.kept if name not in own_code_keys)
+        expected_missing = {*report.missing_keys, *not_required}
+        not_loaded = [
+            name
+            for name in getattr(answer, "missing_keys", [])
+            if remove_hidden_parts(name) not in expected_missing
+        ]
         unexpected = getattr(answer, "unexpected_keys", [])
-        not_loaded = [name for name in missing if remove_hidden_parts(name) not in known]
         key_by_loaded_file_key = {
             file_key: key for key, file_key in self.plan.undecided.items() if key not in unexpected
         }
         if not (not_loaded or unexpected or own_code_keys or key_by_loaded_file_key):
             return
-
-        def describe(name: str, verb: str) -> str:
-            """Return the reason for the report: the code that loaded the key."""
-            return f"{verb} by {target.find_custom_holder(name)}'s own loading code"
-
-        accepted_keys = [name for name in own_code_keys if name not in not_loaded]
+        kept = [(name, reason) for name, reason in report.kept if name not in own_code_keys]
+        for name in own_code_keys:
+            if name not in not_loaded:
+                verb = "filled" if name in touched else "not required"
+                kept.append((name, self._credit_own_code(name, verb)))
+        left_out = []
         undecided_file_keys = {*self.plan.undecided.values()}
+        for file_key, reason in report.left_out:
+            if file_key in key_by_loaded_file_key:
+                key = key_by_loaded_file_key[file_key]
+                left_out.append((file_key, self._credit_own_code(key, "loaded")))
+            elif file_key not in undecided_file_keys:  # the others are in `unexpected`
+                left_out.append((file_key, reason))
         self.plan = self.plan.with_changes(
             missing_keys=[*report.missing_keys, *not_loaded],
             unexpected_keys=[
                 *report.unexpected_keys,
                 *(self._file_key_by_key.get(name, name) for name in unexpected),
             ],
-            kept=(
-                *((name, why) for name, why in report.kept if name not in own_code_keys),
-                *(
-                    (name, describe(name, "filled" if name in touched else "not required"))
-                    for name in accepted_keys
-                ),
-            ),
-            left_out=tuple(
-                (
-                    file_key,
-                    describe(key_by_loaded_file_key[file_key], "loaded")
-                    if file_key in key_by_loaded_file_key
-                    else why,
-                )
-                for file_key, why in report.left_out
-                if file_key in key_by_loaded_file_key or file_key not in undecided_file_keys
-            ),
+            kept=tuple(kept),
+            left_out=tuple(left_out),
             **count_loaded(
-                target.slots,
+                self._target.slots,
                 {*self.plan.pairs, *touched} - set(not_loaded),
-                known - set(report.missing_keys),
+                not_required - set(report.missing_keys),
             ),
         )
         refusal = self._allowance.refusal_error(self.plan.report)
         if refusal is not None:
             raise refusal
+
+    def _credit_own_code(self, key: str, verb: str) -> str:
+        """Return a reason for the report, such as "filled by Encoder's own loading code"."""
+        return f"{verb} by {self._target.find_custom_holder(key)}'s own loading code"
 
     def _load_error(self, reason: str) -> MatchError:
         """Return the error for a failure of `load_state_dict`."""
@@ -591,20 +669,40 @@ class _Loading:
         )
 
     def _fill_and_replace(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Fill and replace the tensors that torch did not load; signals are delayed.
+        """Fill tensors from the file, and put the replacements in `given` into the model.
+
+        If torch has loaded all tensors, this only checks that the file has not changed.
+        """
+        if self._fills is None:
+            self._check_unchanged()
+            return
+        self._fill_tensors(self._fills)
+        replacement_by_id = {
+            id(self._target.entries[name]): tensor for name, tensor in given.items()
+        }
+        if not replacement_by_id:
+            return
+        for module in self._model.modules():
+            dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in dicts:
+                tensors.update(
+                    (name, replacement_by_id[id(old)])
+                    for name, old in tensors.items()
+                    if id(old) in replacement_by_id
+                )
+
+    def _fill_tensors(self, fills: list[Fill]) -> None:
+        """Fill tensors from the file, and check that the file has not changed.
 
         An error leaves the model partly filled. If this cannot be undone, the error reports it.
         """
         import torch
 
-        if self._fills is None:
-            self._check_unchanged()
-            return
         try:
             with torch.no_grad():
-                for item in self._fills:
+                for item in fills:
                     item.tensor.copy_(item.tensor)  # A no-op that shows autograd the change.
-            fill(self._fills)
+            fill(fills)
             self._check_unchanged()
         except Exception as error:  # including device and memory errors
             if self._is_undoable:
@@ -615,17 +713,6 @@ class _Loading:
                 file=self._state.file or None,
                 hint="load an intact file before you use the model",
             ) from error
-        replacement_by_id = {
-            id(self._target.entries[name]): tensor for name, tensor in given.items()
-        }
-        for module in self._model.modules() if replacement_by_id else ():
-            dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for tensors in dicts:
-                tensors.update(
-                    (name, replacement_by_id[id(old)])
-                    for name, old in tensors.items()
-                    if id(old) in replacement_by_id
-                )
 
 
 def _version_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -638,7 +725,7 @@ def _version_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 @contextmanager
 def _allow_gradients() -> Iterator[None]:
-    """Create trainable tensors, even if the caller is in inference mode."""
+    """Leave the caller's inference mode, in which torch can create no trainable tensors."""
     import torch
 
     if not torch.is_inference_mode_enabled():
@@ -671,7 +758,7 @@ def _check_arguments(map_location: Any, optimizer_order: Any, **switches: Any) -
 def _warn_about_meta(
     model: torch.nn.Module, target: ModelTarget, report: MatchReport
 ) -> MatchReport:
-    """Return the report, and warn about tensors that are still on the meta device."""
+    """Warn about tensors that are still on the meta device; return the report with this note."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
     if not on_meta:
