@@ -66,6 +66,7 @@ INSIDE = {
         "source",
         "plan",
         "positions",
+        "saved_optimizer",
         "optimizer",
         "load_into",
         "save",

@@ -1,40 +1,29 @@
-"""The state of an optimizer: found in a file, matched with parameters, and loaded.
+"""The state of an optimizer: matched with the live parameters, and loaded.
 
-`Optimizer.load_state_dict` goes by position alone: parameters of one shape in another order get
-each other's moments, and torch reports nothing. Here names decide, or positions where they prove
-whose state it is, or the user who vouches for the order.
+`Optimizer.load_state_dict` goes by position only: parameters of one shape in another order get
+each other's moments, and torch reports nothing. Here names decide, or positions if they prove the
+owner of each state, or the user, who vouches for the order.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import escape as escaped_glob
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.core.addressing import resolve
-from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
 from ckptool.core.names import map_to_bare_names
 from ckptool.core.optimizers import (
     OPTIONS,
-    find_model,
     find_options,
     infer_shape,
-    list_groups,
     list_names,
 )
 from ckptool.core.sections import (
-    MODEL_KINDS,
-    Section,
-    is_optimizer,
     list_optimizer_names,
-    restore_integer_keys,
 )
 from ckptool.core.tree import name_of, walk, walk_everything
 from ckptool.errors import MatchError, UsageError
@@ -42,6 +31,7 @@ from ckptool.loading.fill import check_bytes, check_pickles
 from ckptool.loading.plan import LoadPlan, describe_opaque
 from ckptool.loading.positions import find_doubt, list_file_parameters
 from ckptool.loading.ranks import distribute_like, is_dtensor, remove_hidden_parts
+from ckptool.loading.saved_optimizer import HINT_MODEL_ONLY, SavedOptimizer, find_optimizer
 from ckptool.loading.snapshot import iterate_layers
 from ckptool.loading.source import StateDict
 from ckptool.loading.target import ModelTarget
@@ -57,9 +47,6 @@ from ckptool.words import a_class, counted, listed, printable
 if TYPE_CHECKING:
     import torch
 
-_OPTIMIZER_FILE_NAME = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
-"""The files of an optimizer's own: transformers writes `.pt`, accelerate `.bin`."""
-_HINT_MODEL_ONLY = "leave out optimizer= to load only the model"
 _NO_PROOF = (
     "the optimizer in the file has no parameter names, and shapes and order do not prove which "
     "state belongs to which parameter"
@@ -75,15 +62,11 @@ _HINT_BY_ORDER_PARTIAL = _HINT_BY_ORDER._replace(
 _HINT_PARTIAL = Remedy(
     (("optimizer_partial", True),),
     " loads the state of the parameters that both have, by name",
-    instead=(Remedy(note=_HINT_MODEL_ONLY),),
+    instead=(Remedy(note=HINT_MODEL_ONLY),),
 )
 _HINT_LOAD_SHARDED = (
     "load it by name with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict and "
     "full_state_dict=True"
-)
-_HINT_SEPARATE_FILE = (
-    "if it is in a separate file, use load_into(model, {'model': ..., 'optimizer': "
-    "ckptool.load(FILE)}, optimizer=...)"
 )
 _LBFGS_KEYS = frozenset(("prev_flat_grad", "old_dirs"))
 """Keys of LBFGS, which keeps one state of all parameters, in their order, with the first one."""
@@ -101,51 +84,16 @@ class OptimizerPlan:
         """Load the state by the optimizer's own `load_state_dict`, with all of its hooks."""
         if self._maker is None:
             raise MatchError("; ".join(self.report.problems), hint=self.report.remedy or None)
-        checkpoint, section, _ = self._maker.saved
-        leaves = ((name_of((*section.path, *path)), leaf) for path, leaf in walk(section.node))
-        check_bytes((name, leaf) for name, leaf in leaves if isinstance(leaf, TensorRef))
-        check_pickles(checkpoint.sources)
+        saved = self._maker.saved
+        check_bytes(
+            (name_of((*saved.section.path, *path)), leaf)
+            for path, leaf in walk(saved.section.node)
+            if isinstance(leaf, TensorRef)
+        )
+        check_pickles(saved.tree.sources)
         self.optimizer.load_state_dict(self._maker.make_state_dict(self.optimizer))
-        for source in checkpoint.sources:
+        for source in saved.tree.sources:
             source.check_unchanged()
-
-
-class _SavedOptimizer(NamedTuple):
-    """An `Optimizer.state_dict()` in a file."""
-
-    tree: Checkpoint
-    """The file, or a separate file next to the model."""
-    section: Section
-    """The state dict of the optimizer in `tree`."""
-    notes: tuple[str, ...] = ()
-    """Notes for the report about where it was found."""
-
-    @property
-    def groups(self) -> Any:
-        """The groups: learning rates and other options."""
-        return self.section.node["param_groups"]
-
-    @property
-    def parameter_keys(self) -> list[tuple[int, Any]]:
-        """The group and the number or name of each parameter, in the order of the groups."""
-        return [
-            (group, key) for group, keys in enumerate(list_groups(self.section)) for key in keys
-        ]
-
-    @property
-    def group_sizes(self) -> list[int]:
-        """The number of parameters in each group."""
-        return [len(keys) for keys in list_groups(self.section)]
-
-    def state_of(self, key: Any) -> Any:
-        """Return the state of a parameter, or None if it is empty, like `momentum_buffer: None`."""
-        state = self.section.node["state"].get(key)
-        is_empty = isinstance(state, dict) and all(value is None for value in state.values())
-        return None if is_empty else state
-
-    def path_of(self, key: Any, *inside: Any) -> str:
-        """Return the path of the state of a parameter."""
-        return name_of((*self.section.path, "state", key, *inside))
 
 
 def plan_optimizer(
@@ -167,7 +115,7 @@ def plan_optimizer(
     the owner of each state, or with `order="position"`, for which the caller is responsible. With
     `partial`, parameters of only one side, and differently divided groups, are notes and not
     problems. `key` is the path of the optimizer if the file has several, or the name of its file in
-    the folder.
+    the folder. An optimizer that does not fit gives a plan with `problems` in its report.
 
     Raises:
         UsageError: if `optimizer` is not an optimizer.
@@ -178,15 +126,12 @@ def plan_optimizer(
     live = _LiveOptimizer(optimizer, model, target)
     report = OptimizerReport("names", 0, len(live.parameters))
     try:
-        saved = _find_optimizer(state, key)
-        section = replace(saved.section, node=restore_integer_keys(saved.section.node))
-        saved = saved._replace(section=section)
+        saved = find_optimizer(state, key)
         report = replace(report, notes=(*saved.notes, *_describe_kept_objects(saved)))
         _check_kind(saved, optimizer)
         live.refuse_unloadable()
-        names = list_names(saved.section)
         try:
-            live_numbers = _match_by_names(saved, live, state, plan, partial=partial)
+            matched = _match_by_names(saved, live, state, plan, partial=partial)
         except MatchError:
             if order is None and list_optimizer_names(saved.section.node):
                 raise
@@ -194,13 +139,11 @@ def plan_optimizer(
             file_parameters = list_file_parameters(state, target, plan, live.model_tensors)
             if order is None:
                 _refuse_uncertain_order(saved, live, model, state, file_parameters)
-            names, live_numbers = _match_by_position(
-                saved, live, state, file_parameters, partial=partial
-            )
-        notes = [*report.notes, *_describe_partial(names, live, live_numbers)]
+            matched = _match_by_position(saved, live, state, file_parameters, partial=partial)
+        notes = [*report.notes, *_describe_partial(matched, live)]
         file_groups = None
         try:
-            file_groups = _match_groups(saved, live, live_numbers)
+            file_groups = _match_groups(saved, live, matched)
         except MatchError:
             if not partial and order is None:
                 raise
@@ -208,110 +151,24 @@ def plan_optimizer(
                 "kept the learning rates and options of the groups, because the file "
                 "has different groups"
             )
-            notes += _warn_of_schedulers(saved, state)
+            notes += _describe_schedulers(saved, state)
         report = replace(report, notes=tuple(notes))
         key_by_number = {
             number: key
-            for number, (_, key) in zip(live_numbers, saved.parameter_keys, strict=True)
+            for number, (_, key) in zip(matched.live_numbers, saved.parameter_keys, strict=True)
             if number is not None and saved.state_of(key) is not None
         }
-        paths = (path for path, _ in walk(saved.section.node["state"]))
-        in_order = live_numbers == list(range(len(live.names)))
-        if not in_order and any(map(_LBFGS_KEYS.intersection, paths)):
-            raise MatchError(
-                "the optimizer has one state for all parameters, and their order differs"
-            )
+        _refuse_shared_state(saved, live, matched)
         _check_state(saved, live, key_by_number)
         casts = tuple(_list_casts(optimizer, saved, live, key_by_number))
         report = replace(report, matched=len(key_by_number), cast=casts)
         _refuse_lossy_casts(casts, allowance)
     except MatchError as refused:
-        remedy = refused.remedy or refused.hint or _HINT_MODEL_ONLY
+        remedy = refused.remedy or refused.hint or HINT_MODEL_ONLY
         return OptimizerPlan(optimizer, replace(report, problems=(refused.message,), remedy=remedy))
     return OptimizerPlan(
         optimizer, report, _StateDictMaker(state, saved, live, key_by_number, file_groups)
     )
-
-
-def _find_optimizer(state: StateDict, key: Any) -> _SavedOptimizer:
-    """Return the optimizer in the model's file, or in its own file in the model's folder."""
-    names = [] if state.folder is None else _list_optimizer_files(state.folder)
-    has_own = bool(_list_optimizers(state.tree))
-    if key not in names and (has_own or not names):
-        return _SavedOptimizer(
-            state.tree, _select_optimizer(state.tree, state.section, key, state.file)
-        )
-    if key is None and len(names) > 1:
-        raise MatchError(
-            f"the folder has {len(names)} optimizer files: {listed(names)}",
-            hint=Remedy(instead=tuple(Remedy((("optimizer_key", name),)) for name in names)),
-        )
-    name = key if key in names else names[0]
-    tree = state.open_sibling(os.path.join(state.folder or "", name))
-    try:
-        section = _select_optimizer(tree, None, None if key in names else key, "")
-    except MatchError as refused:
-        refused.message = f"{name!r}, next to the model: {refused.message}"
-        raise
-    return _SavedOptimizer(
-        tree, section, (f"loaded the optimizer from {name!r}, next to the model",)
-    )
-
-
-def _list_optimizers(tree: Checkpoint) -> list[Section]:
-    """Return the states of torch's optimizers."""
-    sections = (section for section in tree.sections if section.kind == "optimizer")
-    return list_distinct_sections(section for section in sections if not section.is_foreign)
-
-
-def _list_optimizer_files(folder: str) -> list[str]:
-    """Return the names of the optimizer files in a folder."""
-    with suppress(OSError):
-        return sorted(filter(_OPTIMIZER_FILE_NAME.fullmatch, os.listdir(folder)))
-    return []
-
-
-def _select_optimizer(tree: Checkpoint, model: Section | None, key: Any, file: str) -> Section:
-    """Return the optimizer at `key`, or that of `model`, or the only one of the file.
-
-    Raises:
-        MatchError: if there is none, or several.
-    """
-    if key is not None:
-        path, node = resolve(
-            tree, key, accept=lambda node: isinstance(node, dict) and is_optimizer(node)
-        )
-        return Section(path, "optimizer", node, node)
-    optimizers = _list_optimizers(tree)
-    models = list_distinct_sections(
-        section for section in tree.sections if section.kind in MODEL_KINDS
-    )
-    owners = [find_model(optimizer, models, optimizers) for optimizer in optimizers]
-    holder, pairs = model and model.holder, zip(optimizers, owners, strict=True)
-    of_model = [
-        optimizer for optimizer, owner in pairs if owner is not None and owner.holder is holder
-    ]
-    if len(of_model) == 1 or (len(optimizers) == 1 and (model is None or owners[0] is None)):
-        return (of_model or optimizers)[0]
-    remedies = tuple(Remedy((("optimizer_key", optimizer.name),)) for optimizer in optimizers)
-    if len(optimizers) > 1:
-        names = listed(optimizer.name for optimizer in optimizers)
-        raise MatchError(
-            f"the file has {len(optimizers)} optimizers: {names}", hint=Remedy(instead=remedies)
-        )
-    if optimizers and owners[0] is not None:
-        text = (
-            f"{printable(optimizers[0].name)}, belongs to {printable(owners[0].name)}, which is not"
-        )
-        hint = Remedy(note=_HINT_MODEL_ONLY, instead=remedies)
-        raise MatchError(f"the only optimizer, {text} the chosen model", hint=hint)
-    text = "the file has no optimizer state"
-    folder = os.path.dirname(file) or "."
-    files = _list_optimizer_files(folder) if file else []
-    if files:
-        hint_text = f"use load_into(model, {folder!r}, optimizer=...) to load it from there"
-        raise MatchError(f"{text}, but its folder has {listed(files)}", hint=hint_text)
-    raise MatchError(text, hint=_HINT_SEPARATE_FILE)
 
 
 class _LiveOptimizer:
@@ -367,39 +224,37 @@ class _LiveOptimizer:
             )
 
 
-def _match_by_names(
-    saved: _SavedOptimizer, live: _LiveOptimizer, state: StateDict, plan: LoadPlan, *, partial: bool
-) -> list[int | None]:
-    """Return the number of the live parameter for each parameter name in the file's optimizer.
+class _MatchedParameters(NamedTuple):
+    """The parameters of the file's optimizer, in the order of its groups, in the live one."""
 
-    The names are matched with the keys of the model in the file, which `plan` matches with the live
-    model. Names that differ are an error; with `partial`, their number is None.
+    names: Sequence[str]
+    """For each parameter, its name; empty if positions match and no parameter is left out."""
+    live_numbers: Sequence[int | None]
+    """For each parameter, the number of the live one; None if the live optimizer has none."""
+
+
+def _match_by_names(
+    saved: SavedOptimizer, live: _LiveOptimizer, state: StateDict, plan: LoadPlan, *, partial: bool
+) -> _MatchedParameters:
+    """Match the parameter names in the file's optimizer with the live parameters.
+
+    Raises:
+        MatchError: if the file has no names, or repeats one; if no names match, or, without
+            `partial`, if one side has more parameters; if two names match one parameter.
     """
     names = list_names(saved.section)
     fits_by_order = saved.group_sizes == live.group_sizes
-    remedy = _HINT_BY_ORDER if fits_by_order else _HINT_MODEL_ONLY
-    if len({*names}) != len(names) or not names:
+    remedy = _HINT_BY_ORDER if fits_by_order else HINT_MODEL_ONLY
+    if not names or len({*names}) != len(names):
         raise MatchError(_NO_PROOF, hint=remedy)
-    # By model key in the file, the number of the live parameter; None: not in the optimizer.
-    number_by_key: dict[str, int | None] = {}
-    for name, file_key in {**plan.pairs, **plan.undecided}.items():
-        if number_by_key.get(file_key) is None:  # One key of the file may fill several tensors.
-            number_by_key[file_key] = live.number_by_id.get(id(live.model_tensors.get(name)))
-    shapes = (infer_shape(saved.state_of(key)) for _, key in saved.parameter_keys)
-    report = match_keys(
-        {name: Slot(shape) for name, shape in zip(names, shapes, strict=True)},
-        {file_key: Slot(state.slots[file_key].shape) for file_key in number_by_key},
-    )
-    key_by_name = {name: file_key for file_key, name in report.pairs.items()}
-    key_by_name |= {row.own: row.name for row in report.report.mismatched}
-    number_of_each = [number_by_key.get(key_by_name.get(name, "")) for name in names]
-    numbers = [number for number in number_of_each if number is not None]
-    if len({*numbers}) == len(names) == len(live.names):
-        return number_of_each
-    if partial and numbers and len({*numbers}) == len(numbers):
-        return number_of_each
+    live_numbers = _find_live_numbers(names, saved, live, state, plan)
+    numbers = [number for number in live_numbers if number is not None]
+    are_all_matched = len({*numbers}) == len(names) == len(live.names)
+    can_load_part = partial and bool(numbers) and len({*numbers}) == len(numbers)
+    if are_all_matched or can_load_part:
+        return _MatchedParameters(names, live_numbers)
     only_in_file = [
-        name for name, number in zip(names, number_of_each, strict=True) if number is None
+        name for name, number in zip(names, live_numbers, strict=True) if number is None
     ]
     only_live = [name for number, name in enumerate(live.names) if number not in numbers]
     difference = " and ".join(
@@ -414,8 +269,35 @@ def _match_by_names(
     raise MatchError(_describe_misfit(saved, live, difference), hint=remedy)
 
 
+def _find_live_numbers(
+    names: Sequence[str],
+    saved: SavedOptimizer,
+    live: _LiveOptimizer,
+    state: StateDict,
+    plan: LoadPlan,
+) -> list[int | None]:
+    """Return the number of the live parameter for each name in the file's optimizer, or None.
+
+    The names are matched with the keys of the model in the file, which `plan` matches with the live
+    model.
+    """
+    number_by_file_key: dict[str, int | None] = {}  # None: the live optimizer does not have it
+    for name, file_key in {**plan.pairs, **plan.undecided}.items():
+        if number_by_file_key.get(file_key) is None:  # one key of the file may fill several tensors
+            number_by_file_key[file_key] = live.number_by_id.get(id(live.model_tensors.get(name)))
+    shapes = (infer_shape(saved.state_of(key)) for _, key in saved.parameter_keys)
+    match = match_keys(
+        {name: Slot(shape) for name, shape in zip(names, shapes, strict=True)},
+        {file_key: Slot(state.slots[file_key].shape) for file_key in number_by_file_key},
+    )
+    file_key_by_name = {name: file_key for file_key, name in match.pairs.items()}
+    # Another shape is still the same parameter: `_check_state` reports it.
+    file_key_by_name |= {row.own: row.name for row in match.report.mismatched}
+    return [number_by_file_key.get(file_key_by_name.get(name, "")) for name in names]
+
+
 def _refuse_uncertain_order(
-    saved: _SavedOptimizer,
+    saved: SavedOptimizer,
     live: _LiveOptimizer,
     model: torch.nn.Module,
     state: StateDict,
@@ -430,55 +312,74 @@ def _refuse_uncertain_order(
         doubt = find_doubt(saved.section, keys, live.optimizer, model, state, file_parameters)
     else:
         doubt = _describe_misfit(saved, live)
-    if doubt:
-        is_ordered = is_in_model_order(state.tree, list(state.slots), state.metadata)
-        hint: Remedy | str = _HINT_MODEL_ONLY
-        if len(keys) == len(live.names):
-            hint = _HINT_BY_ORDER
-        elif is_ordered and len(file_parameters) == len(keys):  # the model gives the names
-            hint = _HINT_BY_ORDER_PARTIAL
-        raise MatchError(
-            f'{_NO_PROOF}: {doubt}; optimizer_order="position" loads it in the order of the file',
-            hint=hint,
-        )
+    if not doubt:
+        return
+    hint: Remedy | str
+    if len(keys) == len(live.names):
+        hint = _HINT_BY_ORDER
+    elif len(file_parameters) == len(keys) and is_in_model_order(
+        state.tree, list(state.slots), state.metadata
+    ):  # the model in the file names the positions
+        hint = _HINT_BY_ORDER_PARTIAL
+    else:
+        hint = HINT_MODEL_ONLY
+    raise MatchError(
+        f'{_NO_PROOF}: {doubt}; optimizer_order="position" loads it in the order of the file',
+        hint=hint,
+    )
 
 
 def _match_by_position(
-    saved: _SavedOptimizer,
+    saved: SavedOptimizer,
     live: _LiveOptimizer,
     state: StateDict,
     file_parameters: Mapping[str, torch.Tensor | None],
     *,
     partial: bool,
-) -> tuple[list[str], list[int | None]]:
-    """Return a name and the live parameter's number for each position in the file's optimizer.
+) -> _MatchedParameters:
+    """Match the parameters of the file's optimizer with the live ones by position.
 
-    If both optimizers have the same parameters, position and number are equal, and no names are
-    returned. With `partial`, they may have some in common: then the model in the file names the
-    positions, and a number is None if the live optimizer does not have the parameter. This needs
-    the original order of the file's model, and states with the shapes of its parameters.
+    If both optimizers have the same parameters, position and number are equal. With `partial`, they
+    may have only some in common: then the model in the file names the positions.
+
+    Raises:
+        MatchError: if the numbers of parameters differ, and the model cannot name the positions.
     """
     keys = [key for _, key in saved.parameter_keys]
-    numbers = [live.number_by_id.get(id(tensor)) for tensor in file_parameters.values()]
-    shapes = (state.slots[name].shape for name in file_parameters)
+    live_numbers = [live.number_by_id.get(id(tensor)) for tensor in file_parameters.values()]
+    have_same_parameters = {*live_numbers} == {*live.number_by_id.values()}
+    have_none_in_common = {*live_numbers} == {None}
     if (
         partial
-        and {*numbers} != {*live.number_by_id.values()}
-        and {*numbers} != {None}
-        and len(file_parameters) == len(keys)
-        and is_in_model_order(state.tree, list(state.slots), state.metadata)
-        and all(
-            infer_shape(saved.state_of(key)) in (None, shape)
-            for key, shape in zip(keys, shapes, strict=True)
-        )
+        and not (have_same_parameters or have_none_in_common)
+        and _can_name_positions(saved, state, file_parameters)
     ):
-        return [*file_parameters], numbers
+        return _MatchedParameters([*file_parameters], live_numbers)
     if len(keys) != len(live.number_by_id):
         raise MatchError(_describe_misfit(saved, live))
-    return [], [*range(len(keys))]
+    return _MatchedParameters([], range(len(keys)))
 
 
-def _warn_of_schedulers(saved: _SavedOptimizer, state: StateDict) -> Iterator[str]:
+def _can_name_positions(
+    saved: SavedOptimizer, state: StateDict, file_parameters: Mapping[str, torch.Tensor | None]
+) -> bool:
+    """Return True if the model in the file has its original order, and the optimizer fits it.
+
+    That is, it has as many parameters, and no state with another shape.
+    """
+    keys = [key for _, key in saved.parameter_keys]
+    if len(file_parameters) != len(keys) or not is_in_model_order(
+        state.tree, list(state.slots), state.metadata
+    ):
+        return False
+    shapes = (state.slots[name].shape for name in file_parameters)
+    return all(
+        infer_shape(saved.state_of(key)) in (None, shape)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+
+
+def _describe_schedulers(saved: SavedOptimizer, state: StateDict) -> Iterator[str]:
     """Yield a note for each scheduler in the file with a learning rate for each group.
 
     Its rates do not fit the live optimizer, which keeps its own groups.
@@ -492,20 +393,20 @@ def _warn_of_schedulers(saved: _SavedOptimizer, state: StateDict) -> Iterator[st
             )
 
 
-def _describe_partial(
-    names: Sequence[str], live: _LiveOptimizer, live_numbers: Sequence[int | None]
-) -> Iterator[str]:
-    """Yield notes about parameters without state, and about state that is left out."""
-    with_state = {*live_numbers}
+def _describe_partial(matched: _MatchedParameters, live: _LiveOptimizer) -> Iterator[str]:
+    """Yield notes about live parameters without state, and about state that is left out."""
+    with_state = {*matched.live_numbers}
     without_state = [name for number, name in enumerate(live.names) if number not in with_state]
-    left_out = [name for name, number in zip(names, live_numbers, strict=False) if number is None]
+    # Not strict: without names, no state is left out.
+    names_and_numbers = zip(matched.names, matched.live_numbers, strict=False)
+    left_out = [name for name, number in names_and_numbers if number is None]
     if without_state:
         yield f"{counted(len(without_state), 'parameter')} without state: {listed(without_state)}"
     if left_out:
         yield f"left out the state of {counted(len(left_out), 'parameter')}: {listed(left_out)}"
 
 
-def _describe_misfit(saved: _SavedOptimizer, live: _LiveOptimizer, difference: str = "") -> str:
+def _describe_misfit(saved: SavedOptimizer, live: _LiveOptimizer, difference: str = "") -> str:
     """Return the message that the groups or parameters of the two optimizers differ.
 
     `difference` is an example, such as "only the file has bias".
@@ -522,7 +423,7 @@ def _describe_misfit(saved: _SavedOptimizer, live: _LiveOptimizer, difference: s
 
 
 def _match_groups(
-    saved: _SavedOptimizer, live: _LiveOptimizer, live_numbers: Sequence[int | None]
+    saved: SavedOptimizer, live: _LiveOptimizer, matched: _MatchedParameters
 ) -> list[int]:
     """Return the index of the file's group for each live group.
 
@@ -530,50 +431,66 @@ def _match_groups(
     groups without such parameters.
 
     Raises:
-        MatchError: if a live group has parameters of several groups of the file, or the reverse.
+        MatchError: if a live group has parameters of several groups of the file, or the reverse, or
+            if one side has more groups.
     """
-    file_group_of: dict[int, int] = {}  # by live group
-    for number, (group, _) in zip(live_numbers, saved.parameter_keys, strict=True):
+    file_group_by_live: dict[int, int] = {}
+    for number, (file_group, _) in zip(matched.live_numbers, saved.parameter_keys, strict=True):
         if number is None:
             continue
         live_group = live.group_indexes[number]
-        if file_group_of.setdefault(live_group, group) != group:
+        first_file_group = file_group_by_live.setdefault(live_group, file_group)
+        if first_file_group != file_group:
             raise MatchError(
-                f"{printable(live.names[number])} is in group {group} of the file, but "
-                "other parameters "
-                f"of group {live_group} of the optimizer are in group {file_group_of[live_group]}",
+                f"{printable(live.names[number])} is in group {file_group} of the file, but "
+                f"other parameters of group {live_group} of the optimizer are in group "
+                f"{first_file_group}",
                 hint=_HINT_PARTIAL if list_names(saved.section) else None,
             )
-    unused = [index for index in range(len(saved.groups)) if index not in file_group_of.values()]
-    if len({*file_group_of.values()}) != len(file_group_of) or len(saved.groups) != len(
-        live.group_sizes
-    ):
+    used_file_groups = {*file_group_by_live.values()}
+    is_one_to_one = len(used_file_groups) == len(file_group_by_live)
+    if not is_one_to_one or len(saved.groups) != len(live.group_sizes):
         raise MatchError(_describe_misfit(saved, live))
+    unused = (index for index in range(len(saved.groups)) if index not in used_file_groups)
     return [
-        file_group_of[index] if index in file_group_of else unused.pop(0)
+        file_group_by_live[index] if index in file_group_by_live else next(unused)
         for index in range(len(live.group_sizes))
     ]
 
 
-def _check_kind(saved: _SavedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+def _check_kind(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Refuse state of another kind of optimizer: torch accepts it, but then `step()` fails.
 
     Kinds are compared by the names of their options, so Adam, RAdam and SparseAdam are one kind.
     """
-    *_, inner = (layer for layer in iterate_layers(optimizer) if hasattr(layer, "param_groups"))
-    file_options, defaults = find_options(saved.section), {*getattr(inner, "defaults", ())}
+    layers = [layer for layer in iterate_layers(optimizer) if hasattr(layer, "param_groups")]
+    innermost = layers[-1]  # wrappers have no options of their own
+    file_options, defaults = find_options(saved.section), {*getattr(innermost, "defaults", ())}
     live_options = defaults & {*OPTIONS}
     if saved.groups and defaults and live_options != file_options:
-        words = [
-            ("has", sorted(file_options - live_options)),
-            ("does not have", sorted(live_options - file_options)),
-        ]
-        details = " and ".join(f"{verb} {listed(names, 3)}" for verb, names in words if names)
-        raise MatchError(f"the optimizer in the file is not {type(inner).__name__}: it {details}")
+        options_by_verb = {
+            "has": sorted(file_options - live_options),
+            "does not have": sorted(live_options - file_options),
+        }
+        details = " and ".join(
+            f"{verb} {listed(options, 3)}" for verb, options in options_by_verb.items() if options
+        )
+        name = type(innermost).__name__
+        raise MatchError(f"the optimizer in the file is not {name}: it {details}")
+
+
+def _refuse_shared_state(
+    saved: SavedOptimizer, live: _LiveOptimizer, matched: _MatchedParameters
+) -> None:
+    """Refuse a state of LBFGS, which is one vector of all parameters, if their order differs."""
+    is_same_order = [*matched.live_numbers] == [*range(len(live.names))]
+    paths = (path for path, _ in walk(saved.section.node["state"]))
+    if not is_same_order and any(map(_LBFGS_KEYS.intersection, paths)):
+        raise MatchError("the optimizer has one state for all parameters, and their order differs")
 
 
 def _check_state(
-    saved: _SavedOptimizer, live: _LiveOptimizer, key_by_number: Mapping[int, Any]
+    saved: SavedOptimizer, live: _LiveOptimizer, key_by_number: Mapping[int, Any]
 ) -> None:
     """Refuse state of another shape, and state that cannot be created or distributed over ranks."""
     for number, key in key_by_number.items():
@@ -588,6 +505,7 @@ def _check_state(
             problem = describe_opaque(leaf)
             if isinstance(leaf, TensorRef) and is_one_part(leaf):
                 problem = "one rank's part of a tensor"
+            # Only scalars and tensors of the whole shape can be distributed like the parameter.
             elif is_dtensor(parameter) and getattr(leaf, "shape", ()) not in ((), live_shape):
                 problem = f"of shape {list(leaf.shape)}, unlike its DTensor"
             if problem:
@@ -595,7 +513,7 @@ def _check_state(
                 raise MatchError(f"{shown} is {problem}, which cannot be loaded from a file")
 
 
-def _describe_kept_objects(saved: _SavedOptimizer) -> Iterator[str]:
+def _describe_kept_objects(saved: SavedOptimizer) -> Iterator[str]:
     """Yield notes about options that stay unchanged because the file has objects for them."""
     for number, group in enumerate(saved.groups):
         objects = [str(key) for key, node in group.items() if describe_opaque(node)]
@@ -604,7 +522,7 @@ def _describe_kept_objects(saved: _SavedOptimizer) -> Iterator[str]:
 
 
 def _list_casts(
-    optimizer: Any, saved: _SavedOptimizer, live: _LiveOptimizer, key_by_number: Mapping[int, Any]
+    optimizer: Any, saved: SavedOptimizer, live: _LiveOptimizer, key_by_number: Mapping[int, Any]
 ) -> Iterator[DtypeChange]:
     """Yield the casts of torch's `load_state_dict`: to the parameter's dtype, except for `step`.
 
@@ -612,37 +530,47 @@ def _list_casts(
     """
     import torch
 
-    *_, inner = iterate_layers(optimizer)
-    if type(inner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+    *_, innermost = iterate_layers(optimizer)
+    if type(innermost).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     for number, key in key_by_number.items():
         parameter, name = live.parameters[number], live.names[number]
-        after = dtype_name(parameter)
-        for path, leaf in walk(saved.state_of(key)) if parameter.is_floating_point() else ():
-            if isinstance(leaf, TensorRef) and leaf.dtype != after and path[-1:] != ("step",):
-                path_in_file, is_lossy = (
+        if not parameter.is_floating_point():  # torch casts no state of other parameters
+            continue
+        live_dtype = dtype_name(parameter)
+        for path, leaf in walk(saved.state_of(key)):
+            if isinstance(leaf, TensorRef) and leaf.dtype != live_dtype and path[-1:] != ("step",):
+                yield DtypeChange(
+                    name_of((name, *path)),
                     saved.path_of(key, *path),
-                    not is_exact_cast(after, leaf.dtype),
+                    leaf.dtype,
+                    live_dtype,
+                    lossy=not is_exact_cast(live_dtype, leaf.dtype),
                 )
-                yield DtypeChange(name_of((name, *path)), path_in_file, leaf.dtype, after, is_lossy)
 
 
 def _refuse_lossy_casts(casts: Sequence[DtypeChange], allowance: Allowance) -> None:
-    """Refuse casts that may lose values, unless the user allows them."""
-    lossy = [
-        cast
-        for cast in casts
-        if cast.lossy and not allowance.allows_cast(cast.name, cast.name.partition("/")[0])
-    ]
-    if lossy:
-        first, kinds = lossy[0], dict.fromkeys(cast.name.partition("/")[2] for cast in lossy)
-        more = f", and {counted(len(lossy) - 1, 'more tensor')}" if len(lossy) > 1 else ""
-        globs = tuple(f"*/{escaped_glob(kind)}" for kind in kinds)
-        raise MatchError(
-            f"casting {first.before} -> {first.after} would change the optimizer state "
-            f"{printable(first.name)}{more}",
-            hint=Remedy((("allow_lossy_cast", globs),)),
-        )
+    """Refuse casts that may lose values, unless the user allows them.
+
+    A cast's name is "PARAMETER/ENTRY", for example "fc.weight/exp_avg". The user may allow either
+    the name or the parameter; the hint allows the entry in all parameters.
+    """
+    refused = []
+    for cast in casts:
+        parameter_name = cast.name.partition("/")[0]
+        if cast.lossy and not allowance.allows_cast(cast.name, parameter_name):
+            refused.append(cast)
+    if not refused:
+        return
+    first = refused[0]
+    more = f", and {counted(len(refused) - 1, 'more tensor')}" if len(refused) > 1 else ""
+    entries = dict.fromkeys(cast.name.partition("/")[2] for cast in refused)
+    globs = tuple(f"*/{escaped_glob(entry)}" for entry in entries)
+    raise MatchError(
+        f"casting {first.before} -> {first.after} would change the optimizer state "
+        f"{printable(first.name)}{more}",
+        hint=Remedy((("allow_lossy_cast", globs),)),
+    )
 
 
 class _StateDictMaker(NamedTuple):
@@ -650,7 +578,7 @@ class _StateDictMaker(NamedTuple):
 
     state: StateDict
     """The state dict of the model, which reads the nodes of the file."""
-    saved: _SavedOptimizer
+    saved: SavedOptimizer
     live: _LiveOptimizer
     key_by_number: Mapping[int, Any]
     """By number of a live parameter, the key of its state in the file."""
@@ -658,22 +586,28 @@ class _StateDictMaker(NamedTuple):
     """For each live group, the index of the file's group; None if it keeps its own options."""
 
     def make_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """Create the state dict on the CPU: torch moves the state to the parameters' devices."""
+        """Create the state dict on the CPU: torch moves the state to the parameters' devices.
+
+        The entries that are neither state of a parameter nor groups are those of the file.
+        """
         node = self.saved.section.node
         other_entries = {
             key: entry for key, entry in node.items() if key not in ("state", "param_groups")
         }
-        # State with a text key belongs to no parameter, except with FSDP: there these are names.
-        shared = {key: entry for key, entry in node["state"].items() if isinstance(key, str)}
-        if any(isinstance(key, str) for _, key in self.saved.parameter_keys):
-            shared = {}
+        # With FSDP, text keys are parameter names. Otherwise they belong to no parameter.
+        has_names_as_keys = any(isinstance(key, str) for _, key in self.saved.parameter_keys)
+        global_state = {
+            key: entry
+            for key, entry in node["state"].items()
+            if isinstance(key, str) and not has_names_as_keys
+        }
         state_by_number = {
             number: self._make_parameter_state(number, key)
             for number, key in self.key_by_number.items()
         }
         return {
             **self._make_entries(other_entries),
-            "state": {**state_by_number, **self._make_entries(shared)},
+            "state": {**state_by_number, **self._make_entries(global_state)},
             "param_groups": list(self._make_groups(optimizer)),
         }
 
@@ -698,16 +632,18 @@ class _StateDictMaker(NamedTuple):
         if not self.saved.tree.in_memory:
             return new
         tensors = (leaf for _, leaf in walk(new) if hasattr(leaf, "detach"))
-        return copy.deepcopy(new, {id(tensor): tensor.detach().clone() for tensor in tensors})
+        # `deepcopy` refuses tensors that are results, so its memo already has their copies.
+        clone_by_id = {id(tensor): tensor.detach().clone() for tensor in tensors}
+        return copy.deepcopy(new, clone_by_id)
 
     def _make_groups(self, optimizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield the groups with the options of the file, and live options that it lacks.
+        """Yield the live groups with the options of the file, and live options that it lacks.
 
-        Tensor options move to the live device. Parameters get names if the file has them.
+        If `file_groups` is None, all options are the live ones. Tensor options move to the live
+        device. Parameters get names if the file and the live model have them.
         """
-        bare = map_to_bare_names(self.live.names)
-        names = [bare[name] for name in self.live.names]
-        numbers = iter(range(len(names)))
+        bare_by_name = map_to_bare_names(self.live.names)
+        numbers = iter(range(len(self.live.names)))
         saved_groups: list[Mapping[Any, Any]] = [{}] * len(optimizer.param_groups)
         if self.file_groups is not None:
             saved_groups = [self.saved.groups[index] for index in self.file_groups]
@@ -715,11 +651,12 @@ class _StateDictMaker(NamedTuple):
             saved_options = {key: option for key, option in saved_group.items() if key != "params"}
             is_named = bool(saved_options.pop("param_names", ())) and self.live.are_named
             options = self._make_entries(saved_options)
-            for key, value in options.items():
+            for key, value in options.items():  # a tensor is usually the learning rate
                 if hasattr(value, "to") and hasattr(live_group.get(key), "device"):
-                    options[key] = value.to(live_group[key].device)  # a learning rate
+                    options[key] = value.to(live_group[key].device)
             params = list(islice(numbers, len(live_group["params"])))
             group = {**live_group, **options, "params": params}
-            if is_named:
-                group.setdefault("param_names", [names[number] for number in params])
+            if is_named:  # names that the live group already has stay
+                names = [bare_by_name[self.live.names[number]] for number in params]
+                group.setdefault("param_names", names)
             yield group
