@@ -89,7 +89,7 @@ def command(
             state,
             model_target,
             rename=rules,
-            choices=TransposeRules.parse(transpose, no_transpose),
+            transpose_rules=TransposeRules.parse(transpose, no_transpose),
             by_type=is_file,  # judge casts without torch
         )
         applied_rules = tuple(_find_applied_rules(rules, state))

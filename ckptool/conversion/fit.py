@@ -282,7 +282,7 @@ def _match_sections(
     namings = []
     for section in models:
         with closing(StateDict(checkpoint, section)) as state:
-            fit = plan_load(state, like, choices=transpose_rules, as_stored=True)
+            fit = plan_load(state, like, transpose_rules=transpose_rules, as_stored=True)
         if len(models) > 1:
             file = f"{checkpoint.path} ({describe_path(section.path)})"
             fit = fit.with_changes(file=file)

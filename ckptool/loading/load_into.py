@@ -190,7 +190,7 @@ def load_into(
                 target,
                 rename=rename,
                 prefixes=prefixes,
-                choices=TransposeRules.parse(transpose, no_transpose),
+                transpose_rules=TransposeRules.parse(transpose, no_transpose),
                 assign=bool(assign),
             )
             _refuse_placeholders(state, plan)

@@ -92,10 +92,12 @@ def match(
     """
     require_torch()
     check_lists(rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose)
-    choices = TransposeRules.parse(transpose, no_transpose)
+    transpose_rules = TransposeRules.parse(transpose, no_transpose)
     target = describe_like(like, key=like_key)
     with open_state_dict(state_dict, key=key, wanted=target.slots) as state:
-        plan = plan_load(state, target, rename=rename, prefixes=prefixes, choices=choices)
+        plan = plan_load(
+            state, target, rename=rename, prefixes=prefixes, transpose_rules=transpose_rules
+        )
         pairs = {**plan.pairs, **plan.undecided}
         fitting = OrderedDict((name, state.value(file_key)) for name, file_key in pairs.items())
         metadata = make_metadata(state, target, plan)
@@ -132,19 +134,16 @@ def describe_like(like: Any, *, key: Any = None) -> ModelTarget:
 
         if isinstance(like, torch.nn.Module):
             return describe_target(like)
-        target = parse_description(like) if key is None or not isinstance(like, Mapping) else None
-        if target is not None:
-            return target
+        if key is None or not isinstance(like, Mapping):  # `key` selects in a dict of state dicts
+            target = parse_description(like)
+            if target is not None:
+                return target
     try:
         with open_state_dict(like, key=key) as state:
-            return ModelTarget(
-                state.file or REFERENCE,
-                state.slots,
-                metadata=state.metadata,
-            )
+            return ModelTarget(state.file or REFERENCE, state.slots, metadata=state.metadata)
     except NotFound as error:
         error.message = f"{REFERENCE}: {error.message}"
-        if error.remedy is not None:
+        if error.remedy is not None:  # it proposes `key=`, which here selects in the other source
             error.advise(error.remedy.with_names({"key": "like_key"}))
         elif isinstance(like, Mapping) and error.hint is None:
             error.message = f"{REFERENCE} is not a state dict or a dict of shapes"
@@ -169,13 +168,13 @@ class LoadPlan(NamedTuple):
         return self._replace(report=replace(self.report, **changes))
 
     def refusal_error(self, allowance: Allowance) -> MatchError | None:
-        """Return the error to raise before anything changes, or None.
+        """Return the error for differences that are not allowed, or None.
 
-        Keys that a module's own code may fill are counted as loaded until it has run. The message
-        also has the reason why entries of the file were left out.
+        The message also has the reasons why entries of the file cannot be loaded. If a module's
+        own code may fill keys, the coverage is judged only after it has run.
         """
         report = self.report
-        if self.unfilled:
+        if self.unfilled:  # count everything as loaded until then
             report = replace(report, loaded=report.parameters, fitting=report.names)
         refusal = allowance.refusal_error(report)
         reasons = [
@@ -195,7 +194,7 @@ def plan_load(
     *,
     rename: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
-    choices: TransposeRules | None = None,
+    transpose_rules: TransposeRules | None = None,
     assign: bool = False,
     by_type: bool = False,
     as_stored: bool = False,
@@ -206,7 +205,7 @@ def plan_load(
 
     With `by_type`, casts are judged by dtype, and files need no torch. With `assign`, the model
     uses the tensors unchanged, so there are no casts. With `as_stored`, the target is a file:
-    objects stay objects, and casts are judged by dtype. `choices` are the user's axis orders.
+    objects stay objects, and casts are judged by dtype.
 
     Raises:
         NameCollision: if the rules give two entries the same key.
@@ -214,47 +213,62 @@ def plan_load(
         TorchMissing: if values have to be read, and torch is not installed.
         CorruptFile, DeviceError: if the values cannot be read.
     """
-    layout, choices = load_format(state.tree.format).layout, choices or TransposeRules()
-    kinds = target.kinds() if layout else None
-    may_permute = bool(layout or choices.transpose)
+    has_foreign_layout = bool(load_format(state.tree.format).layout)
+    kinds = target.kinds() if has_foreign_layout else None
+    transpose_rules = transpose_rules or TransposeRules()
+    may_permute = has_foreign_layout or bool(transpose_rules.transpose)
     match = match_keys(
         state.slots,
-        expect_file_shapes(target.slots, kinds, choices) if may_permute else target.slots,
+        expect_file_shapes(target.slots, kinds, transpose_rules) if may_permute else target.slots,
         rules=parse_rules(rename, prefixes),
         metadata=state.metadata,
-        closed=target.closed,
-        foreign=bool(layout),
+        closed=target.unrespelled_paths,
+        foreign=has_foreign_layout,
         file=state.file,
         model=target.label,
     )
-    matched_pairs = match.pairs
+    counted_pairs = match.pairs
     if may_permute:
-        match = resolve_layouts(match, state.slots, target.slots, kinds, choices)
+        match = resolve_layouts(match, state.slots, target.slots, kinds, transpose_rules)
         state.permute_axes(match.report.layouts)
     plan = LoadPlan(match.pairs, {}, match.report, match)
     if not as_stored:
         plan = _drop_unloadable(plan, state, target)
     if target.custom:
         plan = _leave_to_torch(plan, state, target)
+    report = _compare_values(plan, state, target, assign=assign, by_type=by_type or as_stored)
+    if plan.pairs is not counted_pairs:  # entries were left out after `match_keys`: count again
+        kept = dict(report.kept).keys() - set(plan.undecided)
+        report = replace(report, **count_loaded(target.slots, plan.pairs, kept))
+    return plan._replace(report=report)
+
+
+def _compare_values(
+    plan: LoadPlan, state: StateDict, target: ModelTarget, *, assign: bool, by_type: bool
+) -> MatchReport:
+    """Return the report, with the casts and ties that remain after a comparison of values.
+
+    Keys that are tied in the model but have different values in the file become `untied`. There are
+    no casts with `assign`; with `by_type`, dtypes decide if casts lose values. The state dict's
+    plain values are added to `left_out`.
+    """
     report, pairs = plan.report, plan.pairs
     untied = tuple(_find_untied(state, target, pairs))
     untied_keys = {name for group in untied for name in group}
-    casts = () if assign else tuple(row for row in report.cast if row.name in pairs)
     tied = (
-        row for row in report.tied if not (untied_keys & {*row} or pairs.keys().isdisjoint(row))
+        group
+        for group in report.tied
+        if untied_keys.isdisjoint(group) and not pairs.keys().isdisjoint(group)
     )
+    casts = () if assign else tuple(row for row in report.cast if row.name in pairs)
     plain_values = ((name, "a plain value, which no model loads") for name in state.plain_values)
-    report = replace(
+    return replace(
         report,
-        cast=casts if by_type or as_stored else _judge_casts(state, casts),
+        cast=casts if by_type else _judge_casts(state, casts),
         tied=tuple(tied),
         untied=untied,
         left_out=(*report.left_out, *plain_values),
     )
-    if plan.pairs is not matched_pairs:  # entries were left out after matching: count again
-        kept = dict(report.kept).keys() - set(plan.undecided)
-        report = replace(report, **count_loaded(target.slots, pairs, kept))
-    return plan._replace(report=report)
 
 
 def _drop_unloadable(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
@@ -263,28 +277,22 @@ def _drop_unloadable(plan: LoadPlan, state: StateDict, target: ModelTarget) -> L
     The report lists their keys as missing. An extra state that contains a pickled object is also
     left out, because the model would get an inert copy of it.
     """
-    report = plan.report
-    reasons = {
-        name: reason
-        for name, file_key in plan.pairs.items()
-        if (
-            reason := _explain_unloadable(
-                state, file_key, is_extra=target.slots[name].kind == "extra"
-            )
-        )
-    }
-    if not reasons:
+    reason_by_key = {}
+    for key, file_key in plan.pairs.items():
+        is_extra = target.slots[key].kind == "extra"
+        reason = _explain_unloadable(state, file_key, is_extra=is_extra)
+        if reason:
+            reason_by_key[key] = reason
+    if not reason_by_key:
         return plan
-    missing = {*report.missing_keys, *reasons}
+    missing = {*plan.report.missing_keys, *reason_by_key}
+    left_out = ((plan.pairs[key], reason) for key, reason in reason_by_key.items())
     report = replace(
-        report,
-        missing_keys=[name for name in target.slots if name in missing],
-        left_out=(
-            *report.left_out,
-            *((plan.pairs[name], reason) for name, reason in reasons.items()),
-        ),
+        plan.report,
+        missing_keys=[key for key in target.slots if key in missing],
+        left_out=(*plan.report.left_out, *left_out),
     )
-    pairs = {name: file_key for name, file_key in plan.pairs.items() if name not in reasons}
+    pairs = {key: file_key for key, file_key in plan.pairs.items() if key not in reason_by_key}
     return plan._replace(pairs=pairs, report=report)
 
 
@@ -316,50 +324,50 @@ def _leave_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> Lo
     """Leave unmatched keys inside modules with their own loading code to that code.
 
     Keys of the file that only these modules can place become `undecided`, keys of the model that
-    they may fill become `unfilled`, and the report no longer lists either as a mismatch. One rank's
-    part of a tensor is not passed on.
+    they may fill become `unfilled`. The report no longer lists them as missing, unexpected or
+    mismatched, but as kept or left out. One rank's part of a tensor is not passed on.
     """
-    report, renamed = plan.report, plan.match.renamed
+    report = plan.report
+    undecided: dict[str, str] = {}  # by model key, the file key
+    for file_key in report.unexpected_keys:
+        key = plan.match.renamed.get(file_key, file_key)
+        if key not in plan.pairs and target.find_custom_holder(key):
+            undecided[key] = file_key
+    for row in report.mismatched:
+        if target.find_custom_holder(row.name):
+            undecided[row.name] = row.own
     undecided = {
-        name: file_key
-        for file_key in report.unexpected_keys
-        if target.find_custom_holder(name := renamed.get(file_key, file_key))
-        and name not in plan.pairs
-    }
-    undecided |= {
-        row.name: row.own for row in report.mismatched if target.find_custom_holder(row.name)
-    }
-    undecided = {
-        name: file_key for name, file_key in undecided.items() if not _is_one_part(state, file_key)
+        key: file_key for key, file_key in undecided.items() if not _is_one_part(state, file_key)
     }
     undecided_file_keys = {*undecided.values()}
     misshapen = (row.name for row in report.mismatched if row.own in undecided_file_keys)
     unfilled = [key for key in (*report.missing_keys, *misshapen) if target.find_custom_holder(key)]
     if not (undecided or unfilled):
         return plan
-
-    def explain(name: str) -> str:
-        return f"decided by torch: {target.find_custom_holder(name)} has its own loading code"
-
+    custom_keys = {*unfilled, *undecided_file_keys}
     report = replace(
         report,
-        missing_keys=[name for name in report.missing_keys if name not in unfilled],
-        unexpected_keys=[
-            name for name in report.unexpected_keys if name not in undecided_file_keys
-        ],
+        missing_keys=[key for key in report.missing_keys if key not in unfilled],
+        unexpected_keys=[key for key in report.unexpected_keys if key not in undecided_file_keys],
         mismatched=tuple(row for row in report.mismatched if row.own not in undecided_file_keys),
         ambiguous=tuple(
-            row
-            for row in report.ambiguous
-            if not {*unfilled, *undecided_file_keys} & {*row.names, *row.candidates}
+            row for row in report.ambiguous if custom_keys.isdisjoint((*row.names, *row.candidates))
         ),
-        kept=(*report.kept, *((name, explain(name)) for name in unfilled)),
-        left_out=(*report.left_out, *((old, explain(name)) for name, old in undecided.items())),
+        kept=(*report.kept, *((key, _credit_torch(target, key)) for key in unfilled)),
+        left_out=(
+            *report.left_out,
+            *((file_key, _credit_torch(target, key)) for key, file_key in undecided.items()),
+        ),
     )
     # The pairs are copied, so that `plan_load` sees a change and counts again.
     return plan._replace(
         pairs={**plan.pairs}, undecided=undecided, report=report, unfilled=tuple(unfilled)
     )
+
+
+def _credit_torch(target: ModelTarget, key: str) -> str:
+    """Return the reason in the report for a key that is left to a module's own code."""
+    return f"decided by torch: {target.find_custom_holder(key)} has its own loading code"
 
 
 def _is_one_part(state: StateDict, file_key: str) -> bool:
@@ -378,19 +386,21 @@ def make_metadata(
     """
     if state.metadata is None:
         return None
-    new_keys = {**plan.match.renamed, **{old: new for new, old in reversed([*plan.pairs.items()])}}
-    entries = move_metadata(state.metadata, new_keys, lambda path: path)
+    # Reversed, so that the first of several tied keys of the model counts.
+    key_by_file_key = {file_key: key for key, file_key in reversed([*plan.pairs.items()])}
+    new_keys = {**plan.match.renamed, **key_by_file_key}
+    entry_by_path = move_metadata(state.metadata, new_keys, lambda path: path)
     if target.metadata is None:
-        return OrderedDict(entries)
+        return OrderedDict(entry_by_path)
     metadata: OrderedDict[str, Any] = OrderedDict()
     paths_with_keys = {name.rpartition(".")[0] for name in target.slots}
-    for path, default in target.metadata.items():
-        bare_path = remove_hidden_parts(path)
-        entry = entries.get(path, entries.get(bare_path))
+    for path, live_entry in target.metadata.items():
+        bare_path = remove_hidden_parts(path)  # wrappers may add components to `path` only
+        entry = entry_by_path.get(path, entry_by_path.get(bare_path))
         if entry is not None:
             metadata[path] = entry
         elif bare_path not in paths_with_keys and bare_path not in target.custom:
-            metadata[path] = default
+            metadata[path] = live_entry
     return metadata
 
 
@@ -399,14 +409,16 @@ def _judge_casts(state: StateDict, casts: Iterable[DtypeChange]) -> tuple[DtypeC
 
     A cast with a loss that cannot be computed stays `lossy`.
     """
+
+    @cache  # tied keys of the model have one entry in the file
+    def find_loss(file_key: str, after: str) -> str | None:
+        """Describe the loss of one cast, as `describe_loss` does."""
+        return describe_loss(state.ref(file_key) or state.value(file_key), after)
+
     judged = []
-    find_loss = cache(
-        lambda file_key, after: describe_loss(state.ref(file_key) or state.value(file_key), after)
-    )
     for cast in casts:
-        if cast.lossy and (loss := find_loss(cast.own, cast.after)) is not None:
-            cast = replace(cast, lossy=bool(loss), loss=loss)
-        judged.append(cast)
+        loss = find_loss(cast.own, cast.after) if cast.lossy else None
+        judged.append(cast if loss is None else replace(cast, lossy=bool(loss), loss=loss))
     return tuple(judged)
 
 
@@ -452,13 +464,13 @@ def _find_untied(
     state: StateDict, target: ModelTarget, pairs: Mapping[str, str]
 ) -> Iterator[tuple[str, ...]]:
     """Yield groups of keys that are tied in the model but differ in the file."""
-    groups: dict[Hashable, list[str]] = {}
+    keys_by_tie: dict[Hashable, list[str]] = {}
     for key in pairs:
         tie = target.slots[key].tie
         if tie is not None:
-            groups.setdefault(tie, []).append(key)
-    for keys in groups.values():
-        first, *others = dict.fromkeys(pairs[key] for key in keys)
+            keys_by_tie.setdefault(tie, []).append(key)
+    for keys in keys_by_tie.values():
+        first, *others = dict.fromkeys(pairs[key] for key in keys)  # the file keys, each once
         if not all(_has_same_elements(state, first, other) for other in others):
             yield tuple(keys)
 
@@ -467,7 +479,7 @@ def _has_same_elements(state: StateDict, first: str, second: str) -> bool:
     """Return True if two entries have the same elements, byte for byte.
 
     Tied entries, and tensors on the meta device, count as equal. Other objects are equal only if
-    they are the same object. Of files without torch, the bytes are compared.
+    they are the same object. Two tensors in files are compared without torch.
     """
     first_slot, second_slot = state.slots[first], state.slots[second]
     if (first_slot.dtype, first_slot.shape) != (second_slot.dtype, second_slot.shape):
@@ -490,10 +502,10 @@ def _has_same_elements(state: StateDict, first: str, second: str) -> bool:
     if first_value.is_meta or second_value.is_meta:
         return True
     try:
-        plain = [
-            tensor.detach().cpu().resolve_conj().resolve_neg().ravel()
+        first_bytes, second_bytes = (
+            tensor.detach().cpu().resolve_conj().resolve_neg().ravel().view(torch.uint8)
             for tensor in (first_value, second_value)
-        ]
-        return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
+        )
+        return torch.equal(first_bytes, second_bytes)
     except RuntimeError:  # not a plain array of elements
         return torch.equal(first_value, second_value)

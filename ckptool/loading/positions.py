@@ -45,17 +45,20 @@ def list_file_parameters(
     parameters: dict[str, torch.Tensor | None] = {}
     seen: set[Hashable] = set()
     for file_key, slot in state.slots.items():
+        if slot.kind == "extra":
+            continue
         name = name_by_file_key.get(file_key, mismatched_name_by_file_key.get(file_key))
-        is_buffer = file_key.rpartition(".")[2] in STATISTICS
-        if slot.kind == "extra" or (
-            is_buffer if name is None else target.slots[name].kind != "parameter"
-        ):
+        if name is None:
+            is_parameter = file_key.rpartition(".")[2] not in STATISTICS
+        else:
+            is_parameter = target.slots[name].kind == "parameter"
+        if not is_parameter:
             continue
         tensor = tensors.get(name_by_file_key.get(file_key, ""))
-        identities = {
-            ("live", id(tensor)) if tensor is not None else file_key,
-            ("file", slot.tie or file_key),
-        }
+        # Keys that are tied have one of these in common: the tensor of the model, or of the file.
+        identities: set[Hashable] = {("file", slot.tie or file_key)}
+        if tensor is not None:
+            identities.add(("live", id(tensor)))
         if seen.isdisjoint(identities):
             parameters[file_key] = tensor
         seen |= identities
@@ -80,25 +83,27 @@ def find_doubt(
         state: The state dict of the model in the file.
         file_parameters: Its parameters, as `list_file_parameters` returns them.
     """
-    position_by_id = {
-        id(parameter): position for position, parameter in enumerate(model.parameters())
-    }
-    groups: list[Mapping[str, Any]] = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
     if not is_in_model_order(state.tree, list(state.slots), state.metadata):
         return "the model's file is sorted by key, so the original order of parameters is lost"
     if len(file_parameters) != len(keys):
         count = counted(len(file_parameters), "parameter")
         return f"the model in the file has {count}, and its optimizer has {len(keys):,}"
-    positions = [position_by_id.get(id(tensor)) for tensor in file_parameters.values()]
-    if positions != [*range(len(position_by_id))]:
-        names = (
-            name for position, name in enumerate(file_parameters) if positions[position] != position
+    position_by_id = {
+        id(parameter): position for position, parameter in enumerate(model.parameters())
+    }
+    live_positions = [position_by_id.get(id(tensor)) for tensor in file_parameters.values()]
+    if live_positions != [*range(len(position_by_id))]:
+        moved = (
+            name
+            for position, name in enumerate(file_parameters)
+            if live_positions[position] != position
         )
-        first = f", starting at {printable(name)}" if (name := next(names, "")) else ""
+        first_moved = next(moved, "")  # none if only the model has more at the end
+        start = f", starting at {printable(first_moved)}" if first_moved else ""
         return (
-            f"the model in the file has other parameters than your model, or another order{first}"
+            f"the model in the file has other parameters than your model, or another order{start}"
         )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if {*map(id, parameters)} != position_by_id.keys():
         return "the optimizer does not have every parameter of the model"
     for key, parameter in zip(keys, parameters, strict=True):
@@ -107,23 +112,37 @@ def find_doubt(
                 f"the state of parameter {printable(str(key))} does not have the shape of "
                 "that parameter"
             )
-    differing_options = [*_find_differing_options(saved.node["param_groups"], groups)]
+    return _find_doubt_in_groups(saved.node["param_groups"], optimizer.param_groups, position_by_id)
+
+
+def _find_doubt_in_groups(
+    file_groups: Sequence[Mapping[Any, Any]],
+    live_groups: Sequence[Mapping[str, Any]],
+    position_by_id: Mapping[int, int],
+) -> str:
+    """Return the reason why the groups may have other parameters than in the file, or "".
+
+    Both have as many groups, of the same sizes. `position_by_id` gives the position in the model of
+    each live parameter. Groups with different options, such as decay and no decay, divide the
+    parameters of a model; within the same options, a script keeps the order of the model.
+    """
+    differing_options = [*_find_differing_options(file_groups, live_groups)]
     for option, file_values, live_values in differing_options:
         if file_values != live_values:
             return (
                 f"the groups of the file have {option} {file_values}, the optimizer {live_values}"
             )
     positions_by_options: dict[tuple[str, ...], list[int]] = {}
-    for index, group in enumerate(groups):
+    for index, group in enumerate(live_groups):
         options = tuple(live_values[index] for _, _, live_values in differing_options)
         positions_by_options.setdefault(options, []).extend(
             position_by_id[id(parameter)] for parameter in group["params"]
         )
-    if any(numbers != sorted(numbers) for numbers in positions_by_options.values()):
+    if any(positions != sorted(positions) for positions in positions_by_options.values()):
         return "the optimizer does not have its parameters in the order of the model"
-    file_rates = [_read_rate(group) for group in saved.node["param_groups"]]
-    live_rates = [_read_rate(group) for group in groups]
-    shapes = [tuple(map(shape_of, group["params"])) for group in groups]
+    file_rates = [_read_rate(group) for group in file_groups]
+    live_rates = [_read_rate(group) for group in live_groups]
+    shapes = [tuple(map(shape_of, group["params"])) for group in live_groups]
     if _are_rates_swapped(shapes, file_rates, live_rates):
         return f"the groups of the file have lr {file_rates}, the optimizer {live_rates}"
     return ""
@@ -157,21 +176,24 @@ def _find_differing_options(
 
     Learning rates are excluded, because schedules change them.
     """
-    keys = [{key for group in groups for key in group} for groups in (file_groups, live_groups)]
-    for key in sorted((keys[0] & keys[1]) - _NOT_COMPARED, key=str):
-        file, live = (
-            [_normalize(group.get(key, _NOT_SET)) for group in some]
-            for some in (file_groups, live_groups)
-        )
-        if len({*file}) > 1 or len({*live}) > 1:
-            yield str(key), file, live
+    file_options = {option for group in file_groups for option in group}
+    live_options = {option for group in live_groups for option in group}
+    for option in sorted((file_options & live_options) - _NOT_COMPARED, key=str):
+        file_values = [_to_comparable(group.get(option, _NOT_SET)) for group in file_groups]
+        live_values = [_to_comparable(group.get(option, _NOT_SET)) for group in live_groups]
+        if len({*file_values}) > 1 or len({*live_values}) > 1:
+            yield str(option), file_values, live_values
 
 
-def _normalize(value: Any) -> str:
-    """Return an option as text that is equal for equal numbers; every tensor is "tensor"."""
+def _to_comparable(value: Any) -> str:
+    """Return the value of an option as text, which is equal for equal numbers: 1 -> "1.0".
+
+    Every tensor is "tensor", and every other object "object": their values are not compared.
+    """
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_normalize, value))}]"
+        return f"[{', '.join(map(_to_comparable, value))}]"
     if isinstance(value, (bool, str)) or value is None:
         return repr(value)
-    is_number = isinstance(value, (int, float))
-    return repr(float(value)) if is_number else "tensor" if hasattr(value, "dtype") else "object"
+    if isinstance(value, (int, float)):
+        return repr(float(value))
+    return "tensor" if hasattr(value, "dtype") else "object"

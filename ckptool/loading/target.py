@@ -44,8 +44,8 @@ class ModelTarget(NamedTuple):
     """The `_metadata` of the model's own state dict."""
     custom: Mapping[str, str] = MappingProxyType({})
     """Paths of modules with loading code that is not torch's, each with its class."""
-    closed: Collection[str] = ()
-    """These paths, and others below which no key has an older spelling."""
+    unrespelled_paths: Collection[str] = ()
+    """The paths in `custom`, and others below which no key has an older spelling."""
     kinds: Callable[[], Kinds] = dict
     """A function that returns the kinds of parameters by module type; empty if unknown."""
 
@@ -65,8 +65,6 @@ def describe_target(model: torch.nn.Module) -> ModelTarget:
     expects them on loading. A model inside FSDP 1 is not gathered: the keys are those of its full
     state dict.
     """
-    modules = list(model.named_modules(remove_duplicate=False))
-    custom = find_custom_modules(model)
     metadata: Mapping[str, Any] | None
     if list_fsdp_modules(model):
         fsdp_state, metadata = describe_fsdp_state(model)
@@ -75,25 +73,45 @@ def describe_target(model: torch.nn.Module) -> ModelTarget:
     else:
         state = read_state_dict(model)
         metadata = getattr(state, "_metadata", None)
-        unlisted = {
-            name: tensor
-            for path, module in modules
-            for tensor_name, tensor in list_own_tensors(module).items()
-            if (name := f"{remove_hidden_parts(path)}.{tensor_name}".lstrip(".")) not in state
-            and f"{path}.{tensor_name}".lstrip(".") not in state
-        }
-        live = {**state, **unlisted}
+        live = {**state, **_find_unlisted_tensors(model, state)}
         slots = make_live_slots(live, parameters=model.parameters(), default_kind="buffer")
-    label = type(_unwrap(model)).__name__
-    named = [(remove_hidden_parts(path), module) for path, module in modules]
-    closed, kinds = (*custom, *_find_unrespelled_paths(named)), partial(find_kinds, named)
-    return ModelTarget(label, slots, _filter_tensors(live), metadata, custom, closed, kinds)
+    custom = find_custom_modules(model)
+    modules = [
+        (remove_hidden_parts(path), module)
+        for path, module in model.named_modules(remove_duplicate=False)
+    ]
+    return ModelTarget(
+        label=type(_unwrap(model)).__name__,
+        slots=slots,
+        entries=_filter_tensors(live),
+        metadata=metadata,
+        custom=custom,
+        unrespelled_paths=(*custom, *_find_unrespelled_paths(modules)),
+        kinds=partial(find_kinds, modules),
+    )
+
+
+def _find_unlisted_tensors(
+    model: torch.nn.Module, state: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that `state`, the model's own state dict, leaves out, by their key."""
+    unlisted = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        bare_path = remove_hidden_parts(path)
+        for name, tensor in list_own_tensors(module).items():
+            key, key_with_wrappers = (
+                f"{parent}.{name}".lstrip(".") for parent in (bare_path, path)
+            )
+            if key not in state and key_with_wrappers not in state:
+                unlisted[key] = tensor
+    return unlisted
 
 
 def _find_unrespelled_paths(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
-    """Yield the paths of parametrizations whose keys have no older spelling.
+    """Yield the paths of parametrizations with keys that have no older spelling.
 
-    Only a single weight norm or spectral norm of torch has one, such as `weight_g`.
+    Only a single weight norm or spectral norm of torch has one: before parametrizations, it saved
+    `weight_g` and `weight_v`, or `weight_orig`.
     """
     from torch.nn.utils import parametrizations
     from torch.nn.utils.parametrize import ParametrizationList
@@ -137,27 +155,27 @@ def make_live_slots(
     import torch
 
     tensors = _filter_tensors(values)
-    identities = {name: _identify(tensor) for name, tensor in tensors.items()}
-    counts = Counter(identities.values())
-    # Asking whether a plain tensor is a Parameter is slow.
+    identity_by_key = {key: _identify(tensor) for key, tensor in tensors.items()}
+    counts = Counter(identity_by_key.values())
+    # The type comes first, because `isinstance` with Parameter is slow for a plain tensor.
     subclass_tensors = {
-        name: tensor for name, tensor in tensors.items() if type(tensor) is not torch.Tensor
+        key: tensor for key, tensor in tensors.items() if type(tensor) is not torch.Tensor
     }
     parameter_identities = {
-        identities[name]
-        for name, tensor in subclass_tensors.items()
+        identity_by_key[key]
+        for key, tensor in subclass_tensors.items()
         if isinstance(tensor, torch.nn.Parameter)
     }
-    subclass_ids = set(map(id, subclass_tensors.values()))
+    known_ids = set(map(id, subclass_tensors.values()))
     parameter_identities.update(
-        _identify(tensor) for tensor in parameters if id(tensor) not in subclass_ids
+        _identify(tensor) for tensor in parameters if id(tensor) not in known_ids
     )
     slots: Slots = dict.fromkeys(values, EXTRA)
-    for name, tensor in tensors.items():
-        identity = identities[name]
+    for key, tensor in tensors.items():
+        identity = identity_by_key[key]
         kind = "parameter" if identity in parameter_identities else default_kind
         tie = identity if counts[identity] > 1 else None
-        slots[name] = Slot(shape_of(tensor), dtype_name(tensor), kind, tie)
+        slots[key] = Slot(shape_of(tensor), dtype_name(tensor), kind, tie)
     return slots
 
 
@@ -173,8 +191,9 @@ def _filter_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _identify(tensor: torch.Tensor) -> Hashable:
-    """Return a value that is equal for tensors with the same elements."""
+    """Return a value that is equal for tensors that are the same elements in memory."""
     try:
+        # Without an address (on the meta device, or empty), the storage object counts.
         start = tensor.data_ptr() or tensor.untyped_storage()._cdata
         flags = tensor.is_conj(), tensor.is_neg()
         return start, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, flags
@@ -243,19 +262,20 @@ def overrides_load(model: torch.nn.Module) -> bool:
 
 
 def find_custom_modules(model: torch.nn.Module) -> dict[str, str]:
-    """Return the modules with foreign loading code that sees keys, each with its class.
+    """Return the paths of modules with foreign loading code that sees keys, each with its class.
 
-    This code may load other keys than those of the module, or fewer: torch decides.
+    This code may load other keys than those of the module, or fewer: torch decides. Only the root's
+    `load_state_dict` counts, because torch does not call it for the modules inside.
     """
-    classes = {}
+    class_by_path = {}
     for path, module in model.named_modules(remove_duplicate=False):
         functions = (_load_method(module), *map(_unwrap_hook, _list_load_hooks(module)))
         is_foreign = any(
             not _module_of(function).startswith(_TORCH_MODULES) for function in functions
         )
         if is_foreign or (not path and overrides_load(module)):
-            classes[remove_hidden_parts(path)] = type(module).__name__
-    return classes
+            class_by_path[remove_hidden_parts(path)] = type(module).__name__
+    return class_by_path
 
 
 def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> bool:
@@ -266,26 +286,31 @@ def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> boo
     """
     import torch
 
-    kinds = (torch.nn.Module, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)
-    loads = {kind._load_from_state_dict for kind in kinds}
+    # torch may also exchange tensors instead of copying: the older versions have no such option.
     swaps = getattr(torch.__future__, "get_swap_module_params_on_conversion", bool)()
     if swaps or overrides_load(model) or any(map(runs_foreign_code, optimizers)):
         return False
-    for module in model.modules():
-        kind: Any = type(module)
-        if (
-            _load_method(module) not in loads
-            or isinstance(module, torch.jit.ScriptModule)
-            or kind.set_extra_state is not torch.nn.Module.set_extra_state
-            or "set_extra_state" in vars(module)
-            or not _module_of(kind.__setattr__).startswith("torch.")
-            or any(
-                _module_of(_unwrap_hook(hook)) not in _KEY_RENAMING_MODULES
-                for hook in _list_load_hooks(module)
-            )
-        ):
-            return False
-    return True
+    return all(map(_is_loaded_by_name, model.modules()))
+
+
+def _is_loaded_by_name(module: torch.nn.Module) -> bool:
+    """Return True if torch only copies tensors by key to the own tensors of a module."""
+    import torch
+
+    # Normalizations override the method only for a counter that old files lack: matching knows it.
+    copying_classes = (torch.nn.Module, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)
+    copying_methods = {kind._load_from_state_dict for kind in copying_classes}
+    if _load_method(module) not in copying_methods or isinstance(module, torch.jit.ScriptModule):
+        return False
+    kind: Any = type(module)
+    if kind.set_extra_state is not torch.nn.Module.set_extra_state:
+        return False
+    if "set_extra_state" in vars(module):
+        return False
+    if not _module_of(kind.__setattr__).startswith("torch."):  # torch assigns tensors with it
+        return False
+    hooks = map(_unwrap_hook, _list_load_hooks(module))
+    return all(_module_of(hook) in _KEY_RENAMING_MODULES for hook in hooks)
 
 
 def runs_foreign_code(optimizer: Any) -> bool:
