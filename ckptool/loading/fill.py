@@ -139,10 +139,10 @@ def check_pickles(sources: Iterable[Source]) -> None:
         CorruptFile: if a pickle has changed since the file was written.
     """
     for source in sources:
-        for name, data, stated in source.stated:
-            if name.endswith("data.pkl") and next(compute_crc32s([data])) != stated:
+        for record, data, expected in source.stated:
+            if record.endswith("data.pkl") and next(compute_crc32s([data])) != expected:
                 raise CorruptFile(
-                    f"record {name!r} is damaged: its CRC-32 is not {stated:08x}, as recorded "
+                    f"record {record!r} is damaged: its CRC-32 is not {expected:08x}, as recorded "
                     "in the file",
                     file=source.name,
                     hint=f"check the file with ckptool verify {shell(source.name)}",
@@ -171,27 +171,22 @@ def fill(fills: Iterable[Fill]) -> None:
     they are many. Others are cast, moved or rearranged block by block. A file's tensor
     without bytes leaves its target unchanged.
     """
-    parallel: list[Job] = []
+    parallel: list[Job] = []  # reads of sources that several threads may use
     sequential: list[Job] = []
     parallel_bytes = 0
     for item in fills:
         source = item.source
-        if (
-            isinstance(source, TensorRef)
-            and source.storage is not None
-            and source.storage.data is not None
-        ):
-            if item.is_direct and source.storage.data.source.is_shared:
-                parallel.extend(_make_read_jobs(item, source))
-                parallel_bytes += source.nbytes
-            else:
-                sequential.extend(
-                    _make_read_jobs(item, source)
-                    if item.is_direct
-                    else [partial(_copy_in_blocks, item, source)]
-                )
-        elif not isinstance(source, TensorRef):
+        if not isinstance(source, TensorRef):
             sequential.append(partial(_copy, item.tensor, source))
+        elif source.storage is None or source.storage.data is None:
+            continue  # without bytes
+        elif not item.is_direct:
+            sequential.append(partial(_copy_in_blocks, item, source))
+        elif source.storage.data.source.is_shared:
+            parallel.extend(_make_read_jobs(item, source))
+            parallel_bytes += source.nbytes
+        else:
+            sequential.extend(_make_read_jobs(item, source))
     if parallel_bytes >= _MIN_PARALLEL_BYTES:
         deque(run_in_order(lambda job: job(), parallel), 0)
     else:
@@ -255,11 +250,11 @@ class ReplacementMaker:
         """
         import torch
 
-        key = (id(tensor), tie) if tie is None else tie
+        key = id(tensor) if tie is None else tie
         if key in self._made_by_tie:
             return self._made_by_tie[key]
         new = value
-        if not torch.nn.parameter.is_lazy(tensor):
+        if not torch.nn.parameter.is_lazy(tensor):  # a lazy parameter has no shape or dtype to keep
             if not tensor.dim() and value.shape == (1,):  # as torch loads old scalars
                 new = new.detach()[0]
             if self._cast and new.dtype != tensor.dtype:
@@ -286,13 +281,13 @@ class ReplacementMaker:
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
         stop = start + span_of_strides(tensor.shape, tensor.stride()) * size
-        if stop - start < tensor.nbytes:
+        if stop - start < tensor.nbytes:  # fewer bytes than its elements need
             return True
         ranges = self._used_ranges.setdefault((location.storage, str(tensor.device)), [])
-        index = bisect_right(ranges, (start, stop))
-        if (index and ranges[index - 1][1] > start) or (
-            index < len(ranges) and ranges[index][0] < stop
-        ):
+        index = bisect_right(ranges, (start, stop))  # where the range would be inserted
+        overlaps_previous = index > 0 and ranges[index - 1][1] > start
+        overlaps_next = index < len(ranges) and ranges[index][0] < stop
+        if overlaps_previous or overlaps_next:
             return True
         ranges.insert(index, (start, stop))
         return False

@@ -282,17 +282,19 @@ class _States:
                 placeholder, model, remove_wrappers, _find_counters(model, remove_wrappers)
             )
             return placeholder
-        if isinstance(model, Mapping):
-            string_entries = {name: value for name, value in model.items() if isinstance(name, str)}
+        if isinstance(model, Mapping):  # without a module, the keys show the wrappers
             stripped = strip_names(
                 [
-                    name
-                    for name, value in string_entries.items()
-                    if isinstance(value, torch.Tensor) or is_extra_state(name)
+                    key
+                    for key, value in model.items()
+                    if isinstance(key, str)
+                    and (isinstance(value, torch.Tensor) or is_extra_state(key))
                 ]
             )
-            rename = stripped.renamed
-            return _rename_state(model, lambda name: rename.get(name, name), stripped.rename_module)
+            new_key_by_key = stripped.renamed
+            return _rename_state(
+                model, lambda key: new_key_by_key.get(key, key), stripped.rename_module
+            )
         raise UsageError(
             f"model is {a_class(model)}, expected a module or its state dict",
             hint="save several models with save(path, model=one, other=another)",
@@ -306,7 +308,7 @@ class _States:
         """
         seen: set[int] = set()
         pending: list[Any] | None = [root, *self.replacements.values()]
-        while pending is not None:
+        while pending is not None:  # gathered state dicts may contain further objects
             with self._ranks.raise_on_all_ranks():
                 self._visit_nodes(pending, seen)
             pending = self._gather_found()
@@ -323,7 +325,8 @@ class _States:
     def _list_children(self, node: Any) -> Iterable[Any]:
         """Return the children of a node, or the state dict that replaces it.
 
-        DTensors, FSDP modules and optimizers have to be gathered, and are only registered here.
+        DTensors, FSDP modules and optimizers have to be gathered, and are only registered here. An
+        `AveragedModel` is not treated as a wrapper, so it keeps its keys.
         """
         import torch
 
@@ -346,24 +349,26 @@ class _States:
     def _gather_found(self) -> list[Any] | None:
         """Gather the found objects, and return the nodes to visit next; None at the end.
 
-        The optimizers follow once no process has anything else to gather.
+        The optimizers follow once no process has anything else to gather. All processes decide
+        from the same answers, so that they take the same branch.
         """
-        jobs, dtensors = self._gather_jobs, self._pending_dtensors
+        dtensors, jobs = self._pending_dtensors, self._gather_jobs
         optimizers = self._pending_optimizers
-        labels = [*map(_label_tensor, dtensors), *(label for label, _ in jobs)]
-        answers = self._ranks.collect((labels, bool(optimizers)))
-        if any(other_labels for other_labels, _ in answers):
+        own_labels = [*map(_label_tensor, dtensors), *(label for label, _ in jobs)]
+        answers = self._ranks.collect((own_labels, bool(optimizers)))
+        labels_by_rank = [labels for labels, _ in answers]
+        if any(labels_by_rank):
             with self._ranks.raise_on_all_ranks():
-                _refuse_different([other_labels for other_labels, _ in answers], self._ranks.own)
-            self._gather_jobs, self._pending_dtensors = [], []
+                _refuse_different(labels_by_rank, self._ranks.own)
+            self._pending_dtensors, self._gather_jobs = [], []
             with self._ranks.raise_on_all_ranks():
                 for tensor in dtensors:
                     self._gather_whole(tensor)
-            nodes = []
+            gathered_states = []
             for _, gather in jobs:
                 with self._ranks.raise_on_all_ranks():
-                    nodes.append(gather())
-            return nodes
+                    gathered_states.append(gather())
+            return gathered_states
         if any(has_optimizers for _, has_optimizers in answers):
             self._pending_optimizers = []
             with self._ranks.raise_on_all_ranks():
@@ -385,39 +390,47 @@ class _States:
         remove_wrappers: Renamer,
         counters: Sequence[str] = (),
     ) -> Iterable[Any]:
-        """Return the state dict of a module, which replaces `node`; FSDP 1 gathers it later.
+        """Register a module, whose state dict replaces `node`, and return that as a child to visit.
 
-        The keys in `counters` are left out; the value of the first is stored in `counter`.
+        Nothing is returned for FSDP 1, which gathers it later. The keys in `counters` are left out;
+        the value of the first is stored in `counter`.
         """
         self._taken_modules.append(model)
-
-        def take_state() -> Any:
-            """Take the state dict, with the keys of the model without wrappers."""
-            with _gather_fsdp(model):
-                state = model.state_dict()
-            if counters:
-                self.counter = state.get(counters[0])
-            renamed = _rename_state(state, remove_wrappers, without=counters)
-            parameters = {
-                remove_wrappers(name): parameter
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-            }
-            for name, value in renamed.items():
-                if is_dtensor(value):  # tied parameters get one DTensor, which is gathered once
-                    renamed[name] = self._first_by_parameter.setdefault(
-                        id(parameters.get(name, value)), value
-                    )
-            return self._replace(node, renamed)
-
+        take_state = partial(self._take_state, node, model, remove_wrappers, counters)
         if not list_fsdp_modules(model):
             return (take_state(),)
         self._gather_jobs.append((_label_module(model), take_state))
         return ()
 
-    def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
-        """Return the state dict of an optimizer, or add the job that gathers it later.
+    def _take_state(
+        self,
+        node: Any,
+        model: torch.nn.Module,
+        remove_wrappers: Renamer,
+        counters: Sequence[str],
+    ) -> Any:
+        """Replace `node` by the state dict of a module, with its keys without wrappers."""
+        with _gather_fsdp(model):
+            state = model.state_dict()
+        if counters:
+            self.counter = state.get(counters[0])
+        renamed = _rename_state(state, remove_wrappers, without=counters)
+        parameter_by_key = {
+            remove_wrappers(name): parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        # A state dict has a new DTensor for each key: tied keys share one, which is gathered once.
+        for key, value in renamed.items():
+            if is_dtensor(value):
+                parameter = parameter_by_key.get(key, value)
+                renamed[key] = self._first_by_parameter.setdefault(id(parameter), value)
+        return self._replace(node, renamed)
 
-        That is so if its owner is an FSDP 1 model, or if it is a `ZeroRedundancyOptimizer`.
+    def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
+        """Return the state dict of an optimizer, as a child to visit.
+
+        For an optimizer of an FSDP 1 model, or a `ZeroRedundancyOptimizer`, add the job that
+        gathers it later, and return nothing.
         """
         parameter_ids = set(map(id, _list_parameters(optimizer)))
         owners = (
@@ -430,43 +443,50 @@ class _States:
         if owner is not None:
             self.owners[id(optimizer)] = owner
             if list_fsdp_modules(owner):
-                label = description, _label_module(owner)[1]
-                take = partial(_gather_optimizer_state, optimizer, owner)
-                self._gather_jobs.append((label, lambda: self._replace(optimizer, take())))
+                _, ranks = _label_module(owner)
+                take_sharded = partial(self._take_sharded_optimizer, optimizer, owner)
+                self._gather_jobs.append(((description, ranks), take_sharded))
                 return ()
         if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
-
-            def consolidate() -> Any:
-                """Gather the state of a ZeroRedundancyOptimizer in the first process."""
-                optimizer.consolidate_state_dict(to=0)
-                state = self._make_optimizer_state(optimizer, owner) if self._ranks.own == 0 else {}
-                return self._replace(optimizer, state)
-
+            consolidate = partial(self._consolidate_optimizer, optimizer, owner)
             self._gather_jobs.append(((description, None), consolidate))
             return ()
         return (self._replace(optimizer, self._make_optimizer_state(optimizer, owner)),)
+
+    def _take_sharded_optimizer(self, optimizer: Any, owner: torch.nn.Module) -> Any:
+        """Gather the state of an optimizer of an FSDP 1 model."""
+        return self._replace(optimizer, _gather_optimizer_state(optimizer, owner))
+
+    def _consolidate_optimizer(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
+        """Gather the state of a `ZeroRedundancyOptimizer` in the first process."""
+        optimizer.consolidate_state_dict(to=0)
+        state = self._make_optimizer_state(optimizer, owner) if self._ranks.own == 0 else {}
+        return self._replace(optimizer, state)
 
     def _make_optimizer_state(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
         """Return `state_dict()` with parameter names in the groups, without wrapper prefixes.
 
         The names come from `owner`, which has all parameters, or from the optimizer itself. Without
-        either, the state is unchanged, and a warning reports that. So is a state without groups.
+        either, the groups get no names, with a warning if a module is saved too. A state without
+        groups is returned unchanged.
         """
         state = optimizer.state_dict()
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return state
-        names = _name_parameters(optimizer, groups, owner)
-        if names is None and self._taken_modules and any(group.get("params") for group in groups):
-            warn(
-                "saved an optimizer without parameter names, because no model has all of its "
-                "parameters; load it with load_into and optimizer_order='position'"
-            )
-        named = [
-            group if names is None else {**group, "param_names": group_names}
-            for group, group_names in zip(groups, names or groups, strict=True)
+        names_by_group = _name_parameters(optimizer, groups, owner)
+        if names_by_group is None:
+            if self._taken_modules and any(group.get("params") for group in groups):
+                warn(
+                    "saved an optimizer without parameter names, because no model has all of its "
+                    "parameters; load it with load_into and optimizer_order='position'"
+                )
+            return {**state, "param_groups": [*groups]}
+        named_groups = [
+            {**group, "param_names": names}
+            for group, names in zip(groups, names_by_group, strict=True)
         ]
-        return {**state, "param_groups": named}
+        return {**state, "param_groups": named_groups}
 
     def _gather_whole(self, tensor: Any) -> None:
         """Gather a DTensor in every process, and keep it on the CPU of the first."""
@@ -483,14 +503,14 @@ Label = tuple[str, tuple[int, ...] | None]
 
 
 def _label_tensor(tensor: Any) -> Label:
-    """Return the label of a DTensor."""
+    """Return the label of a DTensor: its shape, and the ranks that gather it (None: all)."""
     mesh = getattr(tensor, "device_mesh", None)
     ranks = None if mesh is None else tuple(mesh.mesh.flatten().tolist())
     return f"a tensor of {list(tensor.shape)}", ranks
 
 
 def _label_module(model: torch.nn.Module) -> Label:
-    """Return the label of an FSDP model."""
+    """Return the label of an FSDP model: its class, and the ranks that gather it."""
     import torch.distributed as dist
 
     groups = (
@@ -540,9 +560,11 @@ def make_wrapper_remover(model: torch.nn.Module, *, averages: bool = True) -> Re
     """Return a function that removes wrapper prefixes of `model` from keys and module paths.
 
     A child `module` is a wrapped model only inside a known wrapper class: a layer with this name
-    keeps it. Without `averages`, an `AveragedModel` is not a wrapper.
+    keeps it. Other wrapper names, such as `_orig_mod`, are removed everywhere. Without `averages`,
+    an `AveragedModel` is not a wrapper.
     """
     kinds = _WRAPPER_CLASSES | {_AVERAGED_CLASS} if averages else _WRAPPER_CLASSES
+    # The paths of modules with a wrapped `module`, without the other wrapper names.
     wrapper_paths = frozenset(
         ".".join(part for part in path.split(".") if part and part not in _WRAPPER_ONLY_NAMES)
         for path, module in model.named_modules(remove_duplicate=False)
@@ -551,14 +573,14 @@ def make_wrapper_remover(model: torch.nn.Module, *, averages: bool = True) -> Re
 
     def remove_wrappers(name: str) -> str:
         """Return a key or module path without wrapper prefixes."""
-        seen: list[str] = []  # the components so far, as in `wrapper_paths`
+        path_so_far: list[str] = []  # the path of the parent, as in `wrapper_paths`
         kept: list[str] = []
         for part in name.split("."):
             if part in _WRAPPER_ONLY_NAMES:
                 continue
-            if part != _WRAPPED_CHILD or ".".join(seen) not in wrapper_paths:
+            if part != _WRAPPED_CHILD or ".".join(path_so_far) not in wrapper_paths:
                 kept.append(part)
-            seen.append(part)
+            path_so_far.append(part)
         return ".".join(kept)
 
     return remove_wrappers
@@ -579,7 +601,10 @@ def _find_counters(model: torch.nn.Module, remove_wrappers: Renamer) -> list[str
 
 
 def _is_one_of(names: Collection[str], module: torch.nn.Module) -> bool:
-    """Return True if the class of a module, or a base class, has one of these names."""
+    """Return True if the class of a module, or a base class, has one of these names.
+
+    Names decide, because the libraries of these classes may not be installed.
+    """
     return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
@@ -592,15 +617,16 @@ def _rename_state(
 ) -> OrderedDict[Any, Any]:
     """Return a state dict with new keys, and its `_metadata` with new paths.
 
-    Keys that are not strings stay. The keys in `without` are left out.
+    Keys that are not strings stay. The keys in `without` are left out. `rename_module` renames the
+    paths of modules without keys, as `rename` does if it is None.
     """
-    kept = [name for name in state if name not in without]
-    names = {name: rename(name) for name in kept if isinstance(name, str)}
-    check_collisions(kept, names, hint="save the model without the wrapper")
-    renamed = OrderedDict((names.get(name, name), state[name]) for name in kept)
+    kept_keys = [key for key in state if key not in without]
+    new_by_key = {key: rename(key) for key in kept_keys if isinstance(key, str)}
+    check_collisions(kept_keys, new_by_key, hint="save the model without the wrapper")
+    renamed = OrderedDict((new_by_key.get(key, key), state[key]) for key in kept_keys)
     metadata = getattr(state, "_metadata", None)
     if isinstance(metadata, dict):
-        vars(renamed)["_metadata"] = move_metadata(metadata, names, rename_module or rename)
+        vars(renamed)["_metadata"] = move_metadata(metadata, new_by_key, rename_module or rename)
     return renamed
 
 
@@ -609,15 +635,16 @@ def _name_parameters(
 ) -> list[list[str]] | None:
     """Return the parameter names of each group without wrapper prefixes.
 
-    They come from the model `owner`, or without one from `param_names` in the groups. Returns None
-    if a group would get more or fewer names than it has parameters.
+    They come from the model `owner`, or without one from `param_names` in `groups`, the groups of
+    the optimizer's state dict. Returns None if a group would get more or fewer names than it has
+    parameters.
     """
     if owner is None:
         names_by_group = [group.get("param_names") or [] for group in groups]
     else:
-        names = {id(parameter): name for name, parameter in owner.named_parameters()}
+        name_by_id = {id(parameter): name for name, parameter in owner.named_parameters()}
         names_by_group = [
-            [names[id(parameter)] for parameter in group["params"]]
+            [name_by_id[id(parameter)] for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
     if list(map(len, names_by_group)) != [len(group["params"]) for group in groups]:
@@ -667,21 +694,25 @@ def _gather_optimizer_state(optimizer: Any, model: torch.nn.Module) -> dict[str,
     with _gather_fsdp(model):
         by_name = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     remove_wrappers = make_wrapper_remover(model)
-    is_flat = any(isinstance(parameter, FlatParameter) for parameter in _list_parameters(optimizer))
-    order = [*describe_fsdp_state(model)[0]] if is_flat else []
-    position_by_key = {remove_wrappers(name): position for position, name in enumerate(order)}
-    positions: dict[str, int] = {}
+    position_by_key: dict[str, int] = {}  # empty without flat parameters: the order stays
+    if any(isinstance(parameter, FlatParameter) for parameter in _list_parameters(optimizer)):
+        model_state, _ = describe_fsdp_state(model)
+        position_by_key = {remove_wrappers(key): index for index, key in enumerate(model_state)}
+
+    def find_position(name: str) -> int:
+        """Return the position of a parameter in the model, or 0 if it is unknown."""
+        return position_by_key.get(remove_wrappers(name), 0)
+
+    number_by_name: dict[str, int] = {}
     groups = []
     for group in by_name.get("param_groups", ()):
-        names = sorted(
-            group["params"], key=lambda name: position_by_key.get(remove_wrappers(name), 0)
-        )
-        params = [positions.setdefault(name, len(positions)) for name in names]
+        names = sorted(group["params"], key=find_position)
+        numbers = [number_by_name.setdefault(name, len(number_by_name)) for name in names]
         groups.append(
-            {**group, "params": params, "param_names": [remove_wrappers(name) for name in names]}
+            {**group, "params": numbers, "param_names": [remove_wrappers(name) for name in names]}
         )
     state = by_name.get("state", {})
     return {
-        "state": {position: state[name] for name, position in positions.items() if name in state},
+        "state": {number: state[name] for name, number in number_by_name.items() if name in state},
         "param_groups": groups,
     }

@@ -67,8 +67,10 @@ class StateDict:
         self.root: OrderedMap = copy_state_dict(tree, section)
         """The entries to load; those of a pickled module are detached."""
         live = live or LiveTree()
-        self._originals, self._containers = live.originals, live.containers
-        """By `id` of a node in memory, the tensor or object, and the dict, list or tuple."""
+        self._originals = live.originals
+        """By `id` of a node, the live tensor or object in memory; empty for a file."""
+        self._containers = live.containers
+        """By `id` of a node, the live dict, list or tuple in memory; empty for a file."""
         self.slots: Slots = _make_slots(section, self._originals)
         """The model's own entries, without plain values added by a script."""
         self.folder: str | None = None
@@ -86,7 +88,7 @@ class StateDict:
 
     @cached_property
     def metadata(self) -> dict[str, Any] | None:
-        """Its `_metadata`: module path to version, or None.
+        """Its `_metadata`: module path to entry, such as `{"version": 1}`; None if it has none.
 
         Some wrappers remove their component from the keys but not from `_metadata`: a module
         inside one is also listed with the path in its keys.
@@ -94,39 +96,40 @@ class StateDict:
         stored = self.root.metadata
         if not isinstance(stored, Mapping):
             return None
-        entries = {
+        entry_by_path: dict[str, Any] = {
             path: dict(entry)
             for path, entry in stored.items()
             if isinstance(path, str) and isinstance(entry, Mapping)
         }
-        values = (value for entry in entries.values() for value in entry.values())
+        values = (value for entry in entry_by_path.values() for value in entry.values())
         # Versions need no torch. Other values are created together, because they may be shared.
-        are_versions = all(isinstance(value, int | str | None) for value in values)
-        metadata: dict[str, Any] = entries if are_versions else self.make_node(entries)
+        if not all(isinstance(value, int | str | None) for value in values):
+            entry_by_path = self.make_node(entry_by_path)
         paths_with_keys = {name.rpartition(".")[0] for name in self.slots}
-        unwrapped = {
-            bare_path: entry
-            for path, entry in metadata.items()
-            if path not in paths_with_keys
-            and (bare_path := remove_hidden_parts(path)) in paths_with_keys
-            and bare_path != path
-        }
-        return {**metadata, **unwrapped}
+        for path, entry in [*entry_by_path.items()]:
+            bare_path = remove_hidden_parts(path)
+            if path not in paths_with_keys and bare_path in paths_with_keys:
+                entry_by_path[bare_path] = entry
+        return entry_by_path
 
     def permute_axes(self, layouts: Iterable[Layout]) -> None:
-        """Put the axes of tensors in torch's order in `root`, without reading or moving data."""
-        root = {**self.root}
+        """Put the axes of tensors in torch's order in `root`, without reading or moving data.
+
+        Tensors with unknown axes stay unchanged.
+        """
+        nodes = {**self.root}
         for layout in layouts:
-            if layout.axes:
-                node = self.root[layout.own]
-                live = self._originals.get(id(node))
-                if live is None:
-                    root[layout.own] = node.permuted(layout.axes)
-                else:
-                    live = live.detach().permute(layout.axes)
-                    root[layout.own] = describe_tensor(live)
-                    self._originals[id(root[layout.own])] = live
-        self.root = copy_with_items(self.root, root)
+            if not layout.axes:  # unknown
+                continue
+            file_key = layout.own
+            live = self._originals.get(id(nodes[file_key]))
+            if live is None:
+                nodes[file_key] = nodes[file_key].permuted(layout.axes)
+            else:
+                permuted = live.detach().permute(layout.axes)
+                nodes[file_key] = describe_tensor(permuted)
+                self._originals[id(nodes[file_key])] = permuted
+        self.root = copy_with_items(self.root, nodes)
 
     @property
     def plain_values(self) -> tuple[str, ...]:
@@ -258,13 +261,13 @@ def _choose_section(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section
                 "string",
                 file=tree.path or None,
             )
-    counter = tree.root.get(N_AVERAGED) if section.path == ("state_dict",) else None
-    if not isinstance(counter, TensorRef) or counter.shape or N_AVERAGED in section.node:
+    if section.path != ("state_dict",) or N_AVERAGED in section.node:
         return section
-    # The counter of an `AveragedModel`, which `save` writes next to the state dict.
-    return replace(
-        section, node=copy_with_items(section.node, {N_AVERAGED: counter, **section.node})
-    )
+    counter = tree.root.get(N_AVERAGED)  # `save` writes it next to the state dict
+    if isinstance(counter, TensorRef) and not counter.shape:
+        node = copy_with_items(section.node, {N_AVERAGED: counter, **section.node})
+        section = replace(section, node=node)
+    return section
 
 
 def _sort_by_fit(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
@@ -273,25 +276,27 @@ def _sort_by_fit(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
     Without a single best fit, the hint is returned unchanged.
     """
 
-    def rate(remedy: Remedy) -> tuple[bool, int]:
-        """Return if the state dict fits, and the number of matching keys."""
-        slots = slots_of(find_model_state_dict(tree, dict(remedy.arguments)["key"]))
+    def rate(candidate: Remedy) -> tuple[bool, int]:
+        """Return if the state dict at the hint's `key` fits, and its number of matching keys."""
+        slots = slots_of(find_model_state_dict(tree, dict(candidate.arguments)["key"]))
         report = match_keys(slots, wanted).report
         return report.fits, report.fitting
 
-    remedies = [remedy._replace(lead="", instead=()), *remedy.instead]
-    scores = [*map(rate, remedies)]
-    best = max(scores)
-    if best[1] == 0 or scores.count(best) > 1:
+    candidates = [remedy._replace(lead="", instead=()), *remedy.instead]
+    ratings = [*map(rate, candidates)]
+    best_rating = max(ratings)
+    fits, matching_keys = best_rating
+    if matching_keys == 0 or ratings.count(best_rating) > 1:
         return remedy
-    first = remedies.pop(scores.index(best))
-    return Remedy(first.arguments, " fits" if best[0] else " fits best", instead=tuple(remedies))
+    best = candidates.pop(ratings.index(best_rating))
+    return Remedy(best.arguments, " fits" if fits else " fits best", instead=tuple(candidates))
 
 
 def _is_state_dict(root: Any, *, in_memory: bool) -> bool:
     """Return True if a tree without a recognized state dict is one itself.
 
-    A file's tree needs `_metadata` and no containers; a dict in memory may be empty or flat.
+    In a file, it needs `_metadata`, which only `state_dict()` writes, and no containers. A dict in
+    memory was passed as a state dict: it may have no `_metadata`, and may be empty.
     """
     if isinstance(root, OrderedMap) and root.metadata is not None:
         return not any(isinstance(value, (dict, list, tuple)) for value in root.values())
@@ -299,10 +304,16 @@ def _is_state_dict(root: Any, *, in_memory: bool) -> bool:
 
 
 def _make_slots(section: Section, originals: Mapping[int, Any]) -> Slots:
-    """Return the slots of a section, from the live objects for entries in memory."""
+    """Return the slots of a section.
+
+    Entries in memory get those of their live object, which `originals` has by the `id` of the node.
+    """
     slots = slots_of(section)
-    nodes = {name: id(section.node[name]) for name in slots}
-    live = {name: originals[node] for name, node in nodes.items() if node in originals}
+    live = {
+        name: originals[id(section.node[name])]
+        for name in slots
+        if id(section.node[name]) in originals
+    }
     return {**slots, **make_live_slots(live)} if live else slots
 
 
@@ -334,7 +345,8 @@ class _Live(LiveTree):
             return Size(node)
         if isinstance(node, tuple):
             return tuple(map(self.make_node, node))
-        if is_array(node) and node.dtype.kind in "biufc":
+        if is_array(node) and node.dtype.kind in "biufc":  # bool, int, uint, float, complex
+            # torch has neither negative strides nor other byte orders: they need a copy.
             if any(step < 0 for step in node.strides) or not node.dtype.isnative:
                 node = node.astype(node.dtype.newbyteorder("="), order="C")
             with suppress(TypeError), warnings.catch_warnings():  # a dtype that torch does not have
