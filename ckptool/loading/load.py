@@ -246,14 +246,14 @@ class TreeMaker:
 
     def _make_object(self, node: Opaque) -> Any:
         """Return a builtin object, or an inert view of any other object."""
-        if node.find is not None:
+        if node.find is not None:  # it is in a separate file
             return self.make_node(node.find())
         new = rebuild_builtin(node, self.make_node)
         if new is not node:
             return new
         copy = replace(node, steps=[])
         view = InertObject(copy) if self._views else copy
-        self._remember(node, view)
+        self._remember(node, view)  # before its content, which may refer to the object
         copy.args, copy.kwargs = self.make_node(node.args), self.make_node(node.kwargs)
         copy.steps.extend((kind, self.make_node(value)) for kind, value in node.steps)
         return view
@@ -262,8 +262,9 @@ class TreeMaker:
 def rebuild_builtin(node: Opaque, make: Callable[[Any], Any]) -> Any:
     """Return the object if its class is a known builtin class, otherwise the node.
 
-    `make` creates the values inside. The arguments are those in the pickle: `set([1, 2])`. Also
-    returned are a value that the reader has already computed (`plain`), and a `torch.layout`.
+    These are the collections in `_COLLECTION_BY_NAME`, bytearray and defaultdict, in the forms that
+    pickle writes, for example `set([1, 2])`; `make` creates the values inside. Numbers that the
+    reader has already computed (`plain`) and `torch.layout` constants are returned too.
     """
     if node.plain is not None:
         return node.plain[1]
@@ -298,7 +299,10 @@ _COLLECTION_BY_NAME: dict[str, Callable[[Any], Any]] = {
 
 
 def _rebuild_defaultdict(node: Opaque, make: Callable[[Any], Any]) -> Any:
-    """Return a `defaultdict` with its items, if the factory is a builtin class."""
+    """Return a `defaultdict` with its items, if the factory is a builtin class or missing.
+
+    Otherwise, or if the pickle also sets attributes, the node is returned.
+    """
     match node.args:
         case () | (None,):
             result: defaultdict[Any, Any] = defaultdict()
@@ -395,23 +399,26 @@ def _strip_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     """Remove wrapper prefixes, and with a warning the counter of a removed `AveragedModel`."""
     stripped = checkpoint.strip_module()
     counters = [  # a layer may have a buffer of this name, which stays
-        new
-        for old, new in zip(checkpoint.root, stripped.root, strict=True)
-        if new == N_AVERAGED and _is_average_counter(old, checkpoint)
+        new_key
+        for old_key, new_key in zip(checkpoint.root, stripped.root, strict=True)
+        if new_key == N_AVERAGED and _is_average_counter(old_key, checkpoint)
     ]
     return _leave_out(stripped, counters, "belongs to the wrapper that was removed")
 
 
-def _is_average_counter(name: str, checkpoint: Checkpoint) -> bool:
-    """Return True if all other tensors are in a `module` next to this counter."""
-    prefix = f"{name.removesuffix(N_AVERAGED)}module."
+def _is_average_counter(key: str, checkpoint: Checkpoint) -> bool:
+    """Return True if all other tensors are in a `module` next to this counter.
+
+    An `AveragedModel` has only these two children.
+    """
+    prefix = f"{key.removesuffix(N_AVERAGED)}module."
     return all(
-        other == name or other.startswith(prefix) for other in list_wrappable_keys(checkpoint.root)
+        other == key or other.startswith(prefix) for other in list_wrappable_keys(checkpoint.root)
     )
 
 
 def _leave_out(checkpoint: Checkpoint, keys: list[Any], reason: str) -> Checkpoint:
-    """Leave out entries, with a warning."""
+    """Leave out entries, with a warning: "left out of the state dict: KEYS, which REASON"."""
     if not keys:
         return checkpoint
     shown = listed(f"'{key}'" for key in keys)

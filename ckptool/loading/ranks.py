@@ -119,7 +119,8 @@ class Ranks:
         except CheckpointError as error:
             if result is None or not self._is_peer_lost:
                 raise
-            warn(f"{self._call} succeeded, but {error.message.partition(', because ')[2]}")
+            _, _, reason = error.message.partition(", because ")  # "nothing was written, because"
+            warn(f"{self._call} succeeded, but {reason}")
             return result
 
     def collect(self, own: _Result) -> list[_Result]:
@@ -208,21 +209,21 @@ def find_ranks(model: torch.nn.Module) -> Ranks:
         sharded_modules = {*list_fsdp_modules(model)}
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) or module in sharded_modules:
-                module_groups = (
+                module_groups = (  # the second one: between the nodes of FSDP's hybrid sharding
                     getattr(module, name, None) for name in ("process_group", "_inter_node_pg")
                 )
                 groups.update(dict.fromkeys(group for group in module_groups if group is not None))
         tensors: list[Any] = [*model.parameters(), *model.buffers()]
         for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)):
-            if mesh.get_coordinate() is not None:
+            if mesh.get_coordinate() is not None:  # this process is in the mesh
                 groups.update((mesh.get_group(number), None) for number in range(mesh.ndim))
+    real_groups = [  # the fake backend simulates a group without processes
+        group
+        for group in groups
+        if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+    ]
     return Ranks(
-        # The fake backend simulates a group without processes.
-        [
-            group
-            for group in groups
-            if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
-        ],
+        real_groups,
         error=MatchError,
         undone="nothing was loaded",
         call="load_into with this model",
@@ -276,21 +277,7 @@ def describe_fsdp_state(model: torch.nn.Module) -> tuple[dict[str, Any], dict[st
     """
     import torch
 
-    # By `id` of a module: the slots of its sharded parameters, by their name in it.
-    slots_by_module: dict[int, dict[str, Slot]] = defaultdict(dict)
-    for module in list_fsdp_modules(model):
-        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
-        if flat is None:
-            continue
-        dtype = dtype_name(flat)
-        tied = {(id(info.prim_module), info.prim_param_name) for info in flat._shared_param_infos}
-        for parameter, shape in zip(flat._param_infos, flat._shapes, strict=True):
-            key = id(parameter.module), parameter.param_name
-            slot = Slot(tuple(shape), dtype, "parameter", key if key in tied else None)
-            slots_by_module[key[0]][key[1]] = slot
-        for info in flat._shared_param_infos:
-            first = slots_by_module[id(info.prim_module)][info.prim_param_name]
-            slots_by_module[id(info.module)][info.param_name] = first
+    slots_by_module = _describe_flat_parameters(model)
     state: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -307,6 +294,32 @@ def describe_fsdp_state(model: torch.nn.Module) -> tuple[dict[str, Any], dict[st
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             state[f"{prefix}_extra_state"] = EXTRA
     return state, metadata
+
+
+def _describe_flat_parameters(model: torch.nn.Module) -> dict[int, dict[str, Slot]]:
+    """Return the slots of parameters inside flat parameters: by `id` of their module, by name.
+
+    A flat parameter records its parameters, and separately the further places of tied ones, each
+    with the first place (`prim_module`, `prim_param_name`).
+    """
+    slots_by_module: dict[int, dict[str, Slot]] = defaultdict(dict)
+    for fsdp_module in list_fsdp_modules(model):
+        flat = getattr(getattr(fsdp_module, "_handle", None), "flat_param", None)
+        if flat is None:
+            continue
+        dtype = dtype_name(flat)
+        tied_places = {
+            (id(info.prim_module), info.prim_param_name) for info in flat._shared_param_infos
+        }
+        for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+            place = id(info.module), info.param_name
+            tie = place if place in tied_places else None
+            slot = Slot(tuple(shape), dtype, "parameter", tie)
+            slots_by_module[id(info.module)][info.param_name] = slot
+        for info in flat._shared_param_infos:
+            first = slots_by_module[id(info.prim_module)][info.prim_param_name]
+            slots_by_module[id(info.module)][info.param_name] = first
+    return slots_by_module
 
 
 def list_own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -60,8 +60,6 @@ class Snapshot:
         With `with_state`, also copy those of the optimizer's state: torch's own code makes new
         tensors and leaves the old ones unchanged, other code may write to them.
         """
-        import torch
-
         self._label = type(model).__name__
         self._classes = [(module, type(module)) for module in model.modules()]
         """Each module with its class: a lazy module changes it when it runs."""
@@ -75,19 +73,29 @@ class Snapshot:
             _TensorState(tensor, copied=copied(tensor)) for tensor in list_tensors(model)
         ]
         for layer in iterate_layers(optimizer):
-            groups, state = getattr(layer, "param_groups", ()), getattr(layer, "state", {})
-            parameter_ids = {id(parameter) for group in groups for parameter in group["params"]}
-            self._containers.append(_ContainerState(vars(layer)))
-            options_by_id = _collect_mutable(groups, {})
-            for node_id, node in _collect_mutable(state, dict(options_by_id)).items():
-                if not isinstance(node, torch.Tensor):
-                    self._containers.append(_ContainerState(node))
-                elif node_id not in parameter_ids:  # parameters are among the model's tensors
-                    is_copied = with_state or node_id in options_by_id
-                    self._tensors.append(_TensorState(node, copied=is_copied))
+            self._record_optimizer(layer, with_state=with_state)
         self._extra_states = [
             _ExtraState(module) for module, _ in self._classes if _has_extra(module)
         ]
+
+    def _record_optimizer(self, optimizer: Any, *, with_state: bool) -> None:
+        """Remember the attributes, groups and state of an optimizer.
+
+        Tensors among the options of a group, such as a learning rate, are always copied.
+        """
+        import torch
+
+        groups, state = getattr(optimizer, "param_groups", ()), getattr(optimizer, "state", {})
+        parameter_ids = {id(parameter) for group in groups for parameter in group["params"]}
+        self._containers.append(_ContainerState(vars(optimizer)))
+        option_by_id = _collect_mutable(groups, {})
+        node_by_id = _collect_mutable(state, dict(option_by_id))
+        for node_id, node in node_by_id.items():
+            if not isinstance(node, torch.Tensor):
+                self._containers.append(_ContainerState(node))
+            elif node_id not in parameter_ids:  # parameters are among the model's tensors
+                is_copied = with_state or node_id in option_by_id
+                self._tensors.append(_TensorState(node, copied=is_copied))
 
     def restore(self) -> None:
         """Restore everything in the same objects; elements only if they were copied.
@@ -127,6 +135,7 @@ class _ContainerState:
     def __init__(self, container: Any) -> None:
         """Copy the container, but not its items."""
         self._container = container
+        # Most containers of a module, such as those of its hooks, are empty: no copy saves time.
         self._content = container.copy() if container else ()
 
     def restore(self) -> None:
@@ -156,6 +165,7 @@ class _TensorState:
 
         self.tensor, self.kind = tensor, type(tensor)
         self.data, self.memory = tensor.data, locate_tensor(tensor)
+        """A second tensor over the same memory, which keeps it alive, and its location."""
         self.requires_grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
         self.content: torch.Tensor | None = None
         """The copied elements; those of a DTensor stay on its device."""
@@ -168,9 +178,10 @@ class _TensorState:
         import torch
 
         tensor = self.tensor
-        if type(tensor) is not self.kind or locate_tensor(tensor) != self.memory:
+        has_other_class = type(tensor) is not self.kind  # a lazy parameter that has got its shape
+        if has_other_class or locate_tensor(tensor) != self.memory:
             tensor.data = self.data
-        if type(tensor) is not self.kind:
+        if has_other_class:
             tensor.__class__ = self.kind
         if self.content is not None:
             with torch.no_grad():
@@ -248,6 +259,6 @@ def delay_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        with ExitStack() as handled:
+        with ExitStack() as handled:  # which calls all, the last one first
             for number, frame in reversed(signals):
                 handled.callback(handlers[number], number, frame)
