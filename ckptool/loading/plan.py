@@ -28,8 +28,8 @@ from ckptool.tensors import is_one_part, materialize, require_torch
 from ckptool.tensors.bytewise import has_same_elements
 from ckptool.tensors.casting import CHUNK, count_cast_losses
 from ckptool.tensors.live import iterate_blocks
+from ckptool.transforms.metadata import move_metadata
 from ckptool.transforms.name_rules import Rule, parse_rules
-from ckptool.transforms.names import move_metadata
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from ckptool.loading.ranks import (
 from ckptool.tensors.live import freeze
 from ckptool.tensors.materialize import require_torch
 from ckptool.transforms import Compact
-from ckptool.transforms.names import move_metadata
+from ckptool.transforms.metadata import move_metadata
 from ckptool.words import a_class
 from ckptool.writing import Receipt, choose_format, save as write_checkpoint
 

@@ -30,7 +30,8 @@ from ckptool.recipes.recipe import Recipe, load_shipped
 from ckptool.recipes.several import first_prefix, nest_entries
 from ckptool.transforms.casting import find_optimizer_paths
 from ckptool.transforms.dequantizing import refuse_dependent_tensors
-from ckptool.transforms.names import NamePlan, move_metadata
+from ckptool.transforms.metadata import move_metadata
+from ckptool.transforms.names import NamePlan
 from ckptool.words import counted, listed, printable, shell
 
 _MAX_KEYS_PER_KIND = 16

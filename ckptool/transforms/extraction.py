@@ -26,7 +26,7 @@ from ckptool.core.tree import describe_path, is_within, name_of, rebuild, walk, 
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.files.source import MemorySource
 from ckptool.formats import load_format
-from ckptool.transforms.names import drop_empty_modules
+from ckptool.transforms.metadata import drop_empty_modules
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 

@@ -13,7 +13,8 @@ from ckptool.core.names import find_similar
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.words import counted, listed, printable
 
-_MOST_IDLE = 3
+_MAX_COMPARED = 3
+"""The number of unused keys of a rule that are compared with all keys, which takes long."""
 
 
 class Rule(NamedTuple):
@@ -64,6 +65,7 @@ def regex_rule(text: str) -> Rule:
         new, count = pattern.subn(replacement, name)
         return new if count else None
 
+    # The text without anchors and escapes is the wanted key, if the expression has no other syntax.
     literal = re.sub(r"\\(.)", r"\1", regex.strip("^$"))
     return Rule(text, apply, (literal,), regex=text)
 
@@ -90,18 +92,21 @@ def prefix_rule(text: str) -> Rule:
         """Return the key with the new prefix, or None if it does not have the old one."""
         if old and name == old:
             return new
-        return after + name[len(before) :] if name.startswith(before) else None
+        return after + name.removeprefix(before) if name.startswith(before) else None
 
     return Rule(text, apply, (old,))
 
 
 def convert_prefix_to_regex(text: str) -> str:
-    """Return the text `REGEX=>REPL` that is equivalent to the prefix rule `OLD=NEW`."""
+    r"""Return the text `REGEX=>REPL` that is equivalent to the prefix rule `OLD=NEW`.
+
+    `a=b` becomes `^a(\.|$)=>b\1`, `a=` becomes `^a\.=>`, and `=b` becomes `^=>b.`.
+    """
     old, _, new = (part.strip().removesuffix(".") for part in text.partition("="))
-    new = new.replace("\\", r"\\")
+    replacement = new.replace("\\", r"\\")
     if not old:
-        return f"^=>{new}."
-    return f"^{re.escape(old)}" + (rf"(\.|$)=>{new}\1" if new else r"\.=>")
+        return f"^=>{replacement}."
+    return f"^{re.escape(old)}" + (rf"(\.|$)=>{replacement}\1" if new else r"\.=>")
 
 
 def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:
@@ -131,7 +136,9 @@ class RuleMatch(NamedTuple):
     """A rule that matched a key."""
 
     rule: int
+    """The index of the rule."""
     old: str
+    """The key after the rules before this one."""
     new: str
 
 
@@ -142,7 +149,8 @@ class AppliedRules:
         """Apply the rules in order; `file` is for error messages."""
         self.rules = list(rules)
         self.file = file
-        self.steps: dict[str, list[RuleMatch]] = {}
+        self.matches_by_key: dict[str, list[RuleMatch]] = {}
+        """The matches of each key of the file, in the order of the rules."""
 
     def rename_keys(self, names: Iterable[str]) -> dict[str, str]:
         """Return the new key by old key.
@@ -162,29 +170,31 @@ class AppliedRules:
 
     def rename_key(self, name: str) -> str:
         """Return the key after all rules."""
-        if name not in self.steps:
-            self.steps[name] = self.find_matches(name)
-        steps = self.steps[name]
-        return steps[-1].new if steps else name
+        if name not in self.matches_by_key:
+            self.matches_by_key[name] = self.find_matches(name)
+        matches = self.matches_by_key[name]
+        return matches[-1].new if matches else name
 
     def find_matches(self, name: str) -> list[RuleMatch]:
         """Return the rules that match a key, in order, each with the key before and after it."""
-        steps: list[RuleMatch] = []
+        matches: list[RuleMatch] = []
         for index, rule in enumerate(self.rules):
             new = rule.apply(name)
             if new is not None:
-                steps.append(RuleMatch(index, name, new))
+                matches.append(RuleMatch(index, name, new))
                 name = new
-        return steps
+        return matches
 
     def describe_unused(self) -> Iterator[str]:
         """Yield a text for each rule that matches no key, or has table keys that are not found."""
-        matched: list[set[str]] = [set() for _ in self.rules]
-        for step in chain.from_iterable(self.steps.values()):
-            matched[step.rule].add(step.old)
-        for index, rule in enumerate(self.rules):
-            unused = [name for name in rule.wanted if name not in matched[index]]
-            if not matched[index]:
+        matched_keys_by_rule: list[set[str]] = [set() for _ in self.rules]
+        for match in chain.from_iterable(self.matches_by_key.values()):
+            matched_keys_by_rule[match.rule].add(match.old)
+        for index, (rule, matched_keys) in enumerate(
+            zip(self.rules, matched_keys_by_rule, strict=True)
+        ):
+            unused = [name for name in rule.wanted if name not in matched_keys]
+            if not matched_keys:
                 suggestions = self._suggest_keys(index, unused)
                 yield f"rule {printable(rule.text)} matches no key{suggestions}"
             elif rule.exact and unused:
@@ -195,14 +205,15 @@ class AppliedRules:
     def _suggest_keys(self, index: int, unused: list[str]) -> str:
         """Return a question with the existing keys most similar to the unused keys of a rule.
 
-        Existing keys are compared as the rule gets them, after the rules before it.
+        Existing keys are compared as the rule at `index` gets them, after the rules before it. The
+        result is empty if no key is similar.
         """
         names = [
-            next((step.new for step in reversed(steps) if step.rule < index), name)
-            for name, steps in self.steps.items()
+            next((match.new for match in reversed(matches) if match.rule < index), name)
+            for name, matches in self.matches_by_key.items()
         ]
         suggestions = dict.fromkeys(
-            name for wanted in unused[:_MOST_IDLE] for name in find_similar(wanted, names)
+            name for wanted in unused[:_MAX_COMPARED] for name in find_similar(wanted, names)
         )
         return f"; did you mean {listed(suggestions)}?" if suggestions else ""
 
@@ -238,7 +249,7 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
         UsageError: if a line has another form; the message shows the line.
     """
     text = read_text(path)
-    is_json = text.lstrip()[:1] in ("{", "[")
+    is_json = text.lstrip().startswith(("{", "["))
     table: dict[str, str] = {}
     for where, old, new in _read_json_rows(path, text) if is_json else _read_columns(path, text):
         if table.setdefault(old, new) != new:
@@ -247,11 +258,15 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _read_columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the line (for messages), the old key and the new key of each row of two columns."""
+    """Yield the text `line N: ` for messages, the old and the new key of each row of a table.
+
+    Empty rows and comments are skipped.
+    """
     for line, row in enumerate(text.splitlines(), start=1):
         content = re.sub(r"(^|\s)#.*", "", row).strip()
         if not content:
             continue
+        # None: any white space separates the columns.
         separator = next((separator for separator in "\t," if separator in content), None)
         words = [word.strip() for word in content.split(separator)]
         if len(words) != 2 or not all(words):
@@ -261,12 +276,12 @@ def _read_columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str
 
 
 def _read_json_rows(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield an empty text (there is no line), the old key and the new key of a JSON object."""
+    """Yield for each pair of a JSON object the text "" (no line number), the old and new key."""
     try:
         pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
     except (ValueError, RecursionError) as error:
         raise _table_error(path, f"the file is not valid JSON: {error}") from error
-    if text.lstrip()[:1] != "{":
+    if not text.lstrip().startswith("{"):
         raise _table_error(path, "expected a JSON object from old to new keys")
     for old, new in pairs:
         if not isinstance(new, str):

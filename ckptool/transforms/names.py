@@ -1,4 +1,4 @@
-"""Rename the keys of state dicts, with their `_metadata` and optimizers: wrappers and rules."""
+"""Rename the keys of state dicts and the names in their optimizers: by rules, and wrappers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from operator import itemgetter
 from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
@@ -38,164 +37,10 @@ from ckptool.core.sections import (
 )
 from ckptool.core.tree import describe_location, describe_path, rebuild, walk_everything
 from ckptool.errors import NameCollision, NotFound, UsageError
+from ckptool.transforms.metadata import move_metadata
 from ckptool.transforms.name_rules import AppliedRules, Rule, RuleMatch, parse_rules
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
-
-Targets = dict[Any, int]
-"""The new paths of one module, each with its rank. If two modules get the same path, the entry with
-the lower rank wins."""
-
-# Ranks of the evidence for the new path of a module, the strongest first: a key directly below it
-# keeps the path; keys moved away from it (`module.fc` to `fc`); only keys further below keep it; no
-# key decides, and the rule for modules moves it, or does not.
-_OWN_STAYS, _MOVES, _STAYS, _LOOSE_MOVES, _LOOSE_STAYS = range(5)
-
-
-def move_metadata(
-    metadata: dict[Any, Any], names: Mapping[str, str], rename_module: Renamer | None = None
-) -> dict[Any, Any]:
-    """Return `_metadata` with the entries under the new paths of their modules.
-
-    A module moves with the keys below it. `names` maps all keys, old to new, also those that stay.
-    If the keys move to several paths, each gets a copy of the entry. A module without keys moves by
-    `rename_module`. If that is None, it moves with the nearest module above, and modules that merge
-    into another one (a parametrization, a plain weight) are removed. An entry that moves replaces
-    the entry at its new path. If a module, such as the root, moves into a new one, the new one gets
-    an entry with version 1.
-    """
-    targets_by_keys = _find_targets_by_keys(metadata, names)
-    if rename_module is None:
-        metadata = _drop_merged_modules(metadata, names, targets_by_keys)
-        rename_module = _make_nearest_renamer(names)
-    targets = {
-        path: targets_by_keys.get(path) or _find_target_by_rule(path, rename_module)
-        for path in metadata
-    }
-    ranked = [(rank, new, path) for path, ranks in targets.items() for new, rank in ranks.items()]
-    claims: dict[Any, Any] = {}
-    for _, new, path in sorted(ranked, key=itemgetter(0)):
-        claims.setdefault(new, path)
-    moved = type(metadata)()
-    for path, entry in metadata.items():
-        if path not in claims and any(_is_below(new, path) for new in targets[path]):
-            moved[path] = {"version": 1}
-        moved.update((new, entry) for new in targets[path] if claims[new] == path)
-    return moved
-
-
-def _find_targets_by_keys(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
-    """Return the new paths of each module, judging by the keys below it.
-
-    A module above a renamed one counts only as long as the last parts of both paths are equal.
-    """
-    targets: dict[str, Targets] = {}
-    modules = dict.fromkeys((_get_parent(name), _get_parent(new)) for name, new in names.items())
-    for path, new in modules:
-        is_direct = True
-        while path in metadata:
-            ranks = targets.setdefault(path, {})
-            rank = _MOVES if path != new else _OWN_STAYS if is_direct else _STAYS
-            known = ranks.get(new)
-            ranks[new] = rank if known is None else min(rank, known)
-            is_renamed = path.rpartition(".")[2] != new.rpartition(".")[2]
-            if is_renamed or not path or not new or (known is not None and not is_direct):
-                break
-            path, new, is_direct = _get_parent(path), _get_parent(new), False
-    return targets
-
-
-def _make_nearest_renamer(names: Mapping[str, str]) -> Renamer:
-    """Return a function that moves a module without keys like the nearest module above."""
-    modules = {""}  # `_metadata` may not have all of them.
-    for name in names:
-        path = _get_parent(name)
-        while path not in modules:
-            modules.add(path)
-            path = _get_parent(path)
-    targets = _find_targets_by_keys(modules, names)
-
-    def rename(path: str) -> str:
-        """Return the new path of a module, moved like the nearest one above with keys."""
-        above = path
-        while above and above not in targets:
-            above = _get_parent(above)
-        ranks, rest = targets.get(above, {above: 0}), path[len(above) :].removeprefix(".")
-        return ".".join(filter(None, (min(ranks, key=ranks.__getitem__), rest)))
-
-    return rename
-
-
-def _drop_merged_modules(
-    metadata: dict[Any, Any], names: Mapping[str, str], targets: Mapping[str, Targets]
-) -> dict[Any, Any]:
-    """Return `_metadata` without the modules that get the path of a module above them.
-
-    Of the modules with one new path, the topmost stays.
-    """
-    first: dict[Any, str] = {}
-    for path in sorted(targets, key=len):
-        for new in targets[path]:
-            first.setdefault(new, path)
-    kept_paths = set(first.values())
-    return drop_empty_modules(
-        metadata, names, (name for name in names if _get_parent(name) in kept_paths)
-    )
-
-
-def _find_target_by_rule(path: Any, rename_module: Renamer) -> Targets:
-    """Return the new path of a module without keys, by the rule for modules, with its rank."""
-    new = rename_module(path) if isinstance(path, str) else path
-    return {new: _LOOSE_STAYS if new == path else _LOOSE_MOVES}
-
-
-def _get_parent(name: str) -> str:
-    """Return the path of the module that contains a key or module; "" for the root."""
-    return name.rpartition(".")[0]
-
-
-def _is_below(path: Any, above: Any) -> bool:
-    """Return True if the module `path` is inside the module `above`."""
-    return isinstance(path, str) and (not above or path.startswith(f"{above}."))
-
-
-def drop_empty_modules(
-    metadata: dict[Any, Any], names: Iterable[str], kept: Iterable[str]
-) -> dict[Any, Any]:
-    """Return `_metadata` without the modules that lost all keys below them, and those inside.
-
-    `names` are the keys before, `kept` the remaining ones. The root stays.
-    """
-    removed = _list_modules_above(metadata, names) - _list_modules_above(metadata, kept) - {""}
-    return type(metadata)(
-        (path, entry)
-        for path, entry in metadata.items()
-        if not (isinstance(path, str) and _is_inside_removed(path, removed, metadata))
-    )
-
-
-def _list_modules_above(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
-    """Return the modules above the keys, upward until `metadata` lacks an entry."""
-    modules: set[str] = set()
-    for name in names:
-        path = _get_parent(name)
-        while path in metadata and path not in modules:
-            modules.add(path)
-            path = _get_parent(path)
-    return modules
-
-
-def _is_inside_removed(path: str, removed: set[str], metadata: Mapping[Any, Any]) -> bool:
-    """Return True if a module, or one above it, was removed.
-
-    `metadata` has the paths of all modules: above a path that it lacks there is no other.
-    """
-    while path and path in metadata:
-        if path in removed:
-            return True
-        path = _get_parent(path)
-    return False
-
 
 Naming = tuple[frozenset[str], Mapping[str, str]]
 """The keys of one state dict, and the keys that change, old to new."""
@@ -208,8 +53,9 @@ def find_new_names(names_in_optimizer: Iterable[str], namings: Iterable[Naming])
     """
     own_names = frozenset(names_in_optimizer)
     new_names: dict[str, str] = {}
-    for names, renamed in sorted(namings, key=lambda naming: -len(own_names & naming[0])):
-        for name in own_names & names - new_names.keys():
+    shared_namings = [(own_names & keys, renamed) for keys, renamed in namings]
+    for shared_names, renamed in sorted(shared_namings, key=lambda naming: -len(naming[0])):
+        for name in shared_names - new_names.keys():
             new_names[name] = renamed.get(name, name)
     return new_names
 
@@ -222,7 +68,7 @@ class NamePlan:
     """The path for messages; empty for dicts in memory."""
     collision_hint: str
     decides_module: Callable[[str], bool] = lambda name: True
-    """Returns True if a key decides where its module moves."""
+    """Returns True if a key decides where its module moves: for wrappers, all but `n_averaged`."""
     replacements: dict[int, Any] = field(default_factory=dict)
     """The new dict or object by the identity of the old one."""
     changes: list[Change] = field(default_factory=list)
@@ -232,10 +78,9 @@ class NamePlan:
         """Return the changed checkpoint, or the same checkpoint if nothing changes."""
         if not self.changes:
             return checkpoint
-        if not self.replacements:
-            return checkpoint.with_root(checkpoint.root, *self.changes)
-
-        root = _replace_nodes(checkpoint.root, self.replacements)
+        root = checkpoint.root
+        if self.replacements:  # otherwise the changes are only warnings
+            root = _replace_nodes(root, self.replacements)
         return checkpoint.with_root(root, *self.changes)
 
     def note_renames(self, names: Iterable[str], renamed: dict[str, str]) -> None:
@@ -267,10 +112,10 @@ class NamePlan:
         items = ((renamed.get(name, name), value) for name, value in section.holder.items())
         new_holder = copy_with_items(section.holder, items)
         if isinstance(new_holder, OrderedMap) and isinstance(new_holder.metadata, dict):
-            deciding = {
+            new_key_by_key = {
                 name: renamed.get(name, name) for name in names if self.decides_module(name)
             }
-            new_metadata = move_metadata(new_holder.metadata, deciding, rename_module)
+            new_metadata = move_metadata(new_holder.metadata, new_key_by_key, rename_module)
             new_holder.attributes = {**new_holder.attributes, "_metadata": new_metadata}
         self.replacements[id(section.holder)] = new_holder
 
@@ -282,9 +127,9 @@ class NamePlan:
     ) -> None:
         """Plan the changes of the optimizers among `sections`, after the state dicts.
 
-        Each changes like the state dicts that have its names. `rename_alone` renames in an
-        optimizer that shares no names with them. The keys of a flat state are like
-        `state.NAME.exp_avg`.
+        Each changes like the state dicts that have its names. For an optimizer that shares no names
+        with them, `rename_alone` returns the names that change, old to new. Flat states, with keys
+        such as `state.NAME.exp_avg`, change wherever they are below `root`.
 
         Raises:
             NameCollision: if two names or keys would become the same.
@@ -299,10 +144,11 @@ class NamePlan:
             if section.kind == "optimizer":
                 own_names = list_optimizer_names(section.node)
                 new_names = find_new_names(own_names, self._namings)
-                renamed = {name: new for name, new in new_names.items() if new != name}
-                self._plan_optimizer(
-                    section, own_names, renamed if new_names else rename_alone(own_names)
-                )
+                if new_names:
+                    renamed = {name: new for name, new in new_names.items() if new != name}
+                else:
+                    renamed = rename_alone(own_names)
+                self._plan_optimizer(section, own_names, renamed)
         if any(renamed for _, renamed in self._namings):
             self._plan_flat_optimizers(root)
 
@@ -334,16 +180,14 @@ class NamePlan:
         if not renamed or not is_optimizer(optimizer):
             return
         state = optimizer["state"]
-        self.replacements[id(state)] = copy_with_items(
-            state, [(renamed.get(key, key) if isinstance(key, str) else key, value)
-                    for key, value in state.items()]
-        )  # fmt: skip
+        new_keys = _rename_items(list(state), renamed)
+        new_state = copy_with_items(state, zip(new_keys, state.values(), strict=True))
+        self.replacements[id(state)] = new_state
         for group in optimizer["param_groups"]:
-            items = [
-                (key, _rename_items(value, renamed) if key in ("params", "param_names") else value)
-                for key, value in group.items()
-            ]
-            self.replacements[id(group)] = copy_with_items(group, items)
+            new_group = dict(group)
+            for key in {"params", "param_names"} & group.keys():
+                new_group[key] = _rename_items(group[key], renamed)
+            self.replacements[id(group)] = copy_with_items(group, new_group)
         subject = (
             f"the optimizer {describe_path(section.path)}" if section.path else "the optimizer"
         )
@@ -405,9 +249,10 @@ def _replace_nodes(root: Any, replacements: dict[int, Any]) -> Any:
 
 
 def list_distinct_sections(sections: Iterable[Section]) -> list[Section]:
-    """Return each section once, even if the file has it under several paths."""
+    """Return each section once, at its first path, even if the file has it under several."""
+    # In reverse, because the last of several sections with one holder wins in a dict.
     by_holder = {id(section.holder): section for section in reversed(list(sections))}
-    return list(by_holder.values())[::-1]
+    return list(reversed(by_holder.values()))
 
 
 def find_changed_keys(names: Iterable[str], rename: Renamer) -> dict[str, str]:
@@ -448,8 +293,9 @@ class Unwrapped:
     replacements: dict[int, Any] = field(default_factory=dict)
     """The module directly inside each wrapper, by the identity of the wrapper."""
     renamed: dict[str, str] = field(default_factory=dict)
+    """The keys of the whole module that change, old to new."""
     stripped: StripResult | None = None
-    """The result of stripping by the keys only."""
+    """The result of stripping by the keys only; None if there is nothing to unwrap."""
 
     @property
     def keeps_wrappers(self) -> bool:
@@ -479,33 +325,44 @@ def unwrap_modules(
         start = start and get_child_modules(start).get(name)
     if start is None or not stripped.renamed:
         return Unwrapped()
-    kinds = (only,) if isinstance(only, str) else tuple(only or WRAPPERS)
+    wrappers = (only,) if isinstance(only, str) else tuple(only or WRAPPERS)
+    replacements = _find_wrapped_modules(start, wrappers, levels)
+    unwrapped_state = to_module_state(_replace_nodes(root, replacements)) or OrderedMap()
+    new_names = list_wrappable_keys(unwrapped_state)
+    if len(new_names) != len(names):  # The file has a module under several keys.
+        raise NameCollision("two keys of a module would become the same key", hint=COLLISION_HINT)
+    renamed = {name: new for name, new in zip(names, new_names, strict=True) if new != name}
+    return Unwrapped(replacements, renamed, stripped)
+
+
+def _find_wrapped_modules(
+    start: Opaque, wrappers: Container[str], levels: int | None
+) -> dict[int, Any]:
+    """Return the module inside each wrapper to remove at or below `start`, by the wrapper's id.
+
+    On each path down the modules, at most `levels` wrappers are removed; None means all of them.
+    """
     replacements: dict[int, Any] = {}
     pending = [(start, frozenset[int](), 0, True)]
     while pending:
         module, ancestors, n_removed, is_outermost = pending.pop()
         children = get_child_modules(module)
-        child_name = next(iter(children), None)
+        child_name = next(iter(children), "")
         is_wrapper = len(children) == 1 and child_name in WRAPPERS and not get_own_tensors(module)
-        is_removed = is_wrapper and child_name in kinds and (levels is None or n_removed < levels)
-        if child_name == "module":
+        can_remove = child_name in wrappers and (levels is None or n_removed < levels)
+        if child_name == "module":  # also a usual name for a layer
             is_parallel = "DataParallel" in module.class_name.rpartition(".")[2]
-            is_removed = is_removed and is_outermost and is_parallel
+            can_remove = can_remove and is_outermost and is_parallel
+        is_removed = is_wrapper and can_remove
         if is_removed:
             replacements[id(module)] = children[child_name]
-        path_modules = ancestors | {id(module)}
+        path_modules = ancestors | {id(module)}  # A hostile file may have a module inside itself.
         pending.extend(
             (child, path_modules, n_removed + is_removed, is_outermost and is_wrapper)
             for child in children.values()
             if id(child) not in path_modules
         )
-    new_names = list_wrappable_keys(
-        to_module_state(_replace_nodes(root, replacements)) or OrderedMap()
-    )
-    if len(new_names) != len(names):  # The file has a module under several keys.
-        raise NameCollision("two keys of a module would become the same key", hint=COLLISION_HINT)
-    renamed = {name: new for name, new in zip(names, new_names, strict=True) if new != name}
-    return Unwrapped(replacements, renamed, stripped)
+    return replacements
 
 
 _BELOW = "z"
@@ -531,15 +388,15 @@ class Rename(Step):
     """The path of one state dict to change. Default: all of them."""
 
     def __post_init__(self) -> None:
-        """Make the rules.
+        """Check the rules.
 
         Raises:
-            UsageError: if a text is not a rule, or a rule makes a key empty.
+            UsageError: if an item is not a rule, or a list is a single rule.
         """
         for name in ("rules", "prefixes"):
-            given = getattr(self, name)
-            single = isinstance(given, (str, Rule))  # rejected below
-            object.__setattr__(self, name, given if single else tuple(given))
+            rules = getattr(self, name)
+            if not isinstance(rules, (str, Rule)):  # a single rule is refused below
+                object.__setattr__(self, name, tuple(rules))
         parse_rules(self.rules, self.prefixes)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -578,12 +435,16 @@ class Rename(Step):
 
 
 def _suggest_move(checkpoint: Checkpoint, rules: _Renaming) -> Iterator[Change]:
-    """Yield a note for each prefix rule without a match that names a key of the root instead."""
+    """Yield a note for each rule `OLD=NEW` without a match if OLD is a key of the root instead.
+
+    Such a key, for example `model` of `model/conv.weight`, is renamed by --move.
+    """
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     for rule, count in zip(rules.rules, rules.counts, strict=True):
-        old, equals, new = rule.text.partition("=")
+        old, _, new = rule.text.partition("=")
         old, new = old.removesuffix("."), new.removesuffix(".")
-        if not count and equals and not rule.regex and old in root and new:
+        is_prefix_rule = bool(new) and not rule.regex
+        if is_prefix_rule and not count and old in root:
             command = shlex.join(["ckptool", "convert", checkpoint.path, "OUT", "--move"])
             text = (
                 f"{printable(old)} is a key of the file, not of a state dict; to rename "
@@ -596,13 +457,17 @@ class _Renaming(AppliedRules):
     """The rules of a rename, with the number of keys that each changed."""
 
     def __init__(self, rules: list[Rule], file: str) -> None:
-        """Start without renamed keys."""
+        """Start without renamed keys; both lists have an item for each rule."""
         super().__init__(rules, file)
         self._changed = [0 for _ in rules]
         self._examples: list[RuleMatch | None] = [None for _ in rules]
 
     def find_renamed_keys(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the keys that change, old to new, and count the matches of each rule."""
+        """Return the keys that change, old to new, and count the keys that each rule changes.
+
+        Raises:
+            UsageError: if a new key has a slash, which separates the keys of a path.
+        """
         new_keys = self.rename_keys(names)
         for name, new in new_keys.items():
             if "/" in new and "/" not in name:
@@ -611,10 +476,10 @@ class _Renaming(AppliedRules):
                     file=self.file or None,
                     hint="separate the parts of a key with dots",
                 )
-            for step in self.steps[name]:
-                if step.old != step.new:
-                    self._changed[step.rule] += 1
-                    self._examples[step.rule] = self._examples[step.rule] or step
+            for match in self.matches_by_key[name]:
+                if match.old != match.new:
+                    self._changed[match.rule] += 1
+                    self._examples[match.rule] = self._examples[match.rule] or match
         return {name: new for name, new in new_keys.items() if new != name}
 
     @property
@@ -623,11 +488,14 @@ class _Renaming(AppliedRules):
         return self._changed
 
     def rename_module(self, path: str) -> str:
-        """Return the new path of a module without parameters, as if it had a key below it."""
-        before = f"{path}." if path else ""
-        matches = self.find_matches(f"{before}{_BELOW}")
-        name = matches[-1].new if matches else f"{before}{_BELOW}"
-        parent, _, last = name.rpartition(".")
+        """Return the new path of a module without parameters, as if it had a key below it.
+
+        It keeps its path if the rules change the last part of that key.
+        """
+        key = f"{path}.{_BELOW}" if path else _BELOW
+        matches = self.find_matches(key)
+        new_key = matches[-1].new if matches else key
+        parent, _, last = new_key.rpartition(".")
         return parent if last == _BELOW else path
 
     def list_changes(self) -> Iterator[Change]:
@@ -664,6 +532,7 @@ class Strip(Step):
         """
         if self.only is not None and not isinstance(self.only, str):
             object.__setattr__(self, "only", tuple(self.only))
+        # Stripping no keys checks the options; levels=0, no stripping, is not an option of it.
         strip_names((), **{**self._options, "levels": self.levels or None})
 
     def words(self) -> Iterator[str]:
@@ -693,8 +562,8 @@ class Strip(Step):
         sections = list_distinct_sections(checkpoint.sections)
         _require_submodule(checkpoint, sections, self.at)
         for section in sections:
-            names = list_wrappable_keys(section.node)
             if section.kind == "state_dict":
+                names = list_wrappable_keys(section.node)
                 result = strip_names(names, **options)
                 plan.plan_state_dict(section, names, result.renamed, result.rename_module)
                 if result.renamed:
@@ -703,18 +572,7 @@ class Strip(Step):
                     remaining = [result.renamed.get(name, name) for name in names]
                     plan.changes.extend(_warn_of_partial_wrapper(section, remaining, self.only))
             elif section.kind == "module":
-                unwrapped = unwrap_modules(section.holder, **options)
-                plan.replacements.update(unwrapped.replacements)
-                plan.note_renames(names, unwrapped.renamed)
-                if unwrapped.replacements and unwrapped.stripped is not None:
-                    plan.changes.append(
-                        _make_strip_change(section, unwrapped.stripped, unwrapped.renamed)
-                    )
-                if unwrapped.keeps_wrappers:
-                    path = describe_path(section.path)
-                    text = f"the pickled module at {path} keeps keys with wrapper prefixes: "
-                    text += "its class defines them"
-                    plan.changes.append(Change("warning", text, len(names)))
+                _plan_unwrapping(plan, section, unwrap_modules(section.holder, **options))
         plan.plan_optimizers(
             checkpoint.root, sections, lambda own: strip_names(own, **options).renamed
         )
@@ -744,7 +602,7 @@ class Wrap(Step):
         Raises:
             UsageError: if it is not a known wrapper.
         """
-        make_prefixer(self.wrapper, self.at)
+        make_prefixer(self.wrapper)  # raises it
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with wrapped keys.
@@ -777,6 +635,19 @@ class Wrap(Step):
         return plan.apply_to(checkpoint)
 
 
+def _plan_unwrapping(plan: NamePlan, section: Section, unwrapped: Unwrapped) -> None:
+    """Plan to replace the wrappers in a pickled module; warn if some keep their prefixes."""
+    names = list_wrappable_keys(section.node)
+    plan.replacements.update(unwrapped.replacements)
+    plan.note_renames(names, unwrapped.renamed)
+    if unwrapped.replacements and unwrapped.stripped is not None:
+        plan.changes.append(_make_strip_change(section, unwrapped.stripped, unwrapped.renamed))
+    if unwrapped.keeps_wrappers:
+        text = f"the pickled module at {describe_path(section.path)} keeps keys with wrapper "
+        text += "prefixes: its class defines them"
+        plan.changes.append(Change("warning", text, len(names)))
+
+
 def _require_submodule(checkpoint: Checkpoint, sections: list[Section], at: str | None) -> None:
     """Refuse the path of a submodule if no key of a model starts with it.
 
@@ -800,8 +671,7 @@ def _plan_prefix(plan: NamePlan, section: Section, wrapper: str, at: str | None)
     names = list_wrappable_keys(section.node)
     renamed = find_changed_keys(names, make_prefixer(wrapper, at))
     prefix = f"{at}.{wrapper}." if at else f"{wrapper}."
-    own_keys = [name for name in renamed if is_wrappable(name)]
-    if own_keys and all(name.startswith(prefix) for name in own_keys):
+    if renamed and all(name.startswith(prefix) for name in renamed):
         text = f'the keys{describe_location(section.path)} already started with "{prefix}"'
         plan.changes.append(Change("warning", text, len(renamed)))
     plan.plan_state_dict(section, names, renamed, make_module_prefixer(wrapper, at))

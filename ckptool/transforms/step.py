@@ -68,11 +68,12 @@ class Step:
     def words(self) -> Iterator[str]:
         """Yield the command-line words of this step for `convert`."""
         if self.flag:
-            yield from f"--{self.flag}".split("=")
+            yield from f"--{self.flag}".split("=")  # such as `ties=copy`
         for step_field in fields(self):
             value = getattr(self, step_field.name)
             option = self.options.get(step_field.name, step_field.name)
-            if option and value not in (step_field.default, (), None):
+            is_given = value not in (step_field.default, (), None)
+            if option and is_given:
                 yield from format_option(option, value)
 
     @overload
@@ -102,13 +103,13 @@ class Step:
 def run_steps(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     """Return the checkpoint after all steps, in order.
 
-    The losses that the user asked for are marked with `Change.wanted`.
+    The losses of a step that selects are marked with `Change.wanted`: the user asked for them.
 
     Raises:
         CheckpointError: if a step fails; files that the steps opened are closed.
         UsageError: if an item of `steps` is not a step.
     """
-    with ExitStack() as stack:
+    with ExitStack() as close_on_error:
         for step in steps:
             if not isinstance(step, Step):
                 raise UsageError(
@@ -116,30 +117,34 @@ def run_steps(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
                 )
             result = step.applied(checkpoint)
             for source in list_opened_sources([step], checkpoint, result):
-                stack.callback(source.close)
+                close_on_error.callback(source.close)
             checkpoint = _mark_wanted(result, len(checkpoint.changes)) if step.selects else result
-        stack.pop_all()
+        close_on_error.pop_all()
     return checkpoint
 
 
 def _mark_wanted(result: Checkpoint, n_before: int) -> Checkpoint:
-    """Return the checkpoint with all changes after the first `n_before` marked as wanted."""
-    marked = (
-        replace(change, wanted=change.wanted or not change.needed)
-        for change in result.changes[n_before:]
-    )
-    changes = (*result.changes[:n_before], *marked)
+    """Return the checkpoint with its changes after the first `n_before` marked as wanted.
+
+    A change that leaves out something needed stays as it is: the result is incomplete without it.
+    """
+    earlier, new = result.changes[:n_before], result.changes[n_before:]
+    marked = [change if change.needed else replace(change, wanted=True) for change in new]
+    changes = (*earlier, *marked)
     return result if changes == result.changes else replace(result, changes=changes)
 
 
 def list_opened_sources(
     steps: Iterable[Step], before: Checkpoint, after: Checkpoint
 ) -> list[Bytes]:
-    """Return the sources of the result `after` that the steps opened, not the caller."""
+    """Return the sources of the result `after` that the steps opened, not the caller.
+
+    The caller opened those of `before` and of the checkpoints among the options of the steps.
+    """
     values = (getattr(step, option.name) for step in steps for option in fields(step))
     given = [before, *(value for value in values if isinstance(value, Checkpoint))]
-    known = {id(source) for checkpoint in given for source in checkpoint.sources}
-    return [source for source in after.sources if id(source) not in known]
+    given_sources = {id(source) for checkpoint in given for source in checkpoint.sources}
+    return [source for source in after.sources if id(source) not in given_sources]
 
 
 def open_and_change(
@@ -151,9 +156,9 @@ def open_and_change(
 
 def change_or_close(opened: Checkpoint, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
     """Change an open checkpoint; close it if that fails."""
-    with ExitStack() as stack:
-        result = change(stack.enter_context(opened))
-        stack.pop_all()
+    with ExitStack() as close_on_error:
+        result = change(close_on_error.enter_context(opened))
+        close_on_error.pop_all()
     return result
 
 
@@ -164,7 +169,8 @@ def format_option(option: str, value: Any) -> Iterator[str]:
     """
     if isinstance(value, Mapping):
         value = tuple(f"{old}={new}" for old, new in value.items())
-    for item in value if isinstance(value, tuple) else (value,):
+    items = value if isinstance(value, tuple) else (value,)
+    for item in items:
         yield f"--{option.replace('_', '-')}"
         if item is not True:
             yield str(item)
