@@ -58,11 +58,14 @@ class _Mixing:
         """
         if mode not in MODES:
             raise UsageError(f"mode takes {listed(MODES)}, not {mode!r}")
-        is_mean, numbers = mode == MEAN, tuple(map(float, weights))
-        is_valid = count == {MEAN: max(count, 2), SLERP: 2, TASK: 3}[mode]
-        is_valid &= not weights or (is_mean and len(weights) == count and sum(weights) != 0)
-        is_valid &= not is_mean or t is None
-        if not is_valid or not all(map(isfinite, (*numbers, sum(map(abs, numbers)), t or 0))):
+        numbers = tuple(map(float, weights))
+        if mode == MEAN:
+            has_weights = len(weights) == count and sum(weights) != 0
+            is_valid = count >= 2 and (not weights or has_weights) and t is None
+        else:
+            is_valid = count == {SLERP: 2, TASK: 3}[mode] and not weights
+        total = sum(map(abs, numbers))  # infinite if a sum of the weights overflows
+        if not is_valid or not all(map(isfinite, (*numbers, total, t or 0))):
             raise UsageError(
                 {
                     MEAN: "mode mean needs two or more checkpoints, and one finite weight for each "
@@ -76,18 +79,23 @@ class _Mixing:
                     TASK: "ckptool average A B C --mode task --t 1 -o OUT",
                 }[mode],
             )
-        default = {SLERP: 0.5}.get(mode, 1.0)
-        return cls(mode, count, numbers, default if t is None else float(t))
+        default_t = 0.5 if mode == SLERP else 1.0
+        return cls(mode, count, numbers, default_t if t is None else float(t))
 
     def make_storage(
         self, averager: Averager, elements: list[Elements], like: Storage, dtype: str, name: str
     ) -> Storage:
-        """Return a storage that computes the mixture of the tensors of this key."""
+        """Return a storage like `like` that computes the mixture of one key when it is read.
+
+        `elements` are those of the tensors, one from each file; `name` is the key for messages.
+        """
         if self.mode == SLERP:
             return averager.interpolate_on_arc(elements, like, dtype, name, self.t)
-        if self.mode == TASK:  # The difference comes first, so that equal tensors give exactly 0.
-            elements, weights = [*elements[1:], elements[0]], (self.t, -self.t, 1.0)
-            return averager.average(elements, like, dtype, name, weights=weights)
+        if self.mode == TASK:
+            first, second, third = elements
+            # The first is added last, so that the difference of equal tensors is exactly 0.
+            terms, weights = [second, third, first], (self.t, -self.t, 1.0)
+            return averager.average(terms, like, dtype, name, weights=weights)
         return averager.average(elements, like, dtype, name, weights=self.weights)
 
     def __str__(self) -> str:
@@ -111,28 +119,34 @@ def _compute_means(
         UsageError: if keys are tied in the first file, but not in another.
     """
     averager = Averager()
-    means_by_places: dict[object, TensorRef] = {}
-    means: dict[int, tuple[str, TensorRef]] = {}
+    mean_by_places: dict[object, TensorRef] = {}  # by the places of a key's tensors in all files
+    mean_by_id: dict[int, TensorRef] = {}
+    key_by_id: dict[int, str] = {}
     places_by_storage: dict[int, dict[str, object]] = {}
     for name, tensors in tensors_by_key:
+        identity, storage = id(tensors[0]), tensors[0].storage
         places = tuple(tensor.place for tensor in tensors)
-        if places not in means_by_places:
-            means_by_places[places] = _compute_mean(averager, name, tensors, mixing)
-        first_name, mean = means.setdefault(id(tensors[0]), (name, means_by_places[places]))
-        if mean is not means_by_places[places]:
+        if places not in mean_by_places:
+            mean_by_places[places] = _compute_mean(averager, name, tensors, mixing)
+        mean = mean_by_places[places]
+        tied_key = key_by_id.setdefault(identity, name)
+        if mean_by_id.setdefault(identity, mean) is not mean:
             raise UsageError(
-                f"{printable(first_name)!r} and {printable(name)!r} are tied in this file and "
+                f"{printable(tied_key)!r} and {printable(name)!r} are tied in this file and "
                 "separate in another",
                 file=files[0],
                 hint=f"untie them first: ckptool convert --ties copy {files[0]} OUT",
             )
-        places_by_storage.setdefault(id(tensors[0].storage), {})[name] = places
+        places_by_storage.setdefault(id(storage), {})[name] = places
     separated = [
-        name for names in places_by_storage.values() if len({*names.values()}) > 1 for name in names
+        name
+        for places_by_key in places_by_storage.values()
+        if len({*places_by_key.values()}) > 1
+        for name in places_by_key
     ]
     text = f"no longer share memory: {listed(separated)}"
     warnings = [Change("warning", text, len(separated))] if separated else []
-    return {identity: mean for identity, (_, mean) in means.items()}, warnings
+    return mean_by_id, warnings
 
 
 def _compute_mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> TensorRef:
@@ -143,11 +157,12 @@ def _compute_mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixi
     first = tensors[0]
     if first.storage is None:
         raise UsageError("tensors without data cannot be averaged")
-    order, stride = first.memory_order, first.stride
-    if not first.permuted(order).is_contiguous:
-        order = list(range(len(stride)))
+    axes, stride = first.memory_order, first.stride
+    has_gaps = not first.permuted(axes).is_contiguous
+    if has_gaps:
+        axes = list(range(len(stride)))
         stride = row_major_strides(first.sizes)
-    elements = [run_of_tensor(tensor.permuted(order)) for tensor in tensors]
+    elements = [run_of_tensor(tensor.permuted(axes)) for tensor in tensors]
     storage = mixing.make_storage(averager, elements, first.storage, first.dtype, name)
     return replace(first, storage=storage, offset=0, stride=stride, flags=())
 
@@ -200,11 +215,12 @@ def average(
     plan = _Plan(checkpoints, ints, mixing)
     for model, others in models:
         plan.add_model(model, others)
-    refuse_dependent_tensors(first, {id(tensors[0]) for _, tensors in plan.averaged})
+    averaged_in_first = [tensors[0] for _, tensors in plan.averaged]
+    refuse_dependent_tensors(first, {id(tensor) for tensor in averaged_in_first})
     means, warnings = _compute_means(
         plan.averaged, [checkpoint.path for checkpoint in checkpoints], mixing
     )
-    new_root = _replace_averaged(first, means, [tensors[0] for _, tensors in plan.averaged])
+    new_root = _replace_averaged(first, means, averaged_in_first)
     sources = {id(source): source for checkpoint in checkpoints for source in checkpoint.sources}
     rest_changes = [] if key is not None else list(_report_rest(first, new_root))
     result = first.with_root(new_root, *plan.list_changes(), *warnings, *rest_changes)
@@ -225,7 +241,7 @@ def _pair_models(
         return chosen, [(section, [_find_state_dict(key, other) for other in others])]
     models = _list_models(first)
     if not models:
-        find_model_state_dict(first)
+        find_model_state_dict(first)  # raises the error
     counterparts = [_find_counterparts(first, models, other) for other in others]
     # One tuple of counterparts for each model: from lists by file to lists by model.
     by_model = zip(*counterparts, strict=True)
@@ -243,7 +259,7 @@ def _find_state_dict(key: Any, checkpoint: Checkpoint) -> Section:
     """Return the state dict at the path `key`, or the only one of a file without this path."""
     try:
         return find_model_state_dict(checkpoint, key)
-    except AmbiguousName:
+    except AmbiguousName:  # a kind of NotFound
         raise
     except NotFound as error:
         models = _list_models(checkpoint)
@@ -262,21 +278,20 @@ def _find_counterparts(
     other_models = _list_models(other)
     if len(models) == len(other_models) == 1:
         return other_models
-    by_name, wanted_names = (
-        {section.name: section for section in sections} for sections in (other_models, models)
-    )
-    for names, owner, lacking in (
-        (wanted_names.keys() - by_name.keys(), first, other),
-        (by_name.keys() - wanted_names.keys(), other, first),
+    names = [section.name for section in models]
+    other_by_name = {section.name: section for section in other_models}
+    for missing_names, owner, lacking in (
+        ({*names} - other_by_name.keys(), first, other),
+        (other_by_name.keys() - {*names}, other, first),
     ):
-        if names:
-            shown = listed(name or "the root" for name in sorted(names))
+        if missing_names:
+            shown = listed(name or "the root" for name in sorted(missing_names))
             raise NotFound(
                 f"{lacking.path} has no state dict {shown}; only {owner.path} has it",
                 file=lacking.path,
                 hint="average one state dict with --key NAME",
             )
-    return [by_name[name] for name in wanted_names]
+    return [other_by_name[name] for name in names]
 
 
 def _get_tensors_by_key(section: Section) -> Names:
@@ -312,30 +327,35 @@ class _Plan:
         Raises:
             UsageError, NotFound: if the models do not match.
         """
-        own = _get_tensors_by_key(section)
-        by_file = [own, *(_rename_like(own, _get_tensors_by_key(other)) for other in others)]
+        first = _get_tensors_by_key(section)
+        by_file = [first, *(_rename_like(first, _get_tensors_by_key(other)) for other in others)]
         files = [checkpoint.path for checkpoint in self.checkpoints]
+        # The counter of AveragedModel, which a plain model does not have.
         if not all(N_AVERAGED in tensors for tensors in by_file):
             for path, tensors in zip(files, by_file, strict=True):
                 if tensors.pop(N_AVERAGED, None) is not None:
-                    kind = "keep" if tensors is own else "left-out"
+                    kind = "keep" if tensors is first else "left-out"
                     text = f"{N_AVERAGED} of {path}, which is not a weight"
                     self._counter_changes.append(Change(kind, text, 1))
         for path, other in zip(files[1:], by_file[1:], strict=True):
-            sides = ((own, files[0], other, path), (other, path, own, files[0]))
+            only_first = [name for name in first if name not in other]
+            only_other = [name for name in other if name not in first]
             facts = [
-                f"only {owner} has {listed(found, most=3)}; {other_path} does not"
-                for tensors, owner, other_tensors, other_path in sides
-                if (found := [name for name in tensors if name not in other_tensors])
+                f"only {owner} has {listed(keys, most=3)}; {lacking} does not"
+                for keys, owner, lacking in (
+                    (only_first, files[0], path),
+                    (only_other, path, files[0]),
+                )
+                if keys
             ]
             if facts:
                 raise NotFound("; ".join(facts), file=path)
-        before = len(self.averaged)
-        for name in own:
+        n_before = len(self.averaged)
+        for name in first:
             self._add_tensor(name, tuple(tensors[name] for tensors in by_file))
-        means = len(self.averaged) - before
-        text = f"{self.mixing}: {counted(means, 'tensor')}{describe_location(section.path)}"
-        self._mean_changes.append(Change("average", text, means))
+        n_means = len(self.averaged) - n_before
+        text = f"{self.mixing}: {counted(n_means, 'tensor')}{describe_location(section.path)}"
+        self._mean_changes.append(Change("average", text, n_means))
 
     def list_changes(self) -> Iterator[Change]:
         """Yield a change for everything that was averaged or kept."""
@@ -378,7 +398,7 @@ class _Plan:
     def _check_tensor(self, name: str, first: TensorRef, tensor: TensorRef, file: str) -> None:
         """Refuse a tensor of `file` that differs from the first in shape, kind or integers.
 
-        Also one without plain elements.
+        Also one without plain elements. A message is `'w' is int64 here and int32 in first.pth`.
         """
         first_path, kind = self.checkpoints[0].path, _classify_dtype(first)
         must_be_equal = kind == "integer" and self.ints == _SAME
@@ -406,11 +426,13 @@ def _rename_like(first: Names, other: Names) -> Names:
     """
     if first.keys() == other.keys():
         return other
-    own_bare, other_bare = map_to_bare_names(first), map_to_bare_names(other)
-    names = {bare: name for name, bare in own_bare.items()}
-    bare = {other_bare[name]: tensor for name, tensor in other.items()}
-    is_same_model = names.keys() ^ bare.keys() <= {N_AVERAGED}
-    return {names.get(name, name): bare[name] for name in bare} if is_same_model else other
+    first_key_by_bare = {bare: key for key, bare in map_to_bare_names(first).items()}
+    bare_keys = map_to_bare_names(other)
+    other_by_bare = {bare_keys[key]: tensor for key, tensor in other.items()}
+    differing_keys = first_key_by_bare.keys() ^ other_by_bare.keys()
+    if not differing_keys <= {N_AVERAGED}:  # AveragedModel, a wrapper, adds this counter
+        return other
+    return {first_key_by_bare.get(bare, bare): tensor for bare, tensor in other_by_bare.items()}
 
 
 def _replace_averaged(
@@ -429,13 +451,15 @@ def _replace_averaged(
         if original is None:
             return node
         mean = means[id(original)]
-        place = {"storage": mean.storage, "offset": mean.offset}
-        return replace_elements(node, **place, stride=mean.stride, flags=mean.flags)
+        return replace_elements(
+            node, storage=mean.storage, offset=mean.offset, stride=mean.stride, flags=mean.flags
+        )
 
     def is_left_out(node: Any) -> bool:
-        """Return True for an optimizer or scheduler, or a list of these."""
-        nodes = node if isinstance(node, (list, tuple)) and node else (node,)
-        return all(id(item) in left_out for item in nodes)
+        """Return True for an optimizer or scheduler, or a list with only these."""
+        if isinstance(node, (list, tuple)) and node:
+            return all(id(item) in left_out for item in node)
+        return id(node) in left_out
 
     def filter_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
         """Return a dict without optimizers and schedulers."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class Originals:
     """Recognizes chosen tensors of a tree while it is rebuilt.
 
-    `rebuild` passes on a copy of a tensor if its attributes or hooks are new.
+    If `rebuild` has replaced the attributes or hooks of a tensor, it passes on a copy of it.
     """
 
     def __init__(self, root: Any, chosen: Iterable[TensorRef]) -> None:
@@ -68,31 +68,31 @@ def replace_tensors(root: Any, replacements: Mapping[Path, TensorRef]) -> Any:
 
     Paths that lead through more than containers and attributes are skipped.
     """
-    holders: dict[int, dict[Any, dict[Path, TensorRef]]] = {}
+    # For each dict, by id: its keys, the paths inside of lists there, and the new tensors.
+    edits_by_dict: dict[int, list[tuple[Any, Path, TensorRef]]] = {}
     for path, tensor in replacements.items():
-        location = _find_holder(root, path)
+        location = _find_innermost_dict(root, path)
         if location is not None:
-            holder, depth = location
+            innermost, depth = location
             key, inner_path = path[depth], path[depth + 1 :]
-            holders.setdefault(id(holder), {}).setdefault(key, {})[inner_path] = tensor
+            edits_by_dict.setdefault(id(innermost), []).append((key, inner_path, tensor))
 
     def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
         """Return a dict with the new tensors, or the dict itself."""
-        if id(old) not in holders:
+        if id(old) not in edits_by_dict:
             return old
         new = copy_with_items(old, old)
-        for key, new_tensors in holders[id(old)].items():
-            for inner_path, tensor in new_tensors.items():
-                new[key] = _replace_inside(new[key], inner_path, tensor)
+        for key, inner_path, tensor in edits_by_dict[id(old)]:
+            new[key] = _replace_inside(new[key], inner_path, tensor)
         return new
 
-    return rebuild(root, None, replace_entries) if holders else root
+    return rebuild(root, None, replace_entries) if edits_by_dict else root
 
 
-def _find_holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
-    """Return the innermost dict on the path of a tensor, and its depth; None for another path.
+def _find_innermost_dict(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
+    """Return the innermost dict on the path of a tensor, and the position of its key in the path.
 
-    The path may lead through dicts, lists, tuples and attributes of objects.
+    The path may lead through dicts, lists, tuples and attributes of objects; None for another path.
     """
     node, innermost = root, None
     for depth, key in enumerate(path):
@@ -109,8 +109,9 @@ def _replace_inside(node: Any, path: Path, tensor: TensorRef) -> Any:
     """Return nested lists or tuples with `tensor` at the path inside; `tensor` if it is empty."""
     if not path:
         return tensor
+    index, *inner_path = path
     items = list(node)
-    items[path[0]] = _replace_inside(items[path[0]], path[1:], tensor)
+    items[index] = _replace_inside(items[index], tuple(inner_path), tensor)
     return items if isinstance(node, list) else type(node)(items)
 
 
@@ -155,14 +156,14 @@ def _separate_spared(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
 
     Without this, a tensor that is also at another path would be cast with it.
     """
-    others = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
-    own: dict[int, TensorRef] = {}
-    placed = {
-        path: own.setdefault(id(tensor), replace(tensor))
+    cast_ids = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
+    copy_by_id: dict[int, TensorRef] = {}
+    copy_by_path = {
+        path: copy_by_id.setdefault(id(tensor), replace(tensor))
         for path, tensor in checkpoint.tensors()
-        if path in spared and id(tensor) in others
+        if path in spared and id(tensor) in cast_ids
     }
-    return replace(checkpoint, root=replace_tensors(checkpoint.root, placed))
+    return replace(checkpoint, root=replace_tensors(checkpoint.root, copy_by_path))
 
 
 FLOATING = tuple(FLOATS)
@@ -235,10 +236,12 @@ class Cast(Step):
 
     def words(self) -> Iterator[str]:
         """Yield the command-line words of this step for `convert`."""
-        exceptions = (f"{glob}={dtype}" if dtype else glob for glob, dtype in parse_keep(self.keep))
-        yield from replace(self, keep=()).words() if self.keep else super().words()
-        for exception in exceptions:
-            yield from ("--keep", exception)
+        if not self.keep:
+            yield from super().words()
+            return
+        yield from replace(self, keep=()).words()
+        for glob, dtype in parse_keep(self.keep):
+            yield from ("--keep", f"{glob}={dtype}" if dtype else glob)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with other dtypes.
@@ -252,16 +255,13 @@ class Cast(Step):
             NotFound: if `dequantize` is given and no weight is quantized.
         """
         refuse_placeholders(checkpoint)
-        rules: dict[str, str | None] = {}
+        dtype_by_glob: dict[str, str | None] = {}
         for glob, dtype in parse_keep(self.keep):
-            rules.setdefault(glob, dtype)
+            dtype_by_glob.setdefault(glob, dtype)
         spared_paths = set() if self.cast_optimizer else find_optimizer_paths(checkpoint)
-        default = (
-            None
-            if self.dtype is None and self.dequantize is not None
-            else parse_floating_dtype(self.dtype)
-        )
-        plan = _Plan(_separate_spared(checkpoint, spared_paths), default, rules)
+        only_dequantizes = self.dtype is None and self.dequantize is not None
+        default_dtype = None if only_dequantizes else parse_floating_dtype(self.dtype)
+        plan = _Plan(_separate_spared(checkpoint, spared_paths), default_dtype, dtype_by_glob)
         if self.dequantize is not None:
             plan.plain_dtype = parse_floating_dtype(self.dequantize)
             plan.dequantized = dequantize_weights(plan.checkpoint, plan.plain_dtype)
@@ -275,6 +275,7 @@ class Cast(Step):
             )
         changes = list(plan.list_changes())
         if not plan.casts and not plan.dequantized:
+            # Only warnings, if tensors have the dtype already: nothing was to be done.
             notable = [
                 change for change in changes if change.kind == "warning" or not plan.unchanged
             ]
@@ -346,8 +347,9 @@ class _Plan:
 
     checkpoint: Checkpoint
     dtype: str | None
-    """None: only dequantized weights change."""
+    """The new dtype of all tensors without a rule. None: only dequantized weights change."""
     rules: dict[str, str | None]
+    """The exceptions: the dtype by glob, or None to keep the dtype."""
     casts: dict[int, _PendingCast] = field(default_factory=dict)
     """The tensors to cast, by the identity of the tensor with the elements."""
     dequantized: Dequantized | None = None
@@ -366,46 +368,52 @@ class _Plan:
     def choose_dtypes(self, spared_paths: set[Path]) -> None:
         """Choose the dtype of every tensor of the checkpoint, except at `spared_paths`."""
         tensors = [*self.checkpoint.tensors(), *_iterate_unsaved_buffers(self.checkpoint)]
-        rule_by_position = self._match_rules(tensors)
+        glob_by_position = self._match_rules(tensors)
         for position, (path, tensor) in enumerate(tensors):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
                 self._other_dtypes[tensor.dtype] += 1
             elif path in spared_paths:
                 self._optimizer_count += 1
             else:
-                self._choose_dtype(path, tensor, rule_by_position.get(position))
+                self._choose_dtype(path, tensor, glob_by_position.get(position))
+        # A tensor with two keys, of which one keeps its dtype and the other does not.
         for identity in self.unchanged & self.casts.keys():
             self._disputed_names.extend(self.casts.pop(identity).names)
 
     def _match_rules(self, tensors: list[tuple[Path, TensorRef]]) -> dict[int, str]:
-        """Return the first rule that matches each tensor, by position in `tensors`.
+        """Return the glob of the first rule that matches each tensor, by position in `tensors`.
+
+        A tensor without a match is left out.
 
         Raises:
             NotFound: if a rule matches no tensor.
             AmbiguousName: if a name matches several tensors.
         """
-        index, rule_by_position = NameIndex(tensors, self.checkpoint.path), dict[int, str]()
-        for rule in self.rules:
-            matches = index.select(rule, endings=False)
-            if not matches:
-                raise unmatched_error(index.describe_unmatched(rule), self.checkpoint.path)
-            for position in matches:
-                rule_by_position.setdefault(position, rule)
-        return rule_by_position
+        index, glob_by_position = NameIndex(tensors, self.checkpoint.path), dict[int, str]()
+        for glob in self.rules:
+            positions = index.select(glob, endings=False)
+            if not positions:
+                raise unmatched_error(index.describe_unmatched(glob), self.checkpoint.path)
+            for position in positions:
+                glob_by_position.setdefault(position, glob)
+        return glob_by_position
 
-    def _choose_dtype(self, path: Path, tensor: TensorRef, rule: str | None) -> None:
+    def _choose_dtype(self, path: Path, tensor: TensorRef, glob: str | None) -> None:
         """Choose the dtype of a tensor, or note the reason why it cannot be cast.
 
-        `rule` is the first exception that matches it.
+        `glob` is that of the first rule that matches it.
         """
-        dtype, name, elements = self.dtype or tensor.dtype, name_of(path), get_elements(tensor)
-        storages = self.dequantized.storages if self.dequantized else ()
-        plain_dtype = self.plain_dtype if id(tensor.storage) in storages else None
-        if rule is not None:
-            dtype = self.rules[rule] or plain_dtype or tensor.dtype
-            self._matches_by_rule[rule] += 1
-        elif plain_dtype is not None:
-            dtype = plain_dtype
+        name, elements = name_of(path), get_elements(tensor)
+        dequantized_storages = self.dequantized.storages if self.dequantized else ()
+        is_dequantized = id(tensor.storage) in dequantized_storages
+        if glob is not None:
+            kept_dtype = self.plain_dtype if is_dequantized else tensor.dtype
+            dtype = self.rules[glob] or kept_dtype
+            self._matches_by_rule[glob] += 1
+        elif is_dequantized:
+            dtype = self.plain_dtype
+        else:
+            dtype = self.dtype or tensor.dtype
         obstacle = _find_obstacle(elements, dtype)
         if dtype == tensor.dtype:
             self.unchanged.add(id(elements))
@@ -463,16 +471,20 @@ class _Plan:
 
     def warn_of_separated(self) -> Iterator[Change]:
         """Warn of tensors that no longer share memory because their dtypes differ now."""
-        kinds: dict[int, set[tuple[str, str]]] = {}
-        names: dict[int, list[str]] = {}
+        pairs_by_storage: dict[int, set[tuple[str, str]]] = {}
+        names_by_storage: dict[int, list[str]] = {}
         for cast in self.casts.values():
-            kinds.setdefault(id(cast.storage), set()).add(cast.pair)
-            names.setdefault(id(cast.storage), []).extend(cast.names)
+            pairs_by_storage.setdefault(id(cast.storage), set()).add(cast.pair)
+            names_by_storage.setdefault(id(cast.storage), []).extend(cast.names)
+        not_cast = "", ""
         for node in every_node(self.checkpoint.root):
             if isinstance(node, (TensorRef, StorageRef)) and id(node) not in self.casts:
-                kinds.get(id(node.storage), set()).add(("", ""))
+                pairs_by_storage.get(id(node.storage), set()).add(not_cast)
         separated = [
-            name for storage, pairs in kinds.items() if len(pairs) > 1 for name in names[storage]
+            name
+            for storage, pairs in pairs_by_storage.items()
+            if len(pairs) > 1
+            for name in names_by_storage[storage]
         ]
         if separated:
             text = f"no longer shares memory with other tensors: {listed(separated)}"
@@ -492,6 +504,7 @@ class _Work:
             for pair in dict.fromkeys(cast.pair for cast in casts)
         }
         self._groups: dict[tuple[int, str, str], list[_PendingCast]] = {}
+        """The casts by the identity of their storage, the old and the new dtype."""
         for cast in casts:
             self._groups.setdefault((id(cast.storage), *cast.pair), []).append(cast)
         self._storages = {
@@ -506,7 +519,7 @@ class _Work:
         if not isinstance(node, TensorRef):
             return node
         elements = get_elements(node)
-        if elements is not node:  # The values of a sparse tensor were cast before.
+        if elements is not node:  # `rebuild` passed the values of a sparse tensor before.
             return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
         original = self._originals.find(node)
         if original is None:
@@ -516,20 +529,17 @@ class _Work:
         return replace_elements(node, dtype=dtype, storage=storage)
 
     def report_losses(self, gather: Gather) -> Iterator[Change]:
-        """Yield the totals for each pair of dtypes, then the tensors with losses, largest first."""
+        """Yield the totals for each pair of dtypes, then the tensors with losses, largest first.
+
+        `gather` collects the losses of all processes that write the file.
+        """
         for caster in self._casters.values():
             for losses in gather(dict(caster.losses)):
                 caster.losses.update(losses)
         for pair, caster in self._casters.items():
-            count = sum(
-                len(cast.names)
-                for casts in self._groups.values()
-                if casts[0].pair == pair
-                and any(member.names[0] in caster.losses for member in casts)
-                for cast in casts
-            )
-            if count:
-                yield _summarize_losses(pair, count, caster.losses.values())
+            n_computed = self._count_computed_tensors(pair)
+            if n_computed:
+                yield _summarize_losses(pair, n_computed, caster.losses.values())
         ties = {
             cast.names[0]: f"{printable(cast.names[0])} (and {listed(cast.names[1:])})"
             for cast in self._plan.casts.values()
@@ -542,12 +552,23 @@ class _Work:
                 for name, losses in caster.losses.items()
                 if getattr(losses, kind)
             ]
-            for count, name, dtype, losses in sorted(rows, key=lambda item: (-item[0], item[1])):
+            rows.sort(key=lambda row: (-row[0], row[1]))  # by count, then by name
+            for count, name, dtype, losses in rows:
                 share = f"{count:,} of {counted(losses.elements, 'value')}"
                 text = f"{ties.get(name) or printable(name)}: {share} {verb} in {dtype}"
                 if kind == "overflow":
                     text += f" (the largest magnitude is {losses.largest:.5g})"
                 yield Change(kind, text, count)
+
+    def _count_computed_tensors(self, pair: tuple[str, str]) -> int:
+        """Return the number of tensors of a pair of dtypes whose storages were cast and written."""
+        counted_names = self._casters[pair].losses
+        return sum(
+            len(cast.names)
+            for casts in self._groups.values()
+            if casts[0].pair == pair and any(cast.names[0] in counted_names for cast in casts)
+            for cast in casts
+        )
 
 
 _LOSSES = {

@@ -6,13 +6,13 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Storage, StorageRef, TensorRef, copy_with_items, replace_elements
 from ckptool.core.tree import name_of, rebuild, walk, walk_everything
-from ckptool.files import MemorySource
+from ckptool.files import ByteRange, MemorySource
 from ckptool.files.computed import join_ranges
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed
@@ -33,20 +33,21 @@ class Untie(Step):
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint without ties; itself if there are none."""
-        seen: set[Any] = set()
+        seen_places: set[Any] = set()
         count = 0
 
         def copy_tied(mapping: dict[Any, Any]) -> dict[Any, Any]:
             """Return a dict in which each tensor that was seen before has its own storage."""
             nonlocal count
-            items, before = dict(mapping), count
+            items, count_before = dict(mapping), count
             for key, value in mapping.items():
                 if isinstance(value, TensorRef) and value.storage is not None:
-                    if value.place in seen:
-                        items[key] = replace(value, storage=replace(value.storage))
+                    if value.place in seen_places:
+                        own_storage = replace(value.storage)
+                        items[key] = replace(value, storage=own_storage)
                         count += 1
-                    seen.add(value.place)
-            return mapping if count == before else copy_with_items(mapping, items)
+                    seen_places.add(value.place)
+            return mapping if count == count_before else copy_with_items(mapping, items)
 
         root = rebuild(checkpoint.root, mapping=copy_tied)
         if not count:
@@ -93,12 +94,12 @@ def drop_unused_bytes(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     if after.root is before.root:
         return after
     spans_before, spans_after = _find_used_spans(before.root), _find_used_spans(after.root)
-    shrunk = {
+    with_lost_spans = {
         storage
         for storage, spans in spans_after.items()
         if spans_before.get(storage, spans) - spans
     }
-    trimmed = _plan_trims(after.root, shrunk) if shrunk else {}
+    trimmed = _plan_trims(after.root, with_lost_spans) if with_lost_spans else {}
     if not trimmed:
         return after
     root = _move_tensors(after.root, trimmed)
@@ -113,12 +114,16 @@ Span = tuple[int, int]
 
 
 def _find_used_spans(root: Any) -> dict[Storage, set[Span]]:
-    """Return the byte ranges that tensors use, by storage; all bytes if it is a value itself."""
+    """Return the byte ranges that tensors use, by storage.
+
+    A storage that is a value itself, or that of a numpy array, is used as a whole.
+    """
     spans: dict[Storage, set[Span]] = defaultdict(set)
     for node in walk_everything(root):
-        if isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
-            span = isinstance(node, TensorRef) and not node.is_array and node.reach
-            spans[node.storage].add(span or (0, node.storage.nbytes))
+        if isinstance(node, TensorRef) and node.storage is not None and not node.is_array:
+            spans[node.storage].add(node.reach)
+        elif isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
+            spans[node.storage].add((0, node.storage.nbytes))
     return spans
 
 
@@ -149,45 +154,54 @@ class _Trimmed:
         """Return the offset in this storage of a tensor over the old one, in elements."""
         if not tensor.numel:
             return 0
-        old, new = self.moves[bisect(self.moves, (tensor.reach[0], self.storage.nbytes)) - 1]
-        return tensor.offset - (old - new) // tensor.itemsize
+        first_byte, _ = tensor.reach
+        # The last span that starts at the first byte or before.
+        index = bisect(self.moves, first_byte, key=itemgetter(0)) - 1
+        old_start, new_start = self.moves[index]
+        return tensor.offset - (old_start - new_start) // tensor.itemsize
 
 
 def _plan_trims(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
     """Return the trimmed form of each storage that shrinks, among the `chosen` ones or all."""
-    units: dict[Storage, int] = {}
+    # The largest element size in a storage: offsets count elements, so spans start at multiples.
+    max_itemsizes: dict[Storage, int] = {}
     for tensor in walk_everything(root):
         if isinstance(tensor, TensorRef) and tensor.storage is not None:
-            units[tensor.storage] = max(units.get(tensor.storage, 1), tensor.itemsize)
+            max_itemsizes[tensor.storage] = max(
+                max_itemsizes.get(tensor.storage, 1), tensor.itemsize
+            )
     trims: dict[Storage, _Trimmed] = {}
     for storage, spans in _find_used_spans(root).items():
         if storage.data is None or not (chosen is None or storage in chosen):
             continue
-        kept = _merge_spans(spans, storage.nbytes, units.get(storage, 1))
-        nbytes = sum(stop - start for start, stop in kept)
-        if nbytes < storage.nbytes:
-            pieces = [storage.data.slice(start, stop - start) for start, stop in kept]
-            data = join_ranges(pieces) if pieces else storage.data.slice(0, 0)
-            whole = storage.whole or storage.data
-            smaller = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
-            starts = accumulate((stop - start for start, stop in kept), initial=0)
-            trims[storage] = _Trimmed(
-                smaller, [(old, start) for (old, _), start in zip(kept, starts, strict=False)]
-            )
+        kept_spans = _merge_spans(spans, storage.nbytes, max_itemsizes.get(storage, 1))
+        nbytes = sum(stop - start for start, stop in kept_spans)
+        if nbytes >= storage.nbytes:
+            continue
+        pieces, moves, new_start = list[ByteRange](), list[tuple[int, int]](), 0
+        for start, stop in kept_spans:
+            pieces.append(storage.data.slice(start, stop - start))
+            moves.append((start, new_start))
+            new_start += stop - start
+        data = join_ranges(pieces) if pieces else storage.data.slice(0, 0)
+        whole = storage.whole or storage.data
+        smaller = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
+        trims[storage] = _Trimmed(smaller, moves)
     return trims
 
 
 def _merge_spans(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
     """Return the sorted union of spans, widened to multiples of `unit` bytes, up to `nbytes`."""
-    kept: list[Span] = []
+    merged: list[Span] = []
     for start, stop in sorted(spans):
         if start == stop:
             continue
         start, stop = start // unit * unit, min(-(-stop // unit) * unit, nbytes)
-        if kept and start < kept[-1][1]:
-            start, stop = kept[-1][0], max(stop, kept.pop()[1])
-        kept.append((start, stop))
-    return kept
+        if merged and start < merged[-1][1]:  # it overlaps the span before it
+            start_before, stop_before = merged.pop()
+            start, stop = start_before, max(stop, stop_before)
+        merged.append((start, stop))
+    return merged
 
 
 def _move_tensors(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
@@ -210,9 +224,11 @@ def _report_trims(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Chang
         for part in walk_everything(leaf) if isinstance(leaf, TensorRef) else ():
             if isinstance(part, TensorRef) and part.storage in names:
                 names[part.storage].append(name_of(path))
-    sorted_storages = sorted(trimmed, key=lambda old: trimmed[old].storage.nbytes - old.nbytes)
-    rest = sorted_storages[_MOST_LISTED:]
-    for group in [*([old] for old in sorted_storages[:_MOST_LISTED]), *([rest] if rest else [])]:
+    largest_first = sorted(trimmed, key=lambda old: trimmed[old].storage.nbytes - old.nbytes)
+    groups = [[storage] for storage in largest_first[:_MOST_LISTED]]
+    if others := largest_first[_MOST_LISTED:]:
+        groups.append(others)
+    for group in groups:
         subject = "the storage" if len(group) == 1 else f"{len(group):,} more storages"
         users = [name for old in group for name in names[old]]
         owners = f" of {listed(dict.fromkeys(users), most=4)}" if users else ""
@@ -228,7 +244,10 @@ def _format_sizes(trimmed: dict[Storage, _Trimmed]) -> str:
 
 
 def _report_totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
-    """Yield changes for the dropped unused bytes of the file, and for the total that was saved."""
+    """Yield changes for the dropped unused bytes of the file, and for the total that was saved.
+
+    `trimmed` has the new storages by the old ones.
+    """
     details = checkpoint.details
     for text in details.unreferenced:
         yield Change("compact", text)

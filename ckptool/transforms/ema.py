@@ -28,7 +28,7 @@ _LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
 """Keys of Lightning's `WeightAveraging`: the average, the model, the counter."""
 _LITEMA = "model_ema."
 """LDM, `ldm/modules/ema.py`: buffers of `LitEma` have parameter names without the dots."""
-_LITEMA_COUNTS = ("decay", "num_updates")
+_LITEMA_SETTINGS = ("decay", "num_updates")
 _TIMM = "model_ema.module."
 """timm's `ModelEmaV2` as an attribute of a LightningModule: a copy of another attribute."""
 _ONLINE, AVERAGED = "online_model.", "ema_model."
@@ -49,7 +49,9 @@ class _Average:
     """Averaged tensors, by key, or in a list by order."""
 
     path: Path
+    """The path of the averages; for a prefix of keys, the prefix as the last item."""
     tensors: _Tensors | Sequence[TensorRef]
+    """The averages by key without the prefix, or in the order of the model's parameters."""
     section: Section | None = None
     """The section of the averages, if they have their own."""
     model: Section | None = None
@@ -87,12 +89,13 @@ def take_averages(checkpoint: Checkpoint) -> Checkpoint:
         for part in checkpoint.sections
         if part.kind in MODEL_KINDS and part.path != average.path
     )
-    own_section = [average.section] if average.section else []  # It has the model's keys already.
+    # Without a model next to them, the averages keep their own keys.
+    own_section = [average.section] if average.section else []
     models = [average.model] if average.model else others or own_section
     matches = [
-        (model, named)
+        (model, average_by_key)
         for model in models
-        if (named := _match_model_keys(average, get_named_tensors(model.node)))
+        if (average_by_key := _match_model_keys(average, get_named_tensors(model.node)))
     ]
     if len(matches) != 1:
         names = listed(model.name or "the root" for model in models)
@@ -103,43 +106,52 @@ def take_averages(checkpoint: Checkpoint) -> Checkpoint:
             file=file,
             hint="extract a state dict under its own keys with --key NAME",
         )
-    return drop_unused_bytes(checkpoint, _apply_averages(checkpoint, average, *matches[0]))
+    (model, average_by_key), *_ = matches
+    return drop_unused_bytes(
+        checkpoint, _apply_averages(checkpoint, average, model, average_by_key)
+    )
 
 
 def _find_averages(checkpoint: Checkpoint) -> Iterator[_Average]:
     """Yield the averages in a checkpoint, recognized by their keys."""
     sections = [section for section in checkpoint.sections if section.kind in MODEL_KINDS]
-    root, by_path = checkpoint.root, {section.path: section for section in sections}
+    root = checkpoint.root
     if isinstance(root, dict) and all(key in root for key in _LIGHTNING):
-        average, model = (by_path.get((key,)) for key in _LIGHTNING[:2])
+        section_by_path = {section.path: section for section in sections}
+        average_key, model_key, _ = _LIGHTNING
+        average, model = section_by_path.get((average_key,)), section_by_path.get((model_key,))
         if average is not None and model is not None:
             yield _Average(average.path, get_named_tensors(average.node), average, model)
         return
     for section in sections:
-        tensors = get_named_tensors(section.node)
-        prefix = find_average_prefix(tensors)
-        inner = _select_by_prefix(prefix, tensors) if prefix else {}
-        if prefix == _TIMM and has_online_model(tensors):
-            others = drop_keys(section.node, {_TIMM + name for name in inner})
-            yield _Average((*section.path, _TIMM), inner, None, replace(section, node=others))
-        elif prefix == _LITEMA:
-            counts = {name: tensor for name, tensor in inner.items() if name not in _LITEMA_COUNTS}
-            model = replace(
-                section, node=drop_keys(section.node, {_LITEMA + name for name in inner})
-            )
-            yield _Average((*section.path, _LITEMA), counts, None, model)
-        elif inner:
-            online = _select_by_prefix(_ONLINE, tensors)
-            model = replace(section, node=OrderedMap(online)) if online else None
-            yield _Average(section.path, inner, replace(section, node=OrderedMap(inner)), model)
-        elif any(isinstance(key, str) and _EMA.search(key) for key in section.path):
-            yield _Average(
-                section.path, get_named_tensors(copy_state_dict(checkpoint, section)), section
-            )
-    for path, node in _find_shadow_lists(root, ()):
-        yield _Average(path, node)
+        yield from _find_averages_in_section(checkpoint, section)
+    for path, averages in _find_shadow_lists(root, ()):
+        yield _Average(path, averages)
     for optimizer, model, weights in compute_eval_weights(checkpoint):
-        yield _Average(optimizer.path, weights, None, model)
+        yield _Average(optimizer.path, weights, model=model)
+
+
+def _find_averages_in_section(checkpoint: Checkpoint, section: Section) -> Iterator[_Average]:
+    """Yield the averages in a model section: keys with a known prefix, or all of it."""
+    tensors = get_named_tensors(section.node)
+    prefix = find_average_prefix(tensors)
+    averages = _select_by_prefix(prefix, tensors) if prefix else {}
+    if prefix == _LITEMA or (prefix == _TIMM and has_online_model(tensors)):
+        other_keys = drop_keys(section.node, {prefix + name for name in averages})
+        if prefix == _LITEMA:
+            averages = {
+                name: tensor for name, tensor in averages.items() if name not in _LITEMA_SETTINGS
+            }
+        model = replace(section, node=other_keys)
+        yield _Average((*section.path, prefix), averages, model=model)
+    elif averages:  # ema-pytorch, or timm's averages alone
+        online = _select_by_prefix(_ONLINE, tensors)
+        online_model = replace(section, node=OrderedMap(online)) if online else None
+        own_section = replace(section, node=OrderedMap(averages))
+        yield _Average(section.path, averages, own_section, online_model)
+    elif any(isinstance(key, str) and _EMA.search(key) for key in section.path):
+        all_tensors = get_named_tensors(copy_state_dict(checkpoint, section))
+        yield _Average(section.path, all_tensors, section)
 
 
 def find_average_prefix(names: Collection[str]) -> str:
@@ -152,6 +164,7 @@ def has_online_model(names: Collection[str]) -> bool:
     """Return True if a state dict with averages also has the weights that were averaged."""
     if find_average_prefix(names) == AVERAGED:
         return any(name.startswith(_ONLINE) for name in names)
+    # The prefix of timm starts with that of LitEma.
     return not all(name.startswith(_LITEMA) for name in names)
 
 
@@ -159,57 +172,66 @@ def _find_shadow_lists(
     node: Any, path: Path, depth: int = 4
 ) -> Iterator[tuple[Path, list[TensorRef]]]:
     """Yield each list `shadow_params` with its path, in at most `depth` nested dicts."""
-    for key, value in node.items() if isinstance(node, dict) and depth else ():
+    if not isinstance(node, dict) or depth == 0:
+        return
+    for key, value in node.items():
         if key != _SHADOW:
             yield from _find_shadow_lists(value, (*path, key), depth - 1)
-        elif (
-            value and isinstance(value, list) and all(isinstance(item, TensorRef) for item in value)
-        ):
-            yield (*path, key), value
+        elif isinstance(value, list):
+            tensors = [item for item in value if isinstance(item, TensorRef)]
+            if tensors and len(tensors) == len(value):
+                yield (*path, key), tensors
 
 
 def _select_by_prefix(prefix: str, tensors: _Tensors) -> _Tensors:
     """Return the tensors with the prefix, by their keys without it."""
-    cut = len(prefix)
-    return {name[cut:]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _match_model_keys(average: _Average, model_tensors: _Tensors) -> _Tensors | None:
-    """Return the averages by the keys of a model, or None if they belong to another model."""
+    """Return the averages by the keys of a model, or None if they belong to another model.
+
+    Both sides are compared by keys in one form, which depends on the layout of the averages.
+    """
     if not isinstance(average.tensors, dict):
         return _match_by_order(average.tensors, model_tensors)
-    if average.path[-1:] == (_LITEMA,):
-        averaged = {name.replace(".", ""): tensor for name, tensor in average.tensors.items()}
+    layout = average.path[-1:]
+    if layout == (_LITEMA,):
+        average_by_form = {name.replace(".", ""): item for name, item in average.tensors.items()}
         candidates = [
             _index_by_dotless_key(model_tensors, "model."),
             _index_by_dotless_key(model_tensors, ""),
         ]
-    elif average.path[-1:] == (_TIMM,):
-        averaged, candidates = (
-            dict(average.tensors),
-            _index_by_attribute(average.tensors, model_tensors),
-        )
+    elif layout == (_TIMM,):
+        average_by_form = dict(average.tensors)
+        candidates = _index_by_attribute(average.tensors, model_tensors)
     else:
-        averaged = {
-            new: average.tensors[old] for new, old in _index_by_bare_key(average.tensors).items()
-        }
+        bare_keys = _index_by_bare_key(average.tensors)
+        average_by_form = {bare: average.tensors[key] for bare, key in bare_keys.items()}
         candidates = [_index_by_bare_key(model_tensors)]
-    for names in candidates:
-        if averaged and averaged.keys() <= names.keys():
-            named = {names[name]: tensor for name, tensor in averaged.items()}
-            if all(tensor.shape == model_tensors[name].shape for name, tensor in named.items()):
-                return named
+    for model_key_by_form in candidates:
+        if average_by_form and average_by_form.keys() <= model_key_by_form.keys():
+            by_key = {model_key_by_form[form]: item for form, item in average_by_form.items()}
+            if all(item.shape == model_tensors[key].shape for key, item in by_key.items()):
+                return by_key
     return None
 
 
 def _index_by_bare_key(tensors: _Tensors) -> dict[str, str]:
     """Return each key by its form without wrapper prefixes, except the counter of averages."""
-    bare = map_to_bare_names(tensors).items()
-    return {new: name for name, new in bare if name.rpartition(".")[2] != N_AVERAGED}
+    bare_by_key = map_to_bare_names(tensors)
+    return {bare: key for key, bare in bare_by_key.items() if key.rpartition(".")[2] != N_AVERAGED}
 
 
 def _index_by_dotless_key(tensors: _Tensors, prefix: str) -> dict[str, str]:
-    """Return each key with the prefix by its form in `LitEma`; empty if two have the same form."""
+    """Return each key with the prefix by its form in `LitEma`: `model.a.b` by `ab`.
+
+    Empty if two keys have the same form.
+    """
     inside = _select_by_prefix(prefix, tensors)
     keys = {name.replace(".", ""): f"{prefix}{name}" for name in inside}
     return keys if len(keys) == len(inside) else {}
@@ -221,11 +243,11 @@ def _index_by_attribute(averages: _Tensors, model_tensors: _Tensors) -> list[dic
     The list is empty if no submodule, or several, have all of them.
     """
     first = next(iter(averages))
-    fronts = [
+    prefixes = [
         name.removesuffix(first) for name in model_tensors if f".{name}".endswith(f".{first}")
     ]
-    candidates = [{name: front + name for name in averages} for front in fronts]
-    candidates = [names for names in candidates if model_tensors.keys() >= {*names.values()}]
+    all_candidates = [{name: prefix + name for name in averages} for prefix in prefixes]
+    candidates = [keys for keys in all_candidates if model_tensors.keys() >= {*keys.values()}]
     return candidates if len(candidates) == 1 else []
 
 
@@ -234,22 +256,29 @@ def _match_by_order(averages: Sequence[TensorRef], model_tensors: _Tensors) -> _
 
     Buffers with known names are left out. Other buffers and frozen weights are skipped.
     """
-    unique: dict[Any, str] = {}
+    first_name_by_place: dict[Any, str] = {}
     for name, tensor in model_tensors.items():
         if name.rpartition(".")[2] not in BUFFER_NAMES and tensor.dtype in FLOATING:
-            unique.setdefault(tensor.place or id(tensor), name)
-    names = list(unique.values())
+            first_name_by_place.setdefault(tensor.place or id(tensor), name)
+    names = list(first_name_by_place.values())
     shapes = [model_tensors[name].shape for name in names]
     wanted = [tensor.shape for tensor in averages]
-    first = _find_subsequence(wanted, shapes)
-    last = _find_subsequence(wanted[::-1], shapes[::-1])
-    if first is None or last is None or first != [len(shapes) - 1 - i for i in last[::-1]]:
+    # If the first and the last possible positions are equal, there are no others.
+    first_positions = _find_subsequence(wanted, shapes)
+    positions_from_end = _find_subsequence(wanted[::-1], shapes[::-1])
+    if first_positions is None or positions_from_end is None:
         return None
-    return {names[i]: average for i, average in zip(first, averages, strict=True)}
+    last_positions = [len(shapes) - 1 - position for position in reversed(positions_from_end)]
+    if first_positions != last_positions:
+        return None
+    return {names[i]: average for i, average in zip(first_positions, averages, strict=True)}
 
 
 def _find_subsequence(wanted: Sequence[Any], items: Sequence[Any]) -> list[int] | None:
-    """Return the first positions in `items` of the values `wanted`, in order; None if some lack."""
+    """Return the first positions in `items` of the values `wanted`, in order.
+
+    Other items may be between them. None if some values are not found.
+    """
     positions: list[int] = []
     for position, item in enumerate(items):
         if len(positions) < len(wanted) and item == wanted[len(positions)]:
@@ -258,17 +287,17 @@ def _find_subsequence(wanted: Sequence[Any], items: Sequence[Any]) -> list[int] 
 
 
 def _apply_averages(
-    checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors
+    checkpoint: Checkpoint, average: _Average, model: Section, average_by_key: _Tensors
 ) -> Checkpoint:
     """Return the checkpoint with the model's state dict as root, its tensors replaced by averages.
 
-    `named` has the averages by key. Entries without an average are those of the model.
+    Keys tied to a replaced one change with it. Entries without an average are those of the model.
     """
-    model_tensors, averages = get_named_tensors(model.node), {**named}
-    tied = {model_tensors[name].place: tensor for name, tensor in averages.items()}
+    model_tensors, averages = get_named_tensors(model.node), {**average_by_key}
+    average_by_place = {model_tensors[name].place: tensor for name, tensor in averages.items()}
     for name, tensor in model_tensors.items():
-        if name not in averages and tensor.place is not None and tensor.place in tied:
-            averages[name] = tied[tensor.place]
+        if name not in averages and tensor.place is not None and tensor.place in average_by_place:
+            averages[name] = average_by_place[tensor.place]
     state = copy_state_dict(checkpoint, model)
     root = copy_with_items(
         state, ((name, averages.get(name, state[name])) for name in model_tensors)
@@ -283,18 +312,19 @@ def _apply_averages(
             f"{'has' if len(kept) == 1 else 'have'} no average"
         )
         changes.append(Change("keep", text, len(kept)))
-    rest = checkpoint.root
-    if not isinstance(average.tensors, dict):
-        rest = _drop_entry(rest, average.path)
-    return checkpoint.with_root(root, *changes, *report_left_out(rest, average.section or model))
+    reported_root = checkpoint.root
+    if not isinstance(average.tensors, dict):  # The list is in no section, but is not left out.
+        reported_root = _drop_entry(reported_root, average.path)
+    taken_section = average.section or model
+    return checkpoint.with_root(root, *changes, *report_left_out(reported_root, taken_section))
 
 
 def _drop_entry(node: Any, path: Path) -> Any:
     """Return a tree of dicts without the entry at a path."""
-    key, *below = path
+    key, *inner_path = path
     items = {name: child for name, child in node.items() if name != key}
-    if below:
-        items[key] = _drop_entry(node[key], tuple(below))
+    if inner_path:
+        items[key] = _drop_entry(node[key], tuple(inner_path))
     return copy_with_items(node, items)
 
 
@@ -324,35 +354,38 @@ class Masters(Step):
             if isinstance(state, dict) and isinstance(state.get(MASTER), TensorRef)
         }
         if states and not masters and optimizer.get("zero_stage") == SLICED:
-            return checkpoint
+            return checkpoint  # In stage 3, the masters are the weights.
         if not masters or not masters.keys() <= module.keys():
             raise NotFound(
                 "has no fp32 master weights of a DeepSpeed optimizer",
                 file=checkpoint.path or None,
                 hint="leave out --master (master=True) to take the weights of the model",
             )
-        by_place = {_get_identity(module[name]): master for name, master in masters.items()}
-        weights = [
-            (name, by_place.get(_get_identity(weight), weight)) for name, weight in module.items()
-        ]
-        count = sum(weight is not module[name] for name, weight in weights)
+        # By identity, so that tied weights change together.
+        master_by_weight = {_get_identity(module[name]): master for name, master in masters.items()}
+        new_module = {
+            name: master_by_weight.get(_get_identity(weight), weight)
+            for name, weight in module.items()
+        }
+        count = sum(weight is not module[name] for name, weight in new_module.items())
         text = f"replaced {counted(count, 'weight')} with the fp32 master weights of the optimizer"
-        if count < len(weights):
-            n_rest = len(weights) - count
-            text += f"; {counted(n_rest, 'tensor')} without a master {are(n_rest)} unchanged"
-        states_left = {
+        if n_unchanged := len(new_module) - count:
+            text += f"; {counted(n_unchanged, 'tensor')} without a master "
+            text += f"{are(n_unchanged)} unchanged"
+        new_states = {
             name: copy_with_items(
                 state, ((key, value) for key, value in state.items() if key != MASTER)
             )
             for name, state in states.items()
         }
-        changes = {
-            "module": copy_with_items(module, weights),
-            "optimizer": copy_with_items(optimizer, {**optimizer, "state": states_left}),
+        new_entries = {
+            "module": copy_with_items(module, new_module),
+            "optimizer": copy_with_items(optimizer, {**optimizer, "state": new_states}),
         }
         result = checkpoint.with_root(
-            copy_with_items(root, {**root, **changes}), Change("master", text, count)
+            copy_with_items(root, {**root, **new_entries}), Change("master", text, count)
         )
+        # The reader of stage 3 reports a cast of the weights, which are replaced now.
         other_changes = tuple(change for change in result.changes if change.kind != "cast")
         return replace(result, changes=other_changes, reports=())
 

@@ -41,7 +41,7 @@ class _Entry:
     path: Path
     node: Any
     is_container: bool = False
-    names: frozenset[Any] = frozenset()
+    model_keys: frozenset[Any] = frozenset()
     """The keys of a state dict that belong to the model."""
     inside: list[_Entry] = field(default_factory=list)
     """The entries directly in a container."""
@@ -53,7 +53,12 @@ class _Entry:
     is_reduced: bool = False
     """True if an entry in it is removed, at any depth."""
     is_partly_kept: bool = False
-    """True if it needs a tensor that is not chosen."""
+    """True if it needs a tensor that is not chosen, which is an error."""
+
+    @property
+    def removed_inside(self) -> list[_Entry]:
+        """The entries directly in it that are removed."""
+        return [child for child in self.inside if child.is_removed]
 
 
 Choose = Callable[[list[Path]], Collection[Path]]
@@ -77,6 +82,7 @@ class _Pruning:
             if section.kind != "values"
         }
         self._entries: dict[Path, _Entry] = {}
+        """The entries by path below `root`, each after the container that it is in."""
         paths = self._collect_entries()
         chosen = choose([base + path for path in paths])
         for path in paths:
@@ -98,10 +104,10 @@ class _Pruning:
 
         def belongs_to_model(path: Path) -> bool:
             """Return True for an entry of a state dict that belongs to the model."""
-            return bool(path) and path[-1] in self._entries[path[:-1]].names
+            return bool(path) and path[-1] in self._entries[path[:-1]].model_keys
 
         def add_choice(path: Path, node: Any) -> None:
-            """Add an entry that can be chosen."""
+            """Add an entry that can be chosen, unless `enter_container` has added it."""
             if path not in self._entries:
                 add_entry(_Entry(path, node, tensors=sum(1 for _ in find_tensors(node))))
                 paths.append(path)
@@ -114,13 +120,11 @@ class _Pruning:
             if belongs_to_model(path):
                 add_choice(path, node)
                 return False
+            entry = _Entry(path, node, is_container=True)
             section = self._sections.get(id(node))
-            names = (
-                list_wrappable_keys(section.node)
-                if section and section.kind == "state_dict"
-                else ()
-            )
-            add_entry(_Entry(path, node, is_container=True, names=frozenset(names)))
+            if section and section.kind == "state_dict":
+                entry.model_keys = frozenset(list_wrappable_keys(section.node))
+            add_entry(entry)
             return True
 
         for path, leaf in walk(self._root, enter=enter_container):
@@ -129,9 +133,13 @@ class _Pruning:
         return paths
 
     def _decide_container(self, entry: _Entry) -> None:
-        """Decide whether a container is removed; those inside it were decided before."""
+        """Decide whether a container is removed; those inside it were decided before.
+
+        An optimizer is removed with any entry, a dict with its last one. A list or an object cannot
+        lose only some tensors: it is removed if none of them is chosen, else `is_partly_kept`.
+        """
         node, section = entry.node, self._sections.get(id(entry.node))
-        removed = [child for child in entry.inside if child.is_removed]
+        removed = entry.removed_inside
         entry.is_reduced = bool(removed) or any(child.is_reduced for child in entry.inside)
         entry.has_chosen = any(child.has_chosen for child in entry.inside if not child.is_removed)
         entry.tensors = sum(child.tensors for child in entry.inside)
@@ -149,58 +157,71 @@ class _Pruning:
             UsageError: if a list or an object would lose some of its tensors, or a dict with two
                 paths in the file would become two dicts.
         """
-        # A container is removed (an optimizer even if the user chose some of it, with a note), or
-        # partly kept although it cannot be divided (an error), or kept without some entries.
         kept_containers: list[_Entry] = []
-        dropped_texts: list[tuple[str, int]] = []
-        removed_keys_by_id: dict[int, tuple[Path, frozenset[Any]]] = {}
+        dropped_texts: list[tuple[str, int]] = []  # each with its number of tensors or entries
         root = self._entries.get(())
         pending = [root] if root and root.is_container else []
         while pending:
             entry = pending.pop()
             if entry.is_removed:
-                note = ", only partly selected" if entry.has_chosen else ""
-                facts = [*self._describe_kind(entry), counted(entry.tensors, "tensor")]
-                text = f"{self._describe_entry(entry.path)} ({', '.join(facts)}){note}"
-                dropped_texts.append((text, entry.tensors))
+                dropped_texts.append((self._describe_removed(entry), entry.tensors))
                 continue
             if entry.is_partly_kept:
                 raise self._partial_selection_error(entry, file)
             kept_containers.append(entry)
             pending.extend(child for child in reversed(entry.inside) if child.is_container)
-            removed = [child for child in entry.inside if child.is_removed]
-            names = [str(child.path[-1]) for child in removed if not child.is_container]
+            # Removed containers get a text of their own, when it is their turn.
+            removed = [child for child in entry.removed_inside if not child.is_container]
+            names = [str(child.path[-1]) for child in removed]
             if names:
                 owner = self._describe_entry(entry.path)
                 text = f"{counted(len(names), 'entry')} of {owner}: {listed(names)}"
                 dropped_texts.append((text, len(names)))
-            keys = frozenset(child.path[-1] for child in removed)
-            first_path, first_keys = removed_keys_by_id.setdefault(
-                id(entry.node), (entry.path, keys)
-            )
-            if first_keys != keys:
-                subjects = (self._describe_entry(path) for path in (first_path, entry.path))
+        if root is not None and root.is_removed:
+            return None, list(_report_left_out(dropped_texts))
+        if not dropped_texts:
+            return self._root, []
+        removed_keys_by_id = self._find_removed_keys(kept_containers, file)
+
+        def remove_keys(node: dict[Any, Any]) -> dict[Any, Any]:
+            """Return a dict without its removed entries."""
+            keys = removed_keys_by_id.get(id(node))
+            return drop_keys(node, keys) if keys else node
+
+        return rebuild(self._root, mapping=remove_keys), [
+            *_report_left_out(dropped_texts),
+            *self._warn_of_stale_optimizers(kept_containers),
+        ]
+
+    def _find_removed_keys(
+        self, kept_containers: list[_Entry], file: str | None
+    ) -> dict[int, frozenset[Any]]:
+        """Return the keys to remove from each container, by the id of its node.
+
+        Raises:
+            UsageError: if a node has two paths in the file and would lose different keys there.
+        """
+        first_entry_by_id: dict[int, _Entry] = {}
+        removed_keys_by_id: dict[int, frozenset[Any]] = {}
+        for entry in kept_containers:
+            identity = id(entry.node)
+            keys = frozenset(child.path[-1] for child in entry.removed_inside)
+            first = first_entry_by_id.setdefault(identity, entry)
+            if removed_keys_by_id.setdefault(identity, keys) != keys:
+                subjects = (self._describe_entry(path) for path in (first.path, entry.path))
                 raise UsageError(
                     f"{' and '.join(subjects)} are the same object in this file, and would "
                     "differ afterwards",
                     file=file,
                     hint="choose the same entries of both, or one of them with --key",
                 )
-        if () in self._entries and self._entries[()].is_removed:
-            return None, list(_report_left_out(dropped_texts))
-        if not dropped_texts:
-            return self._root, []
+        return removed_keys_by_id
 
-        def remove_keys(node: dict[Any, Any]) -> dict[Any, Any]:
-            """Return a dict without its removed entries."""
-            keys = removed_keys_by_id.get(id(node), ((), ()))[1]
-            return drop_keys(node, keys) if keys else node
-
-        root = rebuild(self._root, mapping=remove_keys)
-        return root, [
-            *_report_left_out(dropped_texts),
-            *self._warn_of_stale_optimizers(kept_containers),
-        ]
+    def _describe_removed(self, entry: _Entry) -> str:
+        """Return a text about a removed container; a note if the user chose some of its tensors."""
+        note = ", only partly selected" if entry.has_chosen else ""
+        facts = [*self._describe_kind(entry), counted(entry.tensors, "tensor")]
+        return f"{self._describe_entry(entry.path)} ({', '.join(facts)}){note}"
 
     def _describe_entry(self, path: Path) -> str:
         """Return the path of an entry in the file, for messages."""
@@ -231,16 +252,19 @@ class _Pruning:
 
     def _warn_of_stale_optimizers(self, kept_containers: list[_Entry]) -> Iterator[Change]:
         """Warn of optimizers that keep a state although weights of a model are removed."""
-        pairs = [
+        kept_sections = [
             (entry, section)
             for entry in kept_containers
             if (section := self._sections.get(id(entry.node)))
         ]
-        if any(entry.is_reduced and section.kind in MODEL_KINDS for entry, section in pairs):
-            for entry, section in pairs:
-                if section.kind == "optimizer" and section.node["state"]:
-                    name = self._describe_entry(entry.path)
-                    yield Change("warning", f"{name} still has the state of removed parameters")
+        lost_weights = any(
+            entry.is_reduced and section.kind in MODEL_KINDS for entry, section in kept_sections
+        )
+        for entry, section in kept_sections if lost_weights else ():
+            has_state = section.kind == "optimizer" and section.node["state"]
+            if has_state:
+                name = self._describe_entry(entry.path)
+                yield Change("warning", f"{name} still has the state of removed parameters")
 
 
 def drop_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
@@ -257,7 +281,9 @@ def drop_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
 
 
 def drop_tensors(checkpoint: Checkpoint, dropped: Collection[Path]) -> tuple[Any, list[Change]]:
-    """Return the tree without the tensors at some paths (or None), and changes that list them.
+    """Return the tree without the tensors at some paths, and changes that list them.
+
+    The tree is None if nothing is left.
 
     Raises:
         UsageError: if a list or an object would lose some of its tensors.
@@ -267,7 +293,7 @@ def drop_tensors(checkpoint: Checkpoint, dropped: Collection[Path]) -> tuple[Any
         """Return the paths that are not dropped."""
         return set(paths).difference(dropped)
 
-    return _Pruning(checkpoint.root, choose_others, ()).prune(checkpoint.path or None)
+    return _Pruning(checkpoint.root, choose_others, base=()).prune(checkpoint.path or None)
 
 
 def _report_left_out(dropped_texts: list[tuple[str, int]]) -> Iterator[Change]:
@@ -302,14 +328,15 @@ def extract_state_dict(
 def _isolate_state_dict(checkpoint: Checkpoint, section: Section) -> Checkpoint:
     """Return a checkpoint with the state dict of a section as root; the rest is `left-out`."""
     root = copy_state_dict(checkpoint, section)
-    n_gathered = sum(
-        value.is_spread for value in section.node.values() if isinstance(value, TensorRef)
+    n_spread_before, n_spread_after = (
+        sum(value.is_spread for value in state.values() if isinstance(value, TensorRef))
+        for state in (section.node, root)
     )
-    n_gathered -= sum(value.is_spread for value in root.values() if isinstance(value, TensorRef))
-    if n_gathered:
+    if n_gathered := n_spread_before - n_spread_after:
         text = f"converted {counted(n_gathered, 'DTensor')} to plain tensors"
         checkpoint = checkpoint.with_root(checkpoint.root, Change("gather", text, n_gathered))
     if section.holder is checkpoint.root and isinstance(section.holder, OrderedMap):
+        # The file is this state dict, so that nothing is left out.
         is_unchanged = all(map(operator.is_, root.values(), section.holder.values()))
         return checkpoint if is_unchanged else checkpoint.with_root(root)
     return checkpoint.with_root(root, *report_left_out(checkpoint.root, section))
@@ -345,8 +372,9 @@ def copy_state_dict(checkpoint: Checkpoint, section: Section) -> OrderedMap:
             plain = value.whole or value
             root[name] = _detach(plain) if is_detached else plain
     if isinstance(section.node, OrderedMap):
-        attributes = section.node.attributes  # a single state dict needs no mark
-        root.attributes = {key: value for key, value in attributes.items() if key != MODEL_MARK}
+        attributes = dict(section.node.attributes)
+        attributes.pop(MODEL_MARK, None)  # The mark tells the model from other state dicts.
+        root.attributes = attributes
     return root
 
 
@@ -373,19 +401,21 @@ def report_left_out(root: Any, section: Section) -> Iterator[Change]:
         hidden = {tensor.place for tensor in find_tensors(section.holder)} - own_places
         note = f" (with {counted(len(hidden), 'tensor')} outside the state dict)" if hidden else ""
         yield Change("left-out", f"{text}{note}", 1)
-    for text, tensors in section.apart.items():
-        yield Change("left-out", text, 1, needed=tensors > 0)
+    for text, n_tensors in section.apart.items():
+        yield Change("left-out", text, 1, needed=n_tensors > 0)
     if section.path or section.holder is root or section.kind == "module":
         yield from report_outside(root, section.path, section.holder)
         return
+    # The root has the keys of the state dict and other keys. Everything at the others is outside,
+    # because no path begins with None.
     others = {key: value for key, value in root.items() if key not in section.node}
-    yield from report_outside(others, (None,), section.holder)  # No other path begins with None.
+    yield from report_outside(others, (None,), section.holder)
 
 
 def report_outside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
-    """Yield a change for everything outside the node `holder` at the path `chosen`.
+    """Yield changes for everything outside the node `holder` at the path `chosen`.
 
-    One for each section, and for loose tensors, values and objects.
+    One change for each section, and one each for all loose tensors, values and objects.
     """
     for section in find_sections(root):
         if section.kind == "values":
@@ -401,33 +431,36 @@ def report_outside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
 def _report_loose_leaves(values: Section, chosen: Path) -> Iterator[Change]:
     """Yield changes for the tensors, values and objects outside all sections and `chosen`.
 
-    Each names the highest nodes that contain such leaves, but not `chosen`.
+    Each names the highest nodes that contain such leaves, but not `chosen`: for the leaf `a/b/c/d`
+    and `chosen` `a/x` that is `a/b`.
     """
-    groups = {group: Counter[str]() for group in ("tensors", "values", "objects")}
+    counts_by_kind = {kind: Counter[str]() for kind in ("tensor", "value", "object")}
     for path, leaf in values.node.items():
         if is_within(path, chosen):
             continue
         pairs = zip(path, chosen, strict=False)
         n_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        groups[_classify_leaf(leaf)][name_of(path[: n_shared + 1])] += 1
-    for group, names in groups.items():
-        if names:
-            kind = group[:-1] if len(names) == 1 else group
-            yield Change("left-out", f"{listed(names, most=20)} ({kind})", names.total())
+        counts_by_kind[_classify_leaf(leaf)][name_of(path[: n_shared + 1])] += 1
+    for kind, count_by_name in counts_by_kind.items():
+        if count_by_name:
+            noun = kind if len(count_by_name) == 1 else f"{kind}s"
+            text = f"{listed(count_by_name, most=20)} ({noun})"
+            yield Change("left-out", text, count_by_name.total())
 
 
 def _classify_leaf(leaf: Any) -> str:
-    """Return `tensors`, `values` or `objects` for a leaf."""
+    """Return `tensor`, `value` or `object` for a leaf; a numpy number is a value."""
     if isinstance(leaf, TensorRef):
-        return "tensors"
+        return "tensor"
     is_plain = isinstance(leaf, _VALUES) or (isinstance(leaf, Opaque) and leaf.plain is not None)
-    return "values" if is_plain else "objects"
+    return "value" if is_plain else "object"
 
 
 def select_part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
     """Return the part at `key`, with `model_only` its state dict, and the path of its root.
 
-    Without both, the part is the whole checkpoint.
+    Without both, the part is the whole checkpoint. A tensor becomes a dict with one entry, and a
+    pickled module its state dict.
     """
     if key == "":
         raise UsageError(
@@ -444,19 +477,20 @@ def select_part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Che
     if node is checkpoint.root:
         return checkpoint, ()
     shown = printable(name_of(path))
+    made_root = Change("extract", f"made {shown} the root")
     for section in checkpoint.sections:
         is_converted = section.kind == "module" or any(
             tensor.is_spread for _, tensor in section.tensors()
         )
         if section.path == path and section.kind in MODEL_KINDS and is_converted:
             alone = _isolate_state_dict(checkpoint, section)
-            return alone.with_root(alone.root, Change("extract", f"made {shown} the root")), path
+            return alone.with_root(alone.root, made_root), path
     left_out = list(report_outside(checkpoint.root, path, node))
     if isinstance(node, TensorRef):
         change = Change("extract", f"extracted the tensor {shown} into a dict", 1)
-        return checkpoint.with_root({name_of(path[-1:]): node}, change, *left_out), path[:-1]
-    result = checkpoint.with_root(node, Change("extract", f"made {shown} the root"), *left_out)
-    return result, path
+        parent_path, key_of_tensor = path[:-1], name_of(path[-1:])
+        return checkpoint.with_root({key_of_tensor: node}, change, *left_out), parent_path
+    return checkpoint.with_root(node, made_root, *left_out), path
 
 
 def _resolve_key(checkpoint: Checkpoint, key: Any) -> tuple[Path, Any]:
@@ -467,10 +501,10 @@ def _resolve_key(checkpoint: Checkpoint, key: Any) -> tuple[Path, Any]:
     """
     try:
         return resolve(checkpoint, key, accept=_can_be_root)
-    except AmbiguousName:
+    except AmbiguousName:  # a kind of NotFound
         raise
     except NotFound:
-        path, _ = resolve(checkpoint, key)
+        path, _ = resolve(checkpoint, key)  # raises NotFound again if there is no entry at all
         name, file = printable(name_of(path)), checkpoint.path
         raise UsageError(
             f"{name!r} is a value without tensors",
@@ -563,16 +597,18 @@ class Salvage(Step):
         lost = [path for path, tensor in tensors if any(map(_is_lost, walk_everything(tensor)))]
         parts = (part for _, tensor in tensors for part in walk_everything(tensor))
         storages = (part.storage for part in parts if isinstance(part, TensorRef))
-        sources = (
+        unchecked_sources = (
             storage.data.source
             for storage in storages
             if storage and storage.data and storage.nbytes and storage.crc32 is None
         )
-        has_unchecked = not all(isinstance(source, MemorySource) for source in sources)
+        # Bytes in memory are from the pickle, which was read.
+        has_unchecked = not all(isinstance(source, MemorySource) for source in unchecked_sources)
         note = "; the file has no checksums, so only lengths were checked" if has_unchecked else ""
         if not lost and tensors:
             text = f"all {counted(len(tensors), 'tensor')} are intact{note}"
             return checkpoint.with_root(checkpoint.root, Change("salvage", text))
+        # With the paths above: an `_extra_state` with a lost tensor is dropped as one entry.
         lost_paths = {path[:length] for path in lost for length in range(1, len(path) + 1)}
         root, changes = drop_tensors(checkpoint, lost_paths)
         if root is None or not tensors:  # damage may leave no tensors, but intact values
@@ -588,4 +624,6 @@ class Salvage(Step):
 def _is_lost(tensor: object) -> bool:
     """Return True for a tensor with bytes that are missing from the file."""
     storage = getattr(tensor, "storage", None)
-    return storage is not None and storage.data is None and storage.device != "meta"
+    if storage is None or storage.device == "meta":
+        return False
+    return storage.data is None

@@ -30,27 +30,30 @@ from ckptool.words import counted, listed, printable, shell
 _DOWN = r"lora_A|lora_embedding_A|lora[._](?:linear_layer\.)?down"
 _UP = r"lora_B|lora_embedding_B|lora[._](?:linear_layer\.)?up"
 _PART = re.compile(
-    rf"(?P<module>.+?)\.(?:(?P<down>{_DOWN})|(?P<up>{_UP})|(?P<size>lora_magnitude_vector)"
+    rf"(?P<module>.+?)\.(?:(?P<down>{_DOWN})|(?P<up>{_UP})|(?P<magnitude>lora_magnitude_vector)"
     r"|(?P<alpha>alpha))(?:\.(?!(?:weight|bias)$)(?P<adapter>\w+))?(?:\.weight)?"
 )
-_FOREIGN = re.compile(
+"""A key of an adapter: its module, one of four roles, and the name of the adapter, if any."""
+_UNSUPPORTED_PART = re.compile(
     r"\.(hada_|lokr_|oft_|boft_|vera_|ia3_|dora_scale|lora_\w+|trainable_tokens_"
     r"|(?:w_norm|b_norm|diff|diff_b)$)"
 )
-_KOHYA = re.compile(r"lora_(?:unet|te\d?|text_encoder\d?|transformer|prior)_")
-_TAKEN_OFF = (
+_KOHYA_PREFIX = re.compile(r"lora_(?:unet|te\d?|text_encoder\d?|transformer|prior)_")
+_PEFT_RENAMES = (
     r"^base_model\.model\.=>",
     r"\.base_layer(?=\.)=>",
     r"\.modules_to_save\.\w+(?=\.)=>",
 )
 """The renames from keys of a PeftModel to keys of its model."""
-_SLOW = re.compile(r"\)[*+{]|((?<!\()[*+?{].*){4}", re.DOTALL)
+_SLOW_PATTERN = re.compile(r"\)[*+{]|((?<!\()[*+?{].*){4}", re.DOTALL)
 """A pattern with a repeated group or four repeats, which may take forever to match."""
-_LONGEST = 200
-_KEPT_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
+_MAX_MATCHED_NAME = 200
+_HARMLESS_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that do not change the base."""
-_UNKNOWN = ("alora_invocation_tokens", "layer_replication", "lora_bias", "target_parameters",
-            "trainable_token_indices", "use_qalora")  # fmt: skip
+_UNSUPPORTED_OPTIONS = (
+    "alora_invocation_tokens", "layer_replication", "lora_bias", "target_parameters",
+    "trainable_token_indices", "use_qalora",
+)  # fmt: skip
 """Options of PEFT that change the arithmetic."""
 
 
@@ -86,15 +89,16 @@ def merge_lora(
         raise UsageError(f"scale needs one finite number, or one for each adapter ({count})")
     refuse_placeholders(base)
     section = find_model_state_dict(base, key)
+    plan, changes = _Plan(base, section), list[Change]()
+    own_adapter = None
     if adapters:
         _refuse_adapted(base, section)
-    plan = _Plan(base, section)
-    own_adapter = (
-        None if adapters else _Adapter.from_file(base, section, scales[0], alpha, is_own=True)
-    )
-    others = (_Adapter.from_file(file, find_model_state_dict(file), factor, alpha)
-              for file, factor in zip(adapters, scales * count, strict=False))  # fmt: skip
-    changes = [plan.add_adapter(adapter) for adapter in ([own_adapter] if own_adapter else others)]
+        for file, factor in zip(adapters, scales * (count // len(scales)), strict=True):
+            adapter = _Adapter.from_file(file, find_model_state_dict(file), factor, alpha)
+            changes.append(plan.add_adapter(adapter))
+    else:
+        own_adapter = _Adapter.from_file(base, section, scales[0], alpha, is_own=True)
+        changes.append(plan.add_adapter(own_adapter))
     dropped = own_adapter.parts if own_adapter else set()
     new_tensors = plan.merge_weights(dropped)
     items = [
@@ -112,12 +116,16 @@ def merge_lora(
     if any(section.kind == "optimizer" for section in base.sections):
         text = "the optimizer still has the state of the merged adapter"
         result = result.with_root(result.root, Change("warning", text))
-    rules = [rule for rule in _TAKEN_OFF if any(re.search(rule[:-2], name) for name, _ in items)]
+    rules = [
+        rule
+        for rule in _PEFT_RENAMES
+        if any(re.search(rule.removesuffix("=>"), name) for name, _ in items)
+    ]
     return Rename(rules, key=key)(result)
 
 
 def _refuse_adapted(base: Checkpoint, section: Section) -> None:
-    """Refuse a base with its own LoRA factors: its PeftModel would apply an adapter twice."""
+    """Refuse a base with LoRA factors of its own, which would be applied on top of the result."""
     matches = ((name, _PART.fullmatch(name)) for name in get_named_tensors(section.node))
     factor_keys = [name for name, match in matches if match and (match["down"] or match["up"])]
     if factor_keys:
@@ -138,7 +146,7 @@ class _Adapter:
     factors: dict[str, Factors] = field(default_factory=dict)
     """By module."""
     saved: dict[str, TensorRef] = field(default_factory=dict)
-    """The tensors that replace those of the base, by key."""
+    """The tensors that replace those of the base, by key in the adapter."""
     parts: set[str] = field(default_factory=set)
     """The keys of all its tensors in its base, and of the tensors that they replace."""
     embeddings: set[str] = field(default_factory=set)
@@ -161,13 +169,11 @@ class _Adapter:
         """
         config = _Config.read(file, alpha)
         adapter = cls(file.path)
-        groups = adapter._group_tensors(get_named_tensors(section.node), is_own=is_own)
-        is_peft = is_own or config.is_there or any(name.startswith(PEFT) for name in section.node)
-        if (
-            is_peft
-            and config.alpha is None
-            and any("alpha" not in group for group in groups.values())
-        ):
+        roles_by_module = adapter._group_tensors(get_named_tensors(section.node), is_own=is_own)
+        # PEFT always scales by alpha / rank. In other layouts, a missing alpha means the rank.
+        is_peft = is_own or config.is_found or any(name.startswith(PEFT) for name in section.node)
+        lacks_alpha = any("alpha" not in roles for roles in roles_by_module.values())
+        if is_peft and config.alpha is None and lacks_alpha:
             raise UsageError(
                 "the scale of the adapter is unknown: no adapter_config.json next to it "
                 "has lora_alpha",
@@ -175,16 +181,17 @@ class _Adapter:
                 hint="put it there, or add --alpha N with its lora_alpha, if it has neither "
                 "patterns nor rslora",
             )
-        for module, roles in groups.items():
+        for module, roles in roles_by_module.items():
             adapter._add_factors(module, roles, config, scale)
         return adapter
 
     def _group_tensors(
         self, tensors: Mapping[str, TensorRef], *, is_own: bool
     ) -> dict[str, dict[str, TensorRef]]:
-        """Return the tensors of each module by role (`down`, `up`, `size`, `alpha`).
+        """Return the tensors of each module by role (`down`, `up`, `magnitude`, `alpha`).
 
-        Other tensors of an adapter in its own file are `saved`.
+        Also fills `parts` and `embeddings`, and `saved` with the other tensors of an adapter in its
+        own file.
 
         Raises:
             NotFound: if there are no factors.
@@ -192,11 +199,13 @@ class _Adapter:
             NotRepresentable: if the adapter is of another kind.
         """
         matches = {name: match for name in tensors if (match := _PART.fullmatch(name))}
-        factored = [match for match in matches.values() if not match["alpha"]]
-        groups: dict[str, dict[str, TensorRef]] = {match["module"]: {} for match in factored}
-        if not groups:
+        matched_factors = [match for match in matches.values() if not match["alpha"]]
+        roles_by_module: dict[str, dict[str, TensorRef]] = {
+            match["module"]: {} for match in matched_factors
+        }
+        if not roles_by_module:
             raise NotFound("has no LoRA weights", file=self.path)
-        if len(adapters := {match["adapter"] or "" for match in factored}) > 1:
+        if len(adapters := {match["adapter"] or "" for match in matched_factors}) > 1:
             raise UsageError(
                 f"has several adapters: {listed(sorted(adapters))}",
                 file=self.path,
@@ -204,9 +213,10 @@ class _Adapter:
             )
         for name, tensor in tensors.items():
             match = matches.get(name)
-            if match and match["module"] in groups:  # Otherwise a parameter is named alpha.
-                roles = groups[match["module"]]
-                role = next(role for role in ("down", "up", "size", "alpha") if match[role])
+            # A parameter of another module may be named alpha.
+            if match and match["module"] in roles_by_module:
+                roles = roles_by_module[match["module"]]
+                role = next(role for role in ("down", "up", "magnitude", "alpha") if match[role])
                 if role in roles:
                     raise UsageError(
                         f"{printable(match['module'])!r} has two of {match[role]}", file=self.path
@@ -215,22 +225,25 @@ class _Adapter:
                 if (match["down"] or "").startswith("lora_embedding"):
                     self.embeddings.add(match["module"])
                 self.parts.add(name)
-            elif foreign := _FOREIGN.search(name):
+            elif unsupported := _UNSUPPORTED_PART.search(name):
                 raise NotRepresentable(
-                    f"{printable(name)!r}: merge-lora does not know {foreign[1]}; it merges LoRA "
-                    "and DoRA, not LoHa, LoKr and other adapters",
+                    f"{printable(name)!r}: merge-lora does not know {unsupported[1]}; it merges "
+                    "LoRA and DoRA, not LoHa, LoKr and other adapters",
                     file=self.path,
                 )
-            elif is_own and ".original_module." in name:
+            elif is_own and ".original_module." in name:  # replaced by one of `modules_to_save`
                 self.parts.add(name)
             elif not is_own:
                 self.saved[name] = tensor
-        return groups
+        return roles_by_module
 
     def _add_factors(
         self, module: str, roles: Mapping[str, TensorRef], config: _Config, scale: float
     ) -> None:
         """Add the factors of a module; their scale is `scale` * alpha / rank.
+
+        alpha is that of the module in the file, else of the configuration, else the rank. rsLoRA
+        divides by the root of the rank.
 
         Raises:
             NotFound: if one of the two factors is missing.
@@ -238,24 +251,28 @@ class _Adapter:
         """
         if not {"down", "up"} <= roles.keys():
             raise NotFound(f"{printable(module)!r} has only one factor", file=self.path)
-        if "size" in roles and module in self.embeddings:
+        if "magnitude" in roles and module in self.embeddings:
             raise NotRepresentable("DoRA on an embedding is not supported", file=self.path)
-        rank = (roles["down"].shape[:1] or (1,))[0] or 1
+        down_sizes = roles["down"].sizes
+        rank = (down_sizes[0] if down_sizes else 0) or 1  # 1: such a shape is refused later
         if "alpha" in roles:
-            alpha = _read_scalar(roles["alpha"])
-            factor = _require_number(alpha, f"{printable(module)}.alpha", self.path)
+            stored_alpha = _read_scalar(roles["alpha"])
+            alpha = _require_number(stored_alpha, f"{printable(module)}.alpha", self.path)
         else:
-            factor = config.find_alpha(module, default=rank)
+            alpha = config.find_alpha(module, default=rank)
         self.factors[module] = Factors(
             roles["down"],
             roles["up"],
-            scale * (factor / (math.sqrt(rank) if config.is_rslora else rank)),
-            magnitude=roles.get("size"),
+            scale * (alpha / (math.sqrt(rank) if config.is_rslora else rank)),
+            magnitude=roles.get("magnitude"),
             transposed=config.is_transposed or module in self.embeddings,
         )
 
     def list_vocabulary_sizes(self) -> set[int | None]:
-        """Return the numbers of rows of the embeddings, and of the matrices saved in full."""
+        """Return the numbers of rows of the embeddings, and of the matrices saved in full.
+
+        A weight that has such a number of rows, more than in the base, is an extended vocabulary.
+        """
         shapes = [_get_weight_shape(self.factors[module]) for module in self.embeddings]
         shapes += [tensor.shape for tensor in self.saved.values() if len(tensor.shape) == 2]
         return {shape[0] for shape in shapes if shape}
@@ -266,11 +283,14 @@ class _Config:
     """The configuration of an adapter, from PEFT or `--alpha`."""
 
     alpha: float | None
-    patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
-    """Other values of alpha, by pattern of the module."""
-    is_there: bool = False
+    """The alpha of all modules without another one; None if it is unknown."""
+    alpha_patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
+    """Patterns of modules, each with their alpha."""
+    is_found: bool = False
+    """True if the adapter has a configuration."""
     is_rslora: bool = False
     is_transposed: bool = False
+    """True if the weights have the shape (in, out)."""
 
     @classmethod
     def read(cls, file: Checkpoint, alpha: float | None) -> _Config:
@@ -299,25 +319,14 @@ class _Config:
             config: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UsageError("is not valid JSON", file=config_path) from error
-        if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
-            raise NotRepresentable("the adapter is not a LoRA", file=config_path)
-        unknown = [name for name in _UNKNOWN if config.get(name)]
-        if config.get("init_lora_weights") not in _KEPT_INITIAL:
-            unknown.append("init_lora_weights")
+        _refuse_unsupported_config(config, config_path)
         patterns = config.get("alpha_pattern") or {}
-        if not isinstance(patterns, dict) or any(map(_SLOW.search, patterns)):
-            unknown.append("such an alpha_pattern")
-        if unknown:
-            raise NotRepresentable(
-                f"the adapter has {listed(unknown)}, which merge-lora does not support",
-                file=config_path,
-                hint="use merge_and_unload() of the PeftModel",
-            )
         if alpha is not None:
             patterns = {}
         elif config.get("lora_alpha") is not None:
             alpha = _require_number(config["lora_alpha"], "lora_alpha", config_path)
         try:
+            # Source: `get_pattern_key` of peft/utils/other.py.
             regexes = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
         except (re.error, OverflowError) as error:
             raise UsageError("alpha_pattern has no regular expression", file=config_path) from error
@@ -327,7 +336,7 @@ class _Config:
         return cls(
             alpha,
             tuple(zip(regexes, values, strict=True)),
-            is_there=True,
+            is_found=True,
             is_rslora=bool(config.get("use_rslora")),
             is_transposed=bool(config.get("fan_in_fan_out")),
         )
@@ -339,10 +348,32 @@ class _Config:
             UsageError: if the name is too long to match patterns.
         """
         name = module.removeprefix(PEFT)
-        if self.patterns and len(name) > _LONGEST:
+        if self.alpha_patterns and len(name) > _MAX_MATCHED_NAME:
             raise UsageError(f"{printable(name)!r} is too long to match against an alpha_pattern")
-        values = (value for pattern, value in self.patterns if pattern.match(name))
+        values = (value for pattern, value in self.alpha_patterns if pattern.match(name))
         return next(values, default if self.alpha is None else self.alpha)
+
+
+def _refuse_unsupported_config(config: Any, config_path: str) -> None:
+    """Refuse a configuration that is not of a LoRA, or has options that change the arithmetic.
+
+    Raises:
+        NotRepresentable: in these cases; the message lists the options.
+    """
+    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
+        raise NotRepresentable("the adapter is not a LoRA", file=config_path)
+    unsupported = [name for name in _UNSUPPORTED_OPTIONS if config.get(name)]
+    if config.get("init_lora_weights") not in _HARMLESS_INITIALIZATIONS:
+        unsupported.append("init_lora_weights")
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or any(map(_SLOW_PATTERN.search, patterns)):
+        unsupported.append("such an alpha_pattern")
+    if unsupported:
+        raise NotRepresentable(
+            f"the adapter has {listed(unsupported)}, which merge-lora does not support",
+            file=config_path,
+            hint="use merge_and_unload() of the PeftModel",
+        )
 
 
 def _require_number(value: object, name: str, file: str) -> float:
@@ -372,19 +403,19 @@ class _Plan:
     """The factors to add, by key in the base."""
     _replaced: dict[str, TensorRef] = field(default_factory=dict)
     """The new tensors by key in the base."""
-    _names: dict[str, list[str]] = field(default_factory=dict)
+    _base_keys: dict[str, list[str]] = field(default_factory=dict)
     """The keys in the base by key of the model."""
-    _flat: dict[str, list[str]] = field(default_factory=dict)
-    """The keys in the base by the form that kohya gives to the name of the module."""
+    _base_keys_by_kohya: dict[str, list[str]] = field(default_factory=dict)
+    """The keys in the base by kohya's form of the module: `a_b_0` for `a.b.0.weight`."""
 
     def __post_init__(self) -> None:
-        """Index the base's tensors by the keys of the model."""
+        """Index the keys of the base by the keys of the model, and by kohya's names of modules."""
         for name in get_named_tensors(self.section.node):
-            bare = _to_model_key(name)
-            self._names.setdefault(bare, []).append(name)
-            if bare.endswith(".weight"):
-                flat = bare.removesuffix(".weight").replace(".", "_")
-                self._flat.setdefault(flat, []).append(name)
+            model_key = _to_model_key(name)
+            self._base_keys.setdefault(model_key, []).append(name)
+            if model_key.endswith(".weight"):
+                kohya_name = model_key.removesuffix(".weight").replace(".", "_")
+                self._base_keys_by_kohya.setdefault(kohya_name, []).append(name)
 
     def add_adapter(self, adapter: _Adapter) -> Change:
         """Plan the weights that an adapter changes, and return the line for the receipt.
@@ -393,61 +424,60 @@ class _Plan:
             NotFound: if a tensor has no counterpart in the base.
             UsageError: if shapes do not match.
         """
-        used_keys: dict[str, str] = {}
-        grown: dict[str, Sequence[int | None]] = {}
-        sizes = adapter.list_vocabulary_sizes()
+        module_by_key: dict[str, str] = {}
+        larger_shapes: dict[str, Sequence[int | None]] = {}
+        vocabulary_sizes = adapter.list_vocabulary_sizes()
         for module, factors in adapter.factors.items():
-            name = self._claim_key(adapter, module, f"{module}.weight", used_keys)
+            name = self._claim_key(adapter, module, f"{module}.weight", module_by_key)
             shape = _get_weight_shape(factors)
-            if _has_more_rows(shape, self.section.node[name].shape) and shape[0] in sizes:
-                grown[name] = shape
+            has_more_rows = _has_more_rows(shape, self.section.node[name].shape)
+            if has_more_rows and shape[0] in vocabulary_sizes:
+                larger_shapes[name] = shape
                 continue
             self._check_shapes(adapter, module, self.section.node[name], factors)
             self._added.setdefault(name, []).append(factors)
-        self._refuse_unclear_order(adapter, used_keys)
+        self._refuse_unclear_order(adapter, module_by_key)
         replaced: dict[str, str] = {}
-        for own, tensor in adapter.saved.items():
-            name = self._claim_key(adapter, own, own, replaced)
+        for adapter_key, tensor in adapter.saved.items():
+            name = self._claim_key(adapter, adapter_key, adapter_key, replaced)
             old: TensorRef = self.section.node[name]
             if _has_more_rows(tensor.shape, old.shape):
-                grown[name] = tensor.shape
+                larger_shapes[name] = tensor.shape
             elif tensor.shape != old.shape or not tensor.has_content:
                 raise UsageError(
-                    f"{printable(own)!r} is {_describe_tensor(tensor, old)} in the adapter and "
-                    f"{_describe_tensor(old, tensor)} in the base",
+                    f"{printable(adapter_key)!r} is {_describe_tensor(tensor, old)} in the adapter "
+                    f"and {_describe_tensor(old, tensor)} in the base",
                     file=adapter.path,
                 )
             self._replaced[name] = tensor
-        if grown:
-            self._refuse_larger_vocabulary(grown)
+        if larger_shapes:
+            self._refuse_larger_vocabulary(larger_shapes)
         scales = sorted({factors.scale for factors in adapter.factors.values()})
         shown = listed([f"{scale:g}" for scale in scales], most=4)
-        text = f"merged {adapter.path} into {counted(len(used_keys), 'weight')} (scale {shown})"
+        text = f"merged {adapter.path} into {counted(len(module_by_key), 'weight')} (scale {shown})"
         if adapter.saved:
             text += f"; replaced {counted(len(adapter.saved), 'tensor')}"
-        return Change("merge", text, len(used_keys) + len(adapter.saved))
+        return Change("merge", text, len(module_by_key) + len(adapter.saved))
 
     def merge_weights(self, dropped: set[str]) -> dict[str, TensorRef]:
         """Return the new tensors by key, except `dropped` ones; tied tensors change together."""
         node, merger = self.section.node, Merger()
-        by_place: dict[Any, list[Factors]] = {}
+        factors_by_place: dict[Any, list[Factors]] = {}
         for name, factors in self._added.items():
-            by_place.setdefault(node[name].place, []).extend(factors)
-        chosen = {
+            factors_by_place.setdefault(node[name].place, []).extend(factors)
+        changing = {
             name: tensor
             for name, tensor in get_named_tensors(node).items()
-            if name not in dropped and (tensor.place in by_place or name in self._replaced)
+            if name not in dropped and (tensor.place in factors_by_place or name in self._replaced)
         }
-        refuse_dependent_tensors(self.base, {id(tensor) for tensor in chosen.values()})
+        refuse_dependent_tensors(self.base, {id(tensor) for tensor in changing.values()})
         merged: dict[Any, TensorRef] = {}
         new_tensors: dict[str, TensorRef] = {}
-        for name, tensor in chosen.items():
+        for name, tensor in changing.items():
             replacement = self._replaced.get(name)
-            if (
-                replacement is not None
-                and replacement.dtype == tensor.dtype
-                and tensor.place not in by_place
-            ):
+            has_factors = tensor.place in factors_by_place
+            if replacement is not None and replacement.dtype == tensor.dtype and not has_factors:
+                # Nothing to compute: the new tensor has the bytes of the adapter.
                 new_tensors[name] = replace_elements(
                     tensor,
                     storage=replacement.storage,
@@ -462,9 +492,11 @@ class _Plan:
                     "an adapter",
                     file=self.base.path,
                 )
+            # Tied tensors share one result, unless the adapter replaces one of them.
             identity = name if replacement is not None else tensor.place
             if identity not in merged:
-                storage = merger.merge(tensor, replacement, by_place.get(tensor.place, ()))
+                factors_to_add = factors_by_place.get(tensor.place, ())
+                storage = merger.merge(tensor, replacement, factors_to_add)
                 stride = row_major_strides(tensor.sizes)
                 merged[identity] = replace_elements(
                     tensor, storage=storage, offset=0, stride=stride, flags=()
@@ -480,9 +512,9 @@ class _Plan:
             matrix for matrix in (factors.down, factors.up, factors.magnitude) if matrix is not None
         ]
         is_readable = all(matrix.dtype in FLOATING and matrix.has_content for matrix in matrices)
-        is_transposed = (
-            factors.shape and len(factors.shape) == 2 and weight.shape == factors.shape[::-1]
-        )
+        product_shape = tuple(factors.shape or ())
+        # A model may store the weight of a layer as (in, out).
+        is_transposed = len(product_shape) == 2 and weight.shape == product_shape[::-1]
         if not is_readable or not (is_transposed or weight.shape == factors.shape):
             shapes = listed([f"{matrix.dtype} {list(matrix.shape)}" for matrix in matrices])
             raise UsageError(
@@ -491,13 +523,18 @@ class _Plan:
                 file=adapter.path,
             )
 
-    def _refuse_larger_vocabulary(self, grown: Mapping[str, Sequence[int | None]]) -> NoReturn:
+    def _refuse_larger_vocabulary(
+        self, larger_shapes: Mapping[str, Sequence[int | None]]
+    ) -> NoReturn:
         """Refuse an adapter that was trained after the vocabulary of its base was extended.
 
-        `grown` has the larger shapes by key in the base.
+        `larger_shapes` are those in the adapter, by key in the base.
         """
-        rules = (f"--resize {shell(f'{escaped_glob(name)}={to[0]}')}" for name, to in grown.items())
-        name, shape = next(iter(grown.items()))
+        rules = (
+            f"--resize {shell(f'{escaped_glob(name)}={n_rows}')}"
+            for name, (n_rows, *_) in larger_shapes.items()
+        )
+        name, shape = next(iter(larger_shapes.items()))
         raise UsageError(
             f"{printable(name)} is {list(shape)} in the adapter and "
             f"{list(self.section.node[name].shape)} in the base",
@@ -506,21 +543,24 @@ class _Plan:
             f"{' '.join(rules)}",
         )
 
-    def _refuse_unclear_order(self, adapter: _Adapter, used_keys: Mapping[str, str]) -> None:
-        """Refuse a square weight if other weights contradict the order that is configured.
+    def _refuse_unclear_order(self, adapter: _Adapter, module_by_key: Mapping[str, str]) -> None:
+        """Refuse a square weight if other weights contradict the configured order of axes.
 
-        A square shape does not show its own order. `used_keys` has the modules by key in the base.
+        A square shape does not show whether it is (in, out). `module_by_key` has the modules by key
+        in the base.
         """
-        square, differs = None, False
-        for name, module in used_keys.items():
+        square_module, has_contradiction = None, False
+        for name, module in module_by_key.items():
             factors, shape = adapter.factors[module], self.section.node[name].shape
             is_transposed = factors.needs_transpose(shape)
-            square = module if is_transposed is None else square
-            differs |= len(shape) == 2 and is_transposed not in (None, factors.transposed)
-        if square is not None and differs:
+            if is_transposed is None:  # it is square
+                square_module = module
+            elif len(shape) == 2 and is_transposed != factors.transposed:
+                has_contradiction = True
+        if square_module is not None and has_contradiction:
             raise UsageError(
-                f"{printable(square)!r} is square, so its shape does not show its order: others of "
-                "this adapter are (in, out), but fan_in_fan_out is not set",
+                f"{printable(square_module)!r} is square, so its shape does not show its order: "
+                "others of this adapter are (in, out), but fan_in_fan_out is not set",
                 file=adapter.path,
                 hint="set fan_in_fan_out in the adapter_config.json next to it",
             )
@@ -530,7 +570,7 @@ class _Plan:
     ) -> str:
         """Return the key in the base for the key `wanted` of the adapter, and mark it as used.
 
-        Messages show it as `shown`.
+        Messages show the key as `shown`. `used_keys` has the shown key by key in the base.
 
         Raises:
             NotFound: if no key matches, or several do.
@@ -558,14 +598,19 @@ class _Plan:
         )
 
     def _find_candidates(self, wanted: str) -> Iterator[list[str]]:
-        """Yield the possible keys in the base for a key of the model, the most certain first."""
-        yield self._names.get(wanted, [])
-        if match := _KOHYA.match(wanted):
-            flat = wanted[match.end() :].removesuffix(".weight")
-            yield self._flat.get(flat, [])
-            yield _match_ending(self._flat, f"_{flat}")
-        yield self._names.get(wanted.partition(".")[2], [])
-        yield _match_ending(self._names, f".{wanted}")
+        """Yield lists of possible keys in the base for a key of the model, most certain first.
+
+        That is the same key; for kohya's name of a module, also the end of such a name; the key
+        without its first component (`unet.a.weight -> a.weight`); a key with this ending.
+        """
+        yield self._base_keys.get(wanted, [])
+        if match := _KOHYA_PREFIX.match(wanted):
+            kohya_name = wanted[match.end() :].removesuffix(".weight")
+            yield self._base_keys_by_kohya.get(kohya_name, [])
+            yield _match_ending(self._base_keys_by_kohya, f"_{kohya_name}")
+        _, _, inner_key = wanted.partition(".")
+        yield self._base_keys.get(inner_key, [])
+        yield _match_ending(self._base_keys, f".{wanted}")
 
 
 def _get_weight_shape(factors: Factors) -> tuple[int | None, ...]:
@@ -576,9 +621,12 @@ def _get_weight_shape(factors: Factors) -> tuple[int | None, ...]:
 
 def _has_more_rows(shape: Sequence[int | None], old: Sequence[int | None]) -> bool:
     """Return True if a matrix has more rows than the old one, and the same other axes."""
-    if len(shape) != len(old) or len(old) < 2 or shape[0] is None or old[0] is None:
+    if len(shape) != len(old) or len(old) < 2:
         return False
-    return shape[0] > old[0] and tuple(shape[1:]) == tuple(old[1:])
+    (n_rows, *axes), (n_old_rows, *old_axes) = shape, old
+    if n_rows is None or n_old_rows is None:  # ragged
+        return False
+    return n_rows > n_old_rows and axes == old_axes
 
 
 def _describe_tensor(tensor: TensorRef, other: TensorRef) -> str:
@@ -587,12 +635,15 @@ def _describe_tensor(tensor: TensorRef, other: TensorRef) -> str:
     return shape if tensor.kind == other.kind else f"{tensor.kind} {shape}"
 
 
-def _match_ending(names: Mapping[str, list[str]], end: str) -> list[str]:
-    """Return the names of all entries whose key has this ending."""
-    return [name for key, group in names.items() if key.endswith(end) for name in group]
+def _match_ending(keys_by_name: Mapping[str, list[str]], end: str) -> list[str]:
+    """Return the keys of all names with this ending."""
+    return [key for name, keys in keys_by_name.items() if name.endswith(end) for key in keys]
 
 
 def _to_model_key(name: str) -> str:
-    """Return the model's own key for a key of a PeftModel."""
+    """Return the model's own key for a key of a PeftModel.
+
+    `base_model.model.a.base_layer.weight -> a.weight`; any other key is unchanged.
+    """
     name = name.removeprefix(PEFT).replace(".base_layer.", ".")
     return re.sub(r"\.modules_to_save\.\w+(?=\.)", "", name)

@@ -63,10 +63,10 @@ def is_rejected(node: Any) -> bool:
     if isinstance(node, TensorRef):
         parts = node.parts or {}
         is_jagged = node.kind == "nested" and "state" in parts
-        has_rejected_type = "type" in parts and (
-            parts["type"] is None or is_rejected(parts["type"])
-        )
-        return node.is_array or is_jagged or has_rejected_type
+        # The class of a subclass without a storage; None if `_strip_rejected` has removed it.
+        subclass = parts.get("type")
+        has_rejected_class = "type" in parts and (subclass is None or is_rejected(subclass))
+        return node.is_array or is_jagged or has_rejected_class
     return False
 
 
@@ -76,8 +76,9 @@ def _is_accepted(node: Opaque) -> bool:
         return False
     if node.maker == "persid" or node.kwargs is not None:
         return False
-    allowed = {"build", "set"} if node.class_name == _COUNTER else {"build"}
-    return {kind for kind, _ in node.steps} <= allowed
+    # The pickle may set the state of an object, and items only of a Counter.
+    allowed_steps = {"build", "set"} if node.class_name == _COUNTER else {"build"}
+    return {kind for kind, _ in node.steps} <= allowed_steps
 
 
 def get_class_name(node: Any) -> str:
@@ -97,21 +98,24 @@ def find_rejected(root: Any) -> Iterator[tuple[Path, Any]]:
             yield to_path(link), node
 
 
-_NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
+_EMPTY_STATES: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
+"""The states of an object without attributes: a dict, or a pair of a dict and the slots."""
 
 
 def to_plain_data(node: Opaque) -> Any:
     """Return plain data equivalent to `node`, or `node` itself if there is none.
 
-    Plain data are numbers, text, dicts, lists and sets. Their content is not converted yet.
+    Plain data are numbers, text, dicts, lists and sets. Their content is not converted yet. An
+    object that torch.load accepts stays.
     """
     if node.plain is not None:
-        return node.plain[1]
+        _, value = node.plain
+        return value
     if not is_rejected(node):
         return node
     package = node.class_name.partition(".")[0]
-    converter = _KNOWN.get(node.class_name) or _KNOWN.get(f"{package}.*")
-    plain = (converter or _convert_by_structure)(node)
+    convert = _CONVERTERS.get(node.class_name) or _CONVERTERS.get(f"{package}.*")
+    plain = (convert or _convert_by_structure)(node)
     if plain is None:
         return node
     return None if plain is _NOTHING else plain
@@ -120,19 +124,20 @@ def to_plain_data(node: Opaque) -> Any:
 def _convert_by_structure(node: Opaque) -> Any:
     """Return the plain form of an object of an unknown class, judging by its pickle calls.
 
-    None: the class may have more state than its attributes and items.
+    The result is a dict of attributes; a dict or list if the pickle sets or appends items. It is
+    None if the class may have more state than these.
     """
-    kinds = {kind for kind, _ in node.steps}
-    base, inside = _find_base_class(node)
+    step_kinds = {kind for kind, _ in node.steps}
+    base, content = _find_base_class(node)
     if base is None:
         return None
-    if kinds <= {"build"} and base == "object":
+    if step_kinds <= {"build"} and base == "object":
         return _read_attributes(node)
-    if kinds <= {"build", "set"} and base in ("object", "dict"):
-        return _convert_to_dict(node, inside)
-    if kinds == {"append"} and base in ("object", "list"):
-        return [*inside, *(value for _, value in list_items(node))]
-    return list(inside) if base == "list" and not kinds else None
+    if step_kinds <= {"build", "set"} and base in ("object", "dict"):
+        return _convert_to_dict(node, content)
+    if step_kinds == {"append"} and base in ("object", "list"):
+        return [*content, *(value for _, value in list_items(node))]
+    return list(content) if base == "list" and not step_kinds else None
 
 
 def _find_base_class(node: Opaque) -> tuple[str | None, Any]:
@@ -141,26 +146,26 @@ def _find_base_class(node: Opaque) -> tuple[str | None, Any]:
     `cls.__new__(cls)`, `cls()` with later steps, or `copyreg._reconstructor(cls, base, content)` in
     protocols 0 and 1. The base is None if only the class knows the meaning of its arguments.
     """
+    unknown = None, ()
     if not isinstance(node.func, Global) or node.kwargs is not None or node.maker == "persid":
-        return None, ()
+        return unknown
     match node.func.qualified, node.args:
         case "copyreg._reconstructor", (Global(), Global() as base, content):
             name = base.qualified.removeprefix("builtins.")
-            is_content = isinstance(content, {"dict": dict, "list": list}.get(name, type(None)))
-            return (name, content or ()) if is_content else (None, ())
+            # For `object`, the content is None.
+            content_type = {"dict": dict, "list": list}.get(name, type(None))
+            return (name, content or ()) if isinstance(content, content_type) else unknown
         case _, ():
-            return ("object", ()) if node.maker == "newobj" or node.steps else (None, ())
-    return None, ()
+            return ("object", ()) if node.maker == "newobj" or node.steps else unknown
+    return unknown
 
 
 def _read_attributes(node: Opaque) -> dict[Any, Any] | None:
     """Return the attributes of an object, or None if its state is not one dict."""
     if not node.steps:
         return {}
-    state = node.state
-    if len(node.steps) > 1 or not (node.attributes or state in _NO_STATE):
-        return None
-    return node.attributes
+    has_only_attributes = bool(node.attributes) or node.state in _EMPTY_STATES
+    return node.attributes if len(node.steps) <= 1 and has_only_attributes else None
 
 
 def _convert_to_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
@@ -170,10 +175,11 @@ def _convert_to_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
     """
     items = {**dict(content), **dict(list_items(node))}
     state, attributes = node.state, node.attributes
-    if not (state is node or attributes or state in _NO_STATE):
+    is_own_state = state is node  # `self.__dict__ = self`, in classes whose items are attributes
+    if not (is_own_state or attributes or state in _EMPTY_STATES):
         return None
     if all(name in items and items[name] is value for name, value in attributes.items()):
-        return items  # its attributes are its items
+        return items  # the attributes only repeat the items
     mapping = OrderedMap(items)
     mapping.attributes = attributes
     return mapping
@@ -193,7 +199,7 @@ def _read_tuple_items(node: Opaque) -> tuple[Any, ...] | None:
             return items
         case _, (tuple() as items,) if node.maker == "newobj":
             return items
-        case _, (_, _, *_) if node.maker == "newobj":
+        case _, (_, _, *_) if node.maker == "newobj":  # at least two fields
             return tuple(node.args)
     return None
 
@@ -204,14 +210,15 @@ def _to_plain_tensor(tensor: TensorRef) -> TensorRef:
     Attributes stay, and an array that carries a TPU tensor becomes a tensor. The same tensor is
     returned if it is plain, or a DTensor with parts in other files.
     """
-    if tensor.whole is not None:
+    if tensor.whole is not None:  # a DTensor that is complete in this file
         return tensor.whole
     parts = tensor.parts or {}
     if "array" in parts:
         return replace(tensor, kind="strided", parts=None)
     if tensor.is_array:
         return replace_elements(tensor)
-    if tensor.storage is None or not any(is_rejected(layer.type) for layer in tensor.wrapping):
+    has_rejected_class = any(is_rejected(layer.type) for layer in tensor.wrapping)
+    if tensor.storage is None or not has_rejected_class:
         return tensor
     layers = [_strip_rejected_class(layer) for layer in tensor.wrapping]
     kind = "strided" if tensor.kind == "subclass" else tensor.kind
@@ -221,7 +228,7 @@ def _to_plain_tensor(tensor: TensorRef) -> TensorRef:
 def _strip_rejected_class(layer: Wrapping) -> Wrapping | None:
     """Return a layer of a tensor with torch.Tensor in place of a rejected class.
 
-    A layer without state is not needed then: None. The state may not be complete yet.
+    None if it has no state either: the layer is then not needed.
     """
     if layer.kind != "type" or not is_rejected(layer.type):
         return layer
@@ -244,7 +251,7 @@ def _convert_path(node: Opaque) -> str | None:
 def _convert_deque(node: Opaque) -> list[Any] | None:
     """Return the items of a `collections.deque`, or None for arguments of another form."""
     match node.args:
-        case () | ((), _):
+        case () | ((), _):  # `deque()`, or `deque((), maxlen)`; the items are appended later
             return [value for _, value in list_items(node)]
     return None
 
@@ -254,29 +261,38 @@ def _convert_frozenset(node: Opaque) -> Opaque | None:
     match node.args:
         case ([*items],):
             return Opaque(Global("builtins", "set"), (list(items),))
-    return Opaque(Global("builtins", "set"), ([],)) if node.args == () else None
+        case ():
+            return Opaque(Global("builtins", "set"), ([],))
+    return None
 
 
 def _convert_dtype(node: Opaque) -> str | None:
-    """Return the text for `numpy.dtype`, such as `<f4`; None for records and sub-arrays."""
-    match node.args, node.state:
+    """Return the text for `numpy.dtype`, such as `<f4`.
+
+    None for records, sub-arrays and times, which need more than such a text.
+    """
+    match node.args, node.state:  # the three None of the state: sub-array, field names, fields
         case (str() as code, *_), (_, str() as order, None, None, None, *_):
-            if re.fullmatch(r"[a-zA-Z]\d*", code) and code[0] not in "Mm":  # these have a unit
+            if re.fullmatch(r"[a-zA-Z]\d*", code) and not code.startswith(("M", "m")):
                 return code if order == "|" else f"{order}{code}"
     return None
 
 
 def _convert_scalar(node: Opaque) -> str | bytes | None:
-    """Return the value of a `numpy.str_` or `numpy.bytes_`; `Opaque.plain` has numbers already."""
+    """Return the value of a `numpy.str_` or `numpy.bytes_`; `Opaque.plain` has numbers already.
+
+    None for any other scalar. numpy stores `str_` as UTF-32 (dtype `<U3`), `bytes_` as `S3`.
+    """
     match node.args:
         case (Opaque() as dtype, payload) if dtype.class_name == "numpy.dtype":
-            code, raw = _convert_dtype(dtype) or "", to_bytes(payload)
+            dtype_text, raw = _convert_dtype(dtype) or "", to_bytes(payload)
             if raw is None:
                 return None
-            if code.startswith("S"):
+            if dtype_text.startswith("S"):
                 return raw.rstrip(b"\0")
+            order_and_kind = dtype_text[:2]
             try:
-                return str(raw, _UTF32[code[:2]]).rstrip("\0")
+                return str(raw, _UTF32[order_and_kind]).rstrip("\0")
             except (KeyError, UnicodeDecodeError):
                 return None
     return None
@@ -285,18 +301,20 @@ def _convert_scalar(node: Opaque) -> str | bytes | None:
 def _convert_omegaconf(node: Opaque) -> Any:
     """Return the items of a DictConfig or ListConfig, or the value of a node in one.
 
-    Its types and references to its parent are left out. Interpolations stay text.
+    Its types and references to its parent are left out. Interpolations stay text. `_NOTHING` if the
+    value is None, and None for an object without a value.
     """
-    attributes = node.attributes
-    value = attributes.get("_content", attributes.get("_val"))
-    is_none = value is None and not attributes.keys().isdisjoint(("_content", "_val"))
-    return _NOTHING if is_none else value
+    for name in ("_content", "_val"):
+        if name in node.attributes:
+            value = node.attributes[name]
+            return _NOTHING if value is None else value
+    return None
 
 
 _UTF32 = {"<U": "utf-32-le", ">U": "utf-32-be"}
 
 
-_KNOWN: dict[str, Callable[[Opaque], Any]] = {
+_CONVERTERS: dict[str, Callable[[Opaque], Any]] = {
     "pathlib.*": _convert_path,
     "builtins.frozenset": _convert_frozenset,
     "collections.defaultdict": lambda node: _convert_to_dict(node, ()),
@@ -309,33 +327,44 @@ _KNOWN: dict[str, Callable[[Opaque], Any]] = {
 """Plain forms by class. The factory of a `defaultdict` and `maxlen` of a `deque` are lost."""
 
 
-_HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_STATE_ATTRIBUTES = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+)
 """The attributes of a module that its `state_dict()` is made from."""
-_OF_EVERY_MODULE = frozenset({"training", "_version", "_is_full_backward_hook", "_backend"})
+_COMMON_ATTRIBUTES = frozenset({"training", "_version", "_is_full_backward_hook", "_backend"})
 
 
 def _find_content_outside_state(module: Opaque) -> tuple[list[str], list[str]]:
-    """Describe the content of a module outside its `state_dict()`: tensors, and other attributes.
+    """Describe the content of a module outside its `state_dict()`.
 
-    Tensors with another key in the state dict (`_flat_weights` of an LSTM) do not count.
+    Return descriptions of attributes with tensors, such as non-persistent buffers, and the names of
+    the other attributes. Tensors with another key in the state dict (`_flat_weights` of an LSTM) do
+    not count.
     """
-    in_state = find_tensors(dict(to_module_state(module) or {}))
-    places = {tensor.place or id(tensor) for tensor in in_state}
+    state_tensors = find_tensors(dict(to_module_state(module) or {}))
+    state_places = {tensor.place or id(tensor) for tensor in state_tensors}
     lost = [
         describe_opaque_content(path, node) for path, node in find_opaque_content(module).items()
     ]
-    names: dict[str, None] = {}
+    setting_names: dict[str, None] = {}
     for prefix, submodule in walk_modules(module):
-        others = {name: node for name, node in submodule.attributes.items() if name not in _HELD}
-        for name, value in {**submodule.attributes.get("_buffers", {}), **others}.items():
+        candidates = {
+            **submodule.attributes.get("_buffers", {}),
+            **{
+                name: node
+                for name, node in submodule.attributes.items()
+                if name not in _STATE_ATTRIBUTES
+            },
+        }
+        for name, value in candidates.items():
             tensors = list(find_tensors(value))
-            hidden = [tensor for tensor in tensors if (tensor.place or id(tensor)) not in places]
-            if hidden:
-                lost.append(f"{printable(f'{prefix}{name}')} ({counted(len(hidden), 'tensor')})")
+            n_lost = sum((tensor.place or id(tensor)) not in state_places for tensor in tensors)
+            if n_lost:
+                lost.append(f"{printable(f'{prefix}{name}')} ({counted(n_lost, 'tensor')})")
             is_empty = value is None or (isinstance(value, (dict, list, tuple)) and not value)
-            if not tensors and not is_empty and name not in _OF_EVERY_MODULE:
-                names[printable(str(name))] = None
-    return lost, list(names)
+            if not tensors and not is_empty and name not in _COMMON_ATTRIBUTES:
+                setting_names[printable(str(name))] = None
+    return lost, list(setting_names)
 
 
 _SETS = ("builtins.set", "builtins.frozenset")
@@ -398,8 +427,9 @@ class Plain(Step):
             if self.plain
             else _drop_rejected(checkpoint, hint="add --plain to convert objects to plain data")
         )
+        # With `drop_objects`, the user also asked for the losses that leave the result incomplete.
         changes = tuple(
-            replace(change, wanted=change.wanted or change.needed) for change in result.changes
+            replace(change, wanted=True) if change.needed else change for change in result.changes
         )
         return result if changes == result.changes else replace(result, changes=changes)
 
@@ -429,6 +459,8 @@ class Plain(Step):
 def _drop_rejected(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
     """Return the checkpoint without the objects that torch rejects; `hint` is for errors.
 
+    Tensor subclasses and namedtuples first become plain tensors and tuples.
+
     Raises:
         NotRepresentable: if nothing, or no tensor of a model, would remain.
     """
@@ -454,7 +486,7 @@ def _drop_rejected(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
 
 
 def _refuse_lost_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
-    """Refuse to lose every tensor of a state dict, or every model.
+    """Refuse to lose every tensor of a state dict, or of all models together.
 
     Raises:
         NotRepresentable: if one would be lost.
@@ -525,7 +557,7 @@ Forms = Callable[[Any], Any]
 def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
     """Return the function that converts a leaf to its plain form.
 
-    With `partly`, it also converts modules with tensors outside their state dict.
+    With `partly`, it also converts modules with tensors outside their state dict, which are lost.
     """
 
     def convert(leaf: Any) -> Any:
@@ -535,7 +567,8 @@ def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
         if not is_module(leaf):
             return to_plain_data(leaf)
         state = to_model_state(leaf)
-        if state is None or (not partly and _find_content_outside_state(leaf)[0]):
+        lost_tensors = [] if partly else _find_content_outside_state(leaf)[0]
+        if state is None or lost_tensors:
             return leaf
         return copy_state_dict(checkpoint, Section((), "module", state, leaf))
 
@@ -543,7 +576,7 @@ def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
 
 
 def _unwrap_rejected(leaf: Any) -> Any:
-    """Return the elements of a rejected tensor, the items of a rejected tuple, or else the leaf."""
+    """Return a rejected tensor as a plain one, a namedtuple as its items, or else the leaf."""
     if isinstance(leaf, TensorRef):
         plain = _to_plain_tensor(leaf) if is_rejected(leaf) else leaf
         return leaf if is_rejected(plain) else plain
@@ -554,39 +587,48 @@ def _unwrap_rejected(leaf: Any) -> Any:
 def _convert_leaves(checkpoint: Checkpoint, convert: Forms) -> Checkpoint:
     """Return the checkpoint with all leaves converted, or the same one if none changes."""
     key_ids = _find_objects_in_keys(checkpoint.root)
-    forms: dict[int, Any] = {}
+    plain_by_id: dict[int, Any] = {}
 
     def convert_leaf(leaf: Any) -> Any:
-        """Convert a leaf and note its form, unless the leaf is in a key of a dict."""
+        """Return the plain form of a leaf and note it in `plain_by_id`.
+
+        In a key of a dict, only numbers and tuples change: another form may be unhashable, or equal
+        to another key.
+        """
         if not isinstance(leaf, (TensorRef, Opaque)):
             return leaf
         plain = convert(leaf)
         is_number = isinstance(leaf, Opaque) and leaf.plain is not None
-        if id(leaf) in key_ids and not is_number and not isinstance(plain, tuple):
-            return leaf  # A plain form may be unhashable, or equal to another key.
+        can_be_key = is_number or isinstance(plain, tuple)
+        if id(leaf) in key_ids and not can_be_key:
+            return leaf
         if plain is not leaf:
-            forms[id(leaf)] = plain
+            plain_by_id[id(leaf)] = plain
         return plain
 
     root = rebuild(checkpoint.root, convert_leaf)
-    changes = list(_report_conversions(checkpoint.root, convert, forms))
+    changes = list(_report_conversions(checkpoint.root, convert, plain_by_id))
     return checkpoint.with_root(root, *changes) if changes else checkpoint
 
 
-def _report_conversions(root: Any, convert: Forms, forms: dict[int, Any]) -> Iterator[Change]:
+def _report_conversions(root: Any, convert: Forms, plain_by_id: dict[int, Any]) -> Iterator[Change]:
     """Yield a change for every object and array that was converted, in the order of the file.
 
-    `forms` has the plain form by the identity of the object.
+    Then one for all attributes of modules that are lost. `plain_by_id` has the plain form by the
+    identity of the object.
     """
 
     def keeps_content(node: Any) -> bool:
-        """Return True if the result keeps the content of a node; numbers and modules lose it."""
-        is_container = isinstance(forms.get(id(node)), (dict, list, tuple, Opaque))
+        """Return True if the objects inside a node are converted too, and reported.
+
+        The content of a number is gone, and that of a module is in its state dict.
+        """
+        is_container = isinstance(plain_by_id.get(id(node)), (dict, list, tuple, Opaque))
         return not is_rejected(node) or (is_container and not is_module(node))
 
     settings: dict[str, None] = {}
     for link, node in walk_mentions(root, enter=keeps_content):
-        form = convert(node) if isinstance(node, TensorRef) else forms.get(id(node), node)
+        form = convert(node) if isinstance(node, TensorRef) else plain_by_id.get(id(node), node)
         if form is node:
             continue
         name = describe_path(to_path(link))
@@ -618,17 +660,21 @@ def _find_objects_in_keys(root: Any) -> set[int]:
 
 def _describe_form(form: Any) -> str:
     """Return a phrase for a plain form, such as `a dict` or `text`."""
-    names = {TensorRef: "tensor", Opaque: "set", OrderedMap: "OrderedDict", str: "text"}
-    word = names.get(type(form), type(form).__name__)
-    article = "an " if word[0] in "aeiouO" else "a "
-    return word if word in ("text", "bytes") else article + word
+    nouns = {TensorRef: "tensor", Opaque: "set", OrderedMap: "OrderedDict", str: "text"}
+    noun = nouns.get(type(form), type(form).__name__)
+    if noun in ("text", "bytes"):
+        return noun
+    return f"an {noun}" if noun.startswith(tuple("aeiouO")) else f"a {noun}"
 
 
 # Leaving out
 
 
 def _strip_rejected(leaf: Any) -> Any:
-    """Return a leaf without its rejected layers or set items; None for a rejected leaf."""
+    """Return a leaf without its rejected layers or set items; None for a rejected leaf.
+
+    `rebuild` passes the leaves inside a leaf first: a rejected class in a layer is then None.
+    """
     if is_rejected(leaf):
         return None
     if isinstance(leaf, TensorRef):
@@ -638,8 +684,9 @@ def _strip_rejected(leaf: Any) -> Any:
         kind = "strided" if leaf.kind == "subclass" else leaf.kind
         return replace(leaf, kind=kind, wrapping=layers)
     if isinstance(leaf, Opaque) and leaf.class_name in _SETS and leaf.args:
-        items = [item for item in leaf.args[0] if not any(find_rejected(item))]
-        return leaf if len(items) == len(leaf.args[0]) else replace(leaf, args=(items,))
+        items = leaf.args[0]
+        kept = [item for item in items if not any(find_rejected(item))]
+        return leaf if len(kept) == len(items) else replace(leaf, args=(kept,))
     return leaf
 
 
