@@ -174,6 +174,7 @@ def load_into(
                 min_coverage=min_coverage,
             )
             target = describe_target(model)
+            # True if torch would only copy tensors by key: ckptool then fills them itself.
             by_name = not target.custom and loads_by_name(model, iterate_layers(optimizer))
             state = _open_source(
                 stack,

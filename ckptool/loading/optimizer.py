@@ -134,26 +134,18 @@ def plan_optimizer(
             matched = _match_by_names(saved, live, state, plan, partial=partial)
         except MatchError:
             if order is None and list_optimizer_names(saved.section.node):
-                raise
+                raise  # other names prove that the parameters differ
             report = replace(report, by="position")
             file_parameters = list_file_parameters(state, target, plan, live.model_tensors)
             if order is None:
                 _refuse_uncertain_order(saved, live, model, state, file_parameters)
             matched = _match_by_position(saved, live, state, file_parameters, partial=partial)
-        notes = [*report.notes, *_describe_partial(matched, live)]
-        file_groups = None
-        try:
-            file_groups = _match_groups(saved, live, matched)
-        except MatchError:
-            if not partial and order is None:
-                raise
-            notes.append(
-                "kept the learning rates and options of the groups, because the file "
-                "has different groups"
-            )
-            notes += _describe_schedulers(saved, state)
-        report = replace(report, notes=tuple(notes))
-        key_by_number = {
+        file_groups, group_notes = _choose_file_groups(
+            saved, live, matched, state, can_keep_options=partial or order is not None
+        )
+        notes = (*report.notes, *_describe_partial(matched, live), *group_notes)
+        report = replace(report, notes=notes)
+        key_by_number = {  # without the parameters that have no state in the file
             number: key
             for number, (_, key) in zip(matched.live_numbers, saved.parameter_keys, strict=True)
             if number is not None and saved.state_of(key) is not None
@@ -225,7 +217,7 @@ class _LiveOptimizer:
 
 
 class _MatchedParameters(NamedTuple):
-    """The parameters of the file's optimizer, in the order of its groups, in the live one."""
+    """The live parameter for each parameter of the file's optimizer, in the order of its groups."""
 
     names: Sequence[str]
     """For each parameter, its name; empty if positions match and no parameter is left out."""
@@ -239,8 +231,8 @@ def _match_by_names(
     """Match the parameter names in the file's optimizer with the live parameters.
 
     Raises:
-        MatchError: if the file has no names, or repeats one; if no names match, or, without
-            `partial`, if one side has more parameters; if two names match one parameter.
+        MatchError: if the file has no names or repeats one, if two names match one parameter, or if
+            a parameter of one side has no match. With `partial`, one match is enough.
     """
     names = list_names(saved.section)
     fits_by_order = saved.group_sizes == live.group_sizes
@@ -420,6 +412,30 @@ def _describe_misfit(saved: SavedOptimizer, live: _LiveOptimizer, difference: st
         f"{listed(map(str, live_group_sizes))}"
     )
     return f"{text}; first difference: {difference}" if difference else text
+
+
+def _choose_file_groups(
+    saved: SavedOptimizer,
+    live: _LiveOptimizer,
+    matched: _MatchedParameters,
+    state: StateDict,
+    *,
+    can_keep_options: bool,
+) -> tuple[list[int] | None, list[str]]:
+    """Return the index of the file's group for each live group, and notes for the report.
+
+    Groups that do not match are an error, unless `can_keep_options`: then None is returned for the
+    indexes, and the live groups keep their own options.
+    """
+    try:
+        return _match_groups(saved, live, matched), []
+    except MatchError:
+        if not can_keep_options:
+            raise
+    note = (
+        "kept the learning rates and options of the groups, because the file has different groups"
+    )
+    return None, [note, *_describe_schedulers(saved, state)]
 
 
 def _match_groups(

@@ -353,10 +353,13 @@ def _leave_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> Lo
         ambiguous=tuple(
             row for row in report.ambiguous if custom_keys.isdisjoint((*row.names, *row.candidates))
         ),
-        kept=(*report.kept, *((key, _credit_torch(target, key)) for key in unfilled)),
+        kept=(*report.kept, *((key, _explain_left_to_torch(target, key)) for key in unfilled)),
         left_out=(
             *report.left_out,
-            *((file_key, _credit_torch(target, key)) for key, file_key in undecided.items()),
+            *(
+                (file_key, _explain_left_to_torch(target, key))
+                for key, file_key in undecided.items()
+            ),
         ),
     )
     # The pairs are copied, so that `plan_load` sees a change and counts again.
@@ -365,7 +368,7 @@ def _leave_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> Lo
     )
 
 
-def _credit_torch(target: ModelTarget, key: str) -> str:
+def _explain_left_to_torch(target: ModelTarget, key: str) -> str:
     """Return the reason in the report for a key that is left to a module's own code."""
     return f"decided by torch: {target.find_custom_holder(key)} has its own loading code"
 

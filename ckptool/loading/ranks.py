@@ -238,9 +238,10 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def distribute_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `value`, distributed like `tensor`.
+    """Return this rank's part of `value`, distributed like `tensor`; unchanged for other tensors.
 
-    Each rank has the whole `value`, so torch 2.6 and later sends nothing between ranks.
+    Each rank has the whole `value`. torch 2.6 and later can therefore be asked to send nothing
+    (`src_data_rank=None`); older versions send the value of rank 0.
     """
     if not is_dtensor(tensor) or is_dtensor(value):
         return value
