@@ -28,6 +28,7 @@ from ckptool.words import printable, shell
 Steps = tuple[Step, ...]
 
 _MOST_NAMES = 8
+"""The most names of a complaint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,10 @@ class Subject:
     @cached_property
     def optimizers(self) -> tuple[Section, ...]:
         """The optimizer states, each once."""
-        sections = [part for part in self.checkpoint.sections if part.kind == "optimizer"]
-        return tuple({id(section.holder): section for section in sections}.values())
+        optimizers = [
+            section for section in self.checkpoint.sections if section.kind == "optimizer"
+        ]
+        return tuple({id(section.holder): section for section in optimizers}.values())
 
     @cached_property
     def model(self) -> Section | None:
@@ -154,7 +157,7 @@ def map_to_bare_keys(section: Section) -> dict[str, str]:
 
 
 def summarize_names(names: Iterable[str], max_count: int = _MOST_NAMES) -> tuple[str, ...]:
-    """Return the first names with repeated layers folded (`layers.{0..11}.weight`)."""
+    """Return the first names with repeated layers folded: `layers.{0..11}.weight`, `and 4 more`."""
     folded = group_families((name, None) for name in names)
     hidden = sum(len(family.names) for family in folded[max_count:])
     tail = (f"and {hidden:,} more",) if hidden else ()
@@ -162,6 +165,6 @@ def summarize_names(names: Iterable[str], max_count: int = _MOST_NAMES) -> tuple
 
 
 def fill_in_path(text: str, path: str) -> str:
-    """Replace FILE in a hint by the path, quoted for Python or a shell."""
+    """Replace FILE in a hint by the path, quoted for a shell, or in `call(FILE)` for Python."""
     text = re.sub(r"(?<=\()FILE\b", lambda _: repr(path), text)
     return re.sub(r"\bFILE\b", lambda _: shell(path), text)

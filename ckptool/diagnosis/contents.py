@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
@@ -90,7 +90,9 @@ _MIN_WASTE_SHARE = 1 / 20
 _WORDED_AS_CUDA = ("hpu", "xpu", "mtia")
 """Device types for which torch has the error of cuda, with their name."""
 _FULL_DEVICE_NAMES = {"cuda": "cuda:0"}
-"""The device onto which torch loads a tensor without an index."""
+"""The device onto which torch loads a tensor that was saved on a device without an index."""
+_NO_GPU_LIMIT = 1 << 16
+"""More GPUs than a machine has."""
 
 
 def check_damage(
@@ -110,50 +112,54 @@ def check_damage(
     for rule in _BYTE_COMPLAINTS:
         matching = [problem for problem in problems if problem.kind in rule.problem_kinds]
         if matching:
-            prefix = "it is damaged: " if rule.kind == "damaged" else ""
-            more = (
-                f", and {counted(len(matching) - 1, 'problem')} more" if len(matching) > 1 else ""
-            )
-            yield Complaint(
-                rule.kind,
-                f"{prefix}{matching[0].text}{more}",
-                _summarize_places(matching),
-                hint=rule.hint.format(_salvage_hint(subject)) if rule.hint else "",
-                severity=rule.severity,
-                effect=rule.effect,
-                fix=None if rule.hint else (),
-            )
+            yield _complain_of_bytes(rule, matching, subject)
     text = find_unwritten(subject.checkpoint)
     if text is not None:
         effect = "It loads without an error, but these weights are zero."
         yield Complaint(
             "unwritten", text, hint="download or copy it again", severity="misleads", effect=effect
         )
-    valid_infinities = _find_valid_infinities(
-        {problem.place for problem in problems if problem.kind == "inf"}, subject
+    in_weights = [
+        problem for problem in problems if _is_of_model_or_optimizer(subject, problem.place)
+    ]
+    nans = [problem for problem in in_weights if problem.kind == "nan"]
+    infinities = [problem for problem in in_weights if problem.kind == "inf"]
+    valid_places = _find_valid_infinities({problem.place for problem in infinities}, subject)
+    infinities = [problem for problem in infinities if problem.place not in valid_places]
+    if nans:
+        yield _complain_of_values("nan", "NaN", nans)
+    if infinities:
+        yield _complain_of_values("infinite", "infinite values", infinities)
+
+
+def _complain_of_bytes(
+    rule: _ByteComplaint, problems: Sequence[Finding], subject: Subject
+) -> Complaint:
+    """Return the complaint about problems in the bytes, with the text of the first one."""
+    prefix = "it is damaged: " if rule.kind == "damaged" else ""
+    others = len(problems) - 1
+    return Complaint(
+        rule.kind,
+        f"{prefix}{problems[0].text}" + (f", and {counted(others, 'problem')} more" * bool(others)),
+        _summarize_places(problems),
+        hint=rule.hint.format(_salvage_hint(subject)) if rule.hint else "",
+        severity=rule.severity,
+        effect=rule.effect,
+        fix=None if rule.hint else (),
     )
-    for kind, problem_kind, word, valid in (
-        ("nan", "nan", "NaN", set()),
-        ("infinite", "inf", "infinite values", valid_infinities),
-    ):
-        matching = [
-            problem
-            for problem in problems
-            if problem.kind == problem_kind
-            and _is_of_model_or_optimizer(subject, problem.place)
-            and problem.place not in valid
-        ]
-        if matching:
-            yield Complaint(
-                kind,
-                f"{counted(len(matching), 'tensor')} "
-                f"{'has' if len(matching) == 1 else 'have'} {word}: "
-                f"{matching[0].text}",
-                _summarize_places(matching),
-                hint="no command restores the values; use an earlier checkpoint",
-                severity="misleads",
-                effect="It loads without an error, and the model computes NaN.",
-            )
+
+
+def _complain_of_values(kind: str, word: str, problems: Sequence[Finding]) -> Complaint:
+    """Return the complaint about tensors that contain NaN or infinity, with the first one."""
+    verb = "has" if len(problems) == 1 else "have"
+    return Complaint(
+        kind,
+        f"{counted(len(problems), 'tensor')} {verb} {word}: {problems[0].text}",
+        _summarize_places(problems),
+        hint="no command restores the values; use an earlier checkpoint",
+        severity="misleads",
+        effect="It loads without an error, and the model computes NaN.",
+    )
 
 
 def _salvage_hint(subject: Subject) -> str:
@@ -167,30 +173,33 @@ def _salvage_hint(subject: Subject) -> str:
 def _find_valid_infinities(infinite: Collection[str], subject: Subject) -> set[str]:
     """Return the tensors among `infinite` in which infinity is valid, by their names.
 
-    Masks, observers of quantization that saw no data yet, and tensors of only infinities and zeros.
+    They are masks, observers of quantization that saw no data yet, and tensors that have only
+    infinities and zeros. A weight or a running mean is never among them.
     """
     from ckptool.tensors.bytewise import is_infinity_or_zero
 
-    return {
-        name
-        for part in (subject.models if infinite else ())
-        for path, tensor in part.tensors()
-        if (name := name_of(path)) in infinite
-        and (component := str(path[-1]).rpartition(".")[2]) not in _NEVER_INFINITE_NAMES
-        # A single infinity is valid in an observer; a parameter of one element has diverged.
-        and (
-            _MASK_KEY.search(name)
-            or (
-                (tensor.numel > 1 or component in _OBSERVER_BUFFERS) and is_infinity_or_zero(tensor)
-            )
-        )
-    }
+    valid = set()
+    for section in subject.models if infinite else ():
+        for path, tensor in section.tensors():
+            name, component = name_of(path), str(path[-1]).rpartition(".")[2]
+            if name not in infinite or component in _NEVER_INFINITE_NAMES:
+                continue
+            # A single infinity is valid in an observer; a parameter of one element has diverged.
+            may_be_all_infinite = tensor.numel > 1 or component in _OBSERVER_BUFFERS
+            if _MASK_KEY.search(name) or (may_be_all_infinite and is_infinity_or_zero(tensor)):
+                valid.add(name)
+    return valid
 
 
 def _is_of_model_or_optimizer(subject: Subject, name: str) -> bool:
-    """Return True for a tensor of a model or optimizer. Others (best loss) may be infinite."""
-    parts = [part.name for part in (*subject.models, *subject.optimizers)]
-    return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
+    """Return True for a tensor of a model or optimizer. Others (best loss) may be infinite.
+
+    In a file without a model and optimizer, it is true for every tensor.
+    """
+    section_names = {section.name for section in (*subject.models, *subject.optimizers)}
+    if not section_names or "" in section_names:  # "" is a flat state dict at the root
+        return True
+    return name.startswith(tuple(f"{section_name}/" for section_name in section_names))
 
 
 def _summarize_places(problems: Iterable[Finding]) -> tuple[str, ...]:
@@ -302,6 +311,7 @@ def _check_save_file(subject: Subject) -> Iterator[Complaint]:
             effect="torch.load keeps the keys tied",
             choices=choices,
         )
+    # Tied tensors overlap too, but they have a complaint of their own.
     tied_names = {name for names in tied_groups for name in names}
     noncontiguous = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
     overlapping = [name for name in find_overlapping_keys(tensors) if name not in tied_names]
@@ -321,30 +331,20 @@ def check_devices(subject: Subject) -> Iterator[Complaint]:
 
     Devices that this machine lacks, float64 on mps, and one GPU onto which every rank would load.
     """
-    if load_format(subject.checkpoint.format).tensors_only:
+    if load_format(subject.checkpoint.format).tensors_only:  # which stores no devices
         return
-    saved = [
+    saved_devices = [
         device
         for device in list_restored_devices(subject.checkpoint.root)
         if device not in ANYWHERE
     ]
     missing = [
-        device for device in saved if _FULL_DEVICE_NAMES.get(device, device) not in subject.devices
+        device
+        for device in saved_devices
+        if _FULL_DEVICE_NAMES.get(device, device) not in subject.devices
     ]
     if missing:
-        names = _list_tensors_on(subject, missing)
-        gpu_count = sum(device.startswith("cuda:") for device in subject.devices)
-        yield Complaint(
-            "device",
-            f"{counted(len(names), 'tensor')} {are(len(names))} on {listed(missing)}, but this "
-            f"machine only has {listed(subject.devices)}",
-            summarize_names(names),
-            quote=_quote_device_error(missing[0], gpu_count),
-            effect="map_location='cpu' or a dict works, a function does not"
-            if missing[0].partition(":")[0] in CARRIED
-            else "",
-            fix=(Remap("cpu"),),
-        )
+        yield _complain_of_missing_devices(subject, missing)
     float64_names = [
         name_of(path)
         for path, tensor in subject.checkpoint.tensors()
@@ -360,20 +360,42 @@ def check_devices(subject: Subject) -> Iterator[Complaint]:
             severity="note",
             quote=quote("mps-float64"),
         )
-    if len(saved) == 1 and saved[0].partition(":")[0] == "cuda":
-        gpu, names = printable(saved[0]), _list_tensors_on(subject, saved)
-        total = sum(1 for _, tensor in subject.checkpoint.tensors() if tensor.kind != "numpy")
-        has_all = len(names) == total
-        subject_text = "every tensor is" if has_all else f"{len(names):,} of {total:,} tensors are"
-        yield Complaint(
-            "one-gpu",
-            f"{subject_text} on {gpu}",
-            summarize_names(names),
-            severity="misleads",
-            effect=f"Without map_location, every rank of a DDP run loads it onto {gpu}, which runs "
-            "out of memory (CUDA out of memory after a resume).",
-            fix=(Remap("cpu"),),
-        )
+    if len(saved_devices) == 1 and saved_devices[0].partition(":")[0] == "cuda":
+        yield _complain_of_one_gpu(subject, saved_devices[0])
+
+
+def _complain_of_missing_devices(subject: Subject, missing: list[str]) -> Complaint:
+    """Return the complaint about tensors on devices that this machine does not have."""
+    names = _list_tensors_on(subject, missing)
+    gpu_count = sum(device.startswith("cuda:") for device in subject.devices)
+    return Complaint(
+        "device",
+        f"{counted(len(names), 'tensor')} {are(len(names))} on {listed(missing)}, but this "
+        f"machine only has {listed(subject.devices)}",
+        summarize_names(names),
+        quote=_quote_device_error(missing[0], gpu_count),
+        effect="map_location='cpu' or a dict works, a function does not"
+        if missing[0].partition(":")[0] in CARRIED
+        else "",
+        fix=(Remap("cpu"),),
+    )
+
+
+def _complain_of_one_gpu(subject: Subject, device: str) -> Complaint:
+    """Return the complaint about a file of which all tensors on a GPU are on one GPU."""
+    gpu, names = printable(device), _list_tensors_on(subject, [device])
+    total = sum(1 for _, tensor in subject.checkpoint.tensors() if tensor.kind != "numpy")
+    has_all = len(names) == total
+    subject_text = "every tensor is" if has_all else f"{len(names):,} of {total:,} tensors are"
+    return Complaint(
+        "one-gpu",
+        f"{subject_text} on {gpu}",
+        summarize_names(names),
+        severity="misleads",
+        effect=f"Without map_location, every rank of a DDP run loads it onto {gpu}, which runs "
+        "out of memory (CUDA out of memory after a resume).",
+        fix=(Remap("cpu"),),
+    )
 
 
 def _list_tensors_on(subject: Subject, devices: list[str]) -> list[str]:
@@ -439,29 +461,39 @@ def detect_devices(
 
 
 def _count_gpus(root: str) -> int:
-    """Return the number of GPUs that the installed torch can use, from files of the drivers."""
-    nvidia = sum(
-        1 for name in _list_folder(os.path.join(root, "dev")) if _NVIDIA_DEVICE_FILE.fullmatch(name)
-    )
+    """Return the number of GPUs that the installed torch can use, from files of the drivers.
+
+    A torch for AMD (`hip`) names its GPUs `cuda:0`, ... too. Without torch, all GPUs count.
+    """
     nodes = os.path.join(root, _AMD_NODES)
-    amd = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _list_folder(nodes))
-    if amd and not _is_torch_without("hip"):
-        return amd
+    amd_count = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _list_folder(nodes))
+    if amd_count and not _is_torch_without("hip"):
+        return amd_count
+    if _is_torch_without("cuda"):
+        return 0
+    device_files = _list_folder(os.path.join(root, "dev"))
+    nvidia_count = sum(1 for name in device_files if _NVIDIA_DEVICE_FILE.fullmatch(name))
     # On Windows only the driver knows the number, so any driver counts as one GPU.
-    return 0 if _is_torch_without("cuda") else nvidia or int(_has_windows_driver(root))
+    return nvidia_count or int(_has_windows_driver(root))
 
 
 def _is_torch_without(kind: str) -> bool:
-    """Return True if the installed torch was built without `cuda` or `hip`."""
+    """Return True if the installed torch was built without `cuda` or `hip`; False without torch.
+
+    Its `version.py` has a line such as `hip: Optional[str] = None`.
+    """
     return re.search(rf"^{kind}\b[^=\n]*=\s*None", _read_torch_version(), re.MULTILINE) is not None
 
 
 def _count_visible_gpus(environment: Mapping[str, str]) -> int:
-    """Return how many GPUs CUDA_VISIBLE_DEVICES allows: numbers before the first invalid one."""
-    stated = environment.get("CUDA_VISIBLE_DEVICES")
-    if stated is None:
-        return 1 << 16  # no limit
-    words = [word.strip() for word in stated.split(",")]
+    """Return how many GPUs CUDA_VISIBLE_DEVICES allows: items before the first invalid one.
+
+    CUDA hides all devices after an empty or negative item.
+    """
+    setting = environment.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
+        return _NO_GPU_LIMIT
+    words = [word.strip() for word in setting.split(",")]
     return sum(1 for _ in takewhile(lambda word: word and not word.startswith("-"), words))
 
 

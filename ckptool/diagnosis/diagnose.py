@@ -69,7 +69,7 @@ _HINT_UNFIXABLE = "no command fixes it"
 _HOPELESS_KINDS = frozenset({"damaged", "part", "meta", "packed", "frozen"})
 """Kinds of complaint after which no command is useful."""
 _OBJECT_KINDS = frozenset({"objects", "numpy", "protocol", "outdated"})
-"""Kinds of complaint that do not apply if the reader of the file needs its objects."""
+"""Kinds of complaint that do not apply to a file that its library reads with its objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,11 @@ def _describe_reference(like: Like) -> ModelTarget:
 
 
 def _assemble(subject: Subject, complaints_found: list[Complaint]) -> Diagnosis:
-    """Build the diagnosis: complaints with commands, and the plan. No plan for a hopeless file."""
+    """Build the diagnosis: complaints with commands, and the plan.
+
+    A file that no command makes load (a hopeless one, or one with a complaint that no step fixes)
+    has no plan.
+    """
     hopeless_hint = _hint_for_hopeless({complaint.kind for complaint in complaints_found})
     planner = Planner(subject, [] if hopeless_hint else complaints_found)
     plan = planner.plan()
@@ -281,6 +285,7 @@ def _assemble(subject: Subject, complaints_found: list[Complaint]) -> Diagnosis:
         ]
         plan = FixPlan()
     reader = fill_in_path(_find_reader(subject), path)
+    # A plain torch.load does not read a file that another library reads.
     fails = bool(reader) or any(complaint.severity != "note" for complaint in complaints)
     can_resume = subject.is_training and load_format(subject.checkpoint.format).resumes
     resume_plan = planner.plan(resume=True) if fails and can_resume else FixPlan()
@@ -345,22 +350,22 @@ def _add_commands(
     """
     if hopeless_hint:
         can_be_fixed_later = complaint.fix is not None
-        return replace(
-            complaint, hint=complaint.hint or (hopeless_hint if can_be_fixed_later else None)
-        )
-    attempts = [(choice, planner.find_command(choice, plan)) for choice in complaint.choices]
-    possible = [(choice, *result) for choice, result in attempts if result is not None]
-    alternatives = tuple(dict.fromkeys(command for _, command, _ in possible))
-    code_lines = (
-        choice.code.replace("FILE", repr(target)) for choice, _, target in possible if choice.code
-    )
-    complaint = replace(complaint, code="; ".join(code_lines))
+        hint = complaint.hint or (hopeless_hint if can_be_fixed_later else None)
+        return replace(complaint, hint=hint)
+    alternatives: list[str] = []
+    code_lines: list[str] = []
+    for choice in complaint.choices:
+        if (command_and_target := planner.find_command(choice, plan)) is not None:
+            command, target = command_and_target
+            alternatives += [command] if command not in alternatives else []
+            code_lines += [choice.code.replace("FILE", repr(target))] if choice.code else []
+    complaint = replace(complaint, code="; ".join(code_lines), alternatives=tuple(alternatives))
     if plan.command is not None and complaint.kind in plan.fixed:
-        return replace(complaint, commands=(plan.command,), alternatives=alternatives)
-    hint = complaint.hint
-    if complaint.fix is not None and not alternatives and not hint:
-        hint = _HINT_UNFIXABLE + (f": {plan.obstacle}" if plan.obstacle else "")
-    return replace(complaint, alternatives=alternatives, hint=hint)
+        return replace(complaint, commands=(plan.command,))
+    if complaint.fix is not None and not alternatives and not complaint.hint:
+        reason = f": {plan.obstacle}" if plan.obstacle else ""
+        return replace(complaint, hint=f"{_HINT_UNFIXABLE}{reason}")
+    return complaint
 
 
 def _urgency_key(complaint: Complaint) -> tuple[int, int, bool]:
@@ -419,14 +424,10 @@ class Planner:
             attempts = (fix, *self._iterate_alternatives_to_plain()) if is_plain else (fix,)
             errors: list[str] = []
             for steps in attempts:
-                extended = FixPlan(
-                    steps=_merge_steps(plan.steps if plan else (), steps),
-                    format=(plan and plan.format) or format,
-                )
                 try:
-                    result = converted if extended == plan else self._apply(extended)
-                    if any(isinstance(step, Take) for step in steps) and is_plain:
-                        _refuse_blocked(result)
+                    extended, result = self._extend(plan, converted, steps, format)
+                    if is_plain and any(isinstance(step, Take) for step in steps):
+                        _refuse_blocked(result)  # the model itself may have objects
                 except CheckpointError as error:
                     errors.append(error.message)
                 else:
@@ -434,8 +435,8 @@ class Planner:
                     fixed_kinds.add(complaint.kind)
                     break
             else:
-                # The error after dropping the objects names the weights among them;
-                # that of the model alone, the third attempt, does not.
+                # The error after dropping the objects (the second attempt) names the weights among
+                # them; the error of taking only the model (the third) does not.
                 first_error = first_error or errors[:2][-1]
         if plan is None:
             return FixPlan(obstacle=first_error)
@@ -447,6 +448,23 @@ class Planner:
             fixed=frozenset(fixed_kinds),
             obstacle=first_error,
         )
+
+    def _extend(
+        self, plan: FixPlan | None, converted: Checkpoint, steps: Steps, format: str | None
+    ) -> tuple[FixPlan, Checkpoint]:
+        """Return a plan with more steps, and the checkpoint that it makes.
+
+        `converted` is the checkpoint that `plan` makes. The format of the first fix that needs one
+        stays.
+
+        Raises:
+            CheckpointError: the conversion fails.
+        """
+        extended = FixPlan(
+            steps=_merge_steps(plan.steps if plan else (), steps),
+            format=(plan and plan.format) or format,
+        )
+        return extended, converted if extended == plan else self._apply(extended)
 
     def _iterate_alternatives_to_plain(self) -> Iterator[Steps]:
         """Yield steps for objects that cannot become plain data, the least loss first.
@@ -464,6 +482,7 @@ class Planner:
         The command reads the source file, so the plan does not have to run first.
         """
         for base_plan in (plan, FixPlan()):
+            # A choice without a word is a safetensors file with the name of the source.
             format = base_plan.format if choice.word else "safetensors"
             combined = FixPlan(steps=_merge_steps(base_plan.steps, choice.steps), format=format)
             key = (str(format), *(option for step in combined.steps for option in step.words()))

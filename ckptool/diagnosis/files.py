@@ -37,10 +37,10 @@ from ckptool.quotes import Quote, quote
 from ckptool.transforms import Plain
 from ckptool.words import listed, printable
 
-_DOWNLOAD_COMMAND = re.compile(
+_COMMAND_IN_HINT = re.compile(
     r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
 )
-"""A hint that is or ends with a command that downloads the checkpoint."""
+"""A hint that is or ends with a command that downloads, unpacks or converts the checkpoint."""
 
 
 def check_layout(subject: Subject) -> Iterator[Complaint]:
@@ -126,7 +126,10 @@ def _complain_of_calls(calls: tuple[str, ...]) -> Complaint:
 
 
 def _check_extension(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about a wrong extension, and about a header without `format: pt`."""
+    """Yield complaints about a wrong extension, and about a header without `format: pt`.
+
+    The fix is the format that belongs to the extension, or safetensors for weights called so.
+    """
     checkpoint = subject.checkpoint
     text = describe_wrong_extension(checkpoint)
     if text is None:
@@ -241,11 +244,13 @@ def explain_unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
     A command in the hint of the error becomes the command of the complaint.
     """
     message = error.message.removeprefix(f"{path} is ")
-    command = _DOWNLOAD_COMMAND.search(error.hint or "")
+    if message != error.message:
+        message = f"it is {message}"
+    command = _COMMAND_IN_HINT.search(error.hint or "")
     load_error, effect = _describe_load_failure(error, path)
     yield Complaint(
         _kind_of_error(error),
-        message if message == error.message else f"it is {message}",
+        message,
         (error.file,) if error.file and error.file != path else (),
         hint=None if command else error.hint or "download, copy or save it again",
         quote=load_error,
@@ -280,14 +285,17 @@ def _describe_load_failure(error: CheckpointError, path: str) -> tuple[Quote | N
         return None, "torch.load raises EOFError (before 2.6: Ran out of input)."
     if head.startswith(b"PK\x03\x04"):
         return quote("no-directory"), "or it fails on the pickle"
-    if head[:1] == b"\x80":
+    if head[:1] == b"\x80":  # the opcode PROTO, with which pickles begin
         return None, "torch.load fails on the pickle, or on a storage that is truncated."
     return _quote_operand_error(head[:1])
 
 
 def _quote_operand_error(first: bytes) -> tuple[Quote, str]:
-    """Return torch's error for a file that does not begin like a pickle, and the effect."""
-    byte = first[0] if first else 0  # the operand
+    """Return torch's error for a file that does not begin like a pickle, and the effect.
+
+    torch calls its first byte an operand.
+    """
+    byte = first[0] if first else 0
     shown = f"'{first.decode()}'" if 32 < byte < 127 else f"'\\x{byte:02x}'"
     effect = f"before torch 2.6: invalid load key, {shown}. weights_only=False, which it proposes, "
     return quote("operand", byte), f"{effect}never helps here"

@@ -220,7 +220,8 @@ def _describe_extension(checkpoint: Checkpoint, known_blockers: Collection[str])
     """Yield a note on a wrong extension that is not a known blocker, or a missing `format: pt`."""
     text = describe_wrong_extension(checkpoint)
     if text is not None:
-        yield from () if text in known_blockers else (text,)
+        if text not in known_blockers:
+            yield text
     elif is_format_entry_missing(checkpoint):
         target = make_default_target(checkpoint.path, "named")
         command = convert_command(checkpoint.path, target, [])
@@ -249,7 +250,10 @@ def _describe_training_weights(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _suggest_recipe(checkpoint: Checkpoint, model: Section | None) -> Iterator[str]:
-    """Yield a note on the recipe that matches the keys of the only model, or else all paths."""
+    """Yield a note on the recipe for the keys of the only model.
+
+    Without exactly one model, the paths of all tensors count as its keys.
+    """
     from ckptool.recipes import guess_layout  # it reads all recipes
 
     if model is None:
@@ -293,9 +297,8 @@ def _collect_commands(by_machine: Mapping[str, Diagnosis]) -> dict[str, str]:
     """
     failing = {machine: diagnosis for machine, diagnosis in by_machine.items() if not diagnosis.ok}
     commands = {machine: diagnosis.all_at_once for machine, diagnosis in failing.items()}
-    commands["resume"] = next(
-        (diagnosis.resume for diagnosis in failing.values() if diagnosis.resume), None
-    )
+    resume_commands = (diagnosis.resume for diagnosis in failing.values())
+    commands["resume"] = next(filter(None, resume_commands), None)
     return {name: command for name, command in commands.items() if command is not None}
 
 
@@ -345,7 +348,11 @@ def _format_values(section: Section) -> str:
 
 
 def _count_local_bytes(tensor: TensorRef) -> int:
-    """Return the bytes of a tensor in this file, which may have only this rank's part."""
+    """Return the bytes of a tensor in this file.
+
+    A tensor made of others (sparse, quantized) has theirs. One that is spread over several ranks
+    has those of this rank.
+    """
     if tensor.storage is not None or not tensor.parts:
         return tensor.nbytes
     if tensor.is_spread:

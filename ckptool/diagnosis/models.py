@@ -53,7 +53,7 @@ INTEGER_BUFFERS = frozenset(
 _BASE_LAYER = ".base_layer."
 _LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
 _MAX_WRAPPED_SUBMODULES = 50
-"""Submodules from which wrapper prefixes are removed, by one rule each."""
+"""The most submodules from which wrapper prefixes are removed, by one rule each."""
 _COMMON_PACKAGES = ("torch", "builtins", "collections", "numpy")
 """Packages that are installed wherever a file is loaded."""
 _RANDOM_STATE_DTYPES = frozenset({"uint8", "uint32"})
@@ -112,7 +112,7 @@ def _complain_of_level(subject: Subject, model: Section) -> Complaint:
     It quotes the error for loading the root as a state dict.
     """
     root = subject.checkpoint.root
-    keys = [str(key) for key in root] if isinstance(root, dict) else []
+    root_keys = [str(key) for key in root] if isinstance(root, dict) else []
     is_training = subject.is_training
     return Complaint(
         "level",
@@ -121,7 +121,7 @@ def _complain_of_level(subject: Subject, model: Section) -> Complaint:
         (printable(model.name),),
         hint=f"in code: torch.load(FILE){_format_subscripts(model)}",
         severity="note" if is_training else "fails",
-        quote=quote("unexpected-key", printable(keys[0])) if keys else quote("no-dict"),
+        quote=quote("unexpected-key", printable(root_keys[0])) if root_keys else quote("no-dict"),
         fix=(Take(subject.key, model_only=True),),
     )
 
@@ -185,34 +185,6 @@ def _complain_of_no_model(subject: Subject) -> Complaint:
     It is a note if the file is not meant to have one: training state, settings, one tensor.
     """
     root, sections = subject.checkpoint.root, subject.checkpoint.sections
-    section_names = [f"the {part.kind} {part.name or 'at the root'}" for part in sections]
-    shown_names = [
-        name for name in section_names if not name.startswith(("the values", "the state_dict"))
-    ]
-    states = [part for part in sections if part.kind in ("optimizer", "scheduler")]
-    states.sort(key=lambda part: part.kind)
-    tensors = list(find_tensors(root))
-    # A tensor, a list, settings, and random generator states are not meant to be a model.
-    is_harmless = bool(states or not tensors) or (
-        not isinstance(root, (dict, Opaque))
-        or all(
-            tensor.dtype in _RANDOM_STATE_DTYPES and len(tensor.shape) == 1 for tensor in tensors
-        )
-    )
-    hint = ""
-    if states:
-        call = f"torch.load(FILE){_format_subscripts(states[0])}"
-        hint = f"{states[0].kind}.load_state_dict({call}) loads it"
-    elif is_harmless and subject.blocked:
-        called = [
-            name for name in find_called_names(subject.checkpoint) if not is_data_constructor(name)
-        ]
-        loader = load_format(subject.checkpoint.format).unsafe_loader
-        hint = f"{loader} loads it, if you trust its author"
-        if called:
-            hint = f"unpickling the file calls {listed(called, most=5)}"
-    elif not is_harmless:
-        hint = "use the file that has the weights"
     load_error = quote("missing" if isinstance(root, dict) else "no-dict")
     if subject.companion is not None:
         return Complaint(
@@ -222,6 +194,26 @@ def _complain_of_no_model(subject: Subject) -> Complaint:
             severity="note",
             quote=load_error,
         )
+    section_names = [f"the {section.kind} {section.name or 'at the root'}" for section in sections]
+    shown_names = [
+        name for name in section_names if not name.startswith(("the values", "the state_dict"))
+    ]
+    tensors = list(find_tensors(root))
+    states = [section for section in sections if section.kind in ("optimizer", "scheduler")]
+    states.sort(key=lambda section: section.kind)  # the optimizer first
+    has_only_random_states = all(
+        tensor.dtype in _RANDOM_STATE_DTYPES and len(tensor.shape) == 1 for tensor in tensors
+    )
+    is_value = not isinstance(root, (dict, Opaque))  # one tensor, a list, ...
+    is_harmless = bool(states) or is_value or has_only_random_states
+    hint = ""
+    if states:
+        call = f"torch.load(FILE){_format_subscripts(states[0])}"
+        hint = f"{states[0].kind}.load_state_dict({call}) loads it"
+    elif not is_harmless:
+        hint = "use the file that has the weights"
+    elif subject.blocked:
+        hint = _hint_for_unpickling(subject)
     return Complaint(
         "no-model",
         "it has no state dict of a model; it has "
@@ -231,6 +223,17 @@ def _complain_of_no_model(subject: Subject) -> Complaint:
         severity="note" if is_harmless else "fails",
         quote=load_error,
     )
+
+
+def _hint_for_unpickling(subject: Subject) -> str:
+    """Return the call that loads a file with its objects, or the calls that this would make."""
+    called = [
+        name for name in find_called_names(subject.checkpoint) if not is_data_constructor(name)
+    ]
+    if called:
+        return f"unpickling the file calls {listed(called, most=5)}"
+    loader = load_format(subject.checkpoint.format).unsafe_loader
+    return f"{loader} loads it, if you trust its author"
 
 
 def _describe_root(root: Any, tensor_count: int) -> str:
@@ -470,7 +473,10 @@ def _check_wrapped_submodules(models: list[Section]) -> Iterator[Complaint]:
 
 
 def _check_adapters(section: Section) -> Iterator[Complaint]:
-    """Yield complaints about the keys of PEFT: `base_model.model.`, `base_layer`, adapter names."""
+    """Yield complaints about the keys of PEFT: `base_model.model.`, `base_layer`, adapter names.
+
+    A merged model only needs other keys. Adapters need a base model, unless the file has it too.
+    """
     keys = [key for key in list_wrappable_keys(section.node) if is_wrappable(key)]
     peft_keys = [key for key in keys if key.startswith(PEFT)]
     adapter_by_key = {key: match[2] for key in keys if (match := NAMED_ADAPTER.search(key))}
@@ -486,22 +492,21 @@ def _check_adapters(section: Section) -> Iterator[Complaint]:
         return
     has_adapters = bool(adapter_keys or base_layer_keys) or len(peft_keys) < len(keys)
     has_only_adapters = len(adapter_keys) == len(keys)
-    kind, hint = "a merged model", ""
-    if has_adapters:
-        kind = (
-            "adapters without their base model"
-            if has_only_adapters
-            else "a model with its adapters"
-        )
+    if not has_adapters:
+        kind, hint = "a merged model", ""
+    else:
+        kind = "a model with its adapters"
         hint = (
             "ckptool merge-lora BASE FILE -o OUT merges it into its base model; "
             "PeftModel.from_pretrained loads it on top of the base model"
         )
-    if adapter_keys and base_layer_keys and not has_only_adapters:
-        hint = (
-            "ckptool merge-lora FILE -o OUT --alpha N merges them, where N is the lora_alpha; "
-            "its PeftModel loads it as is"
-        )
+        if has_only_adapters:
+            kind = "adapters without their base model"
+        elif adapter_keys and base_layer_keys:
+            hint = (
+                "ckptool merge-lora FILE -o OUT --alpha N merges them, where N is the lora_alpha; "
+                "its PeftModel loads it as is"
+            )
     shown_keys = base_layer_keys or adapter_keys or peft_keys
     yield Complaint(
         "adapter",
@@ -558,7 +563,11 @@ def _check_lightning(subject: Subject) -> Iterator[Complaint]:
 
 
 def check_versions(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about buffers that were cast to floating point, and lost `_metadata`."""
+    """Yield complaints about buffers that were cast to floating point, and lost `_metadata`.
+
+    `_metadata` has the version of each module, by which torch reads older states. BatchNorm and
+    quantized layers read a state without it wrongly.
+    """
     for section in subject.models:
         tensors = get_named_tensors(section.node)
         cast_names = [

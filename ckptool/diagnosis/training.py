@@ -65,7 +65,8 @@ _HINT_WITHOUT_STATE = "load the weights without the optimizer; its state restart
 def check_fit(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about differences from the reference.
 
-    A command with `like` is proposed only if its result fits the reference strictly.
+    A command with `like` is proposed only if its result fits the reference strictly. The first
+    complaint about keys has the hint.
     """
     if subject.reference is None or subject.model is None:
         return
@@ -134,13 +135,14 @@ def _hint_for_keys(
     file_shapes = {name: tensors[name].shape for name in unexpected if name in tensors}
     model_shapes = {name: shape for name in missing if (shape := slots[name].shape) is not None}
     for joined_shapes, part_shapes, template in (
-        (model_shapes, file_shapes, "{0} = torch.cat([{1}])"),
-        (file_shapes, model_shapes, "{1} = {0}.chunk({2})"),
+        (model_shapes, file_shapes, "{joined} = torch.cat([{parts}])"),
+        (file_shapes, model_shapes, "{parts} = {joined}.chunk({count})"),
     ):
         if join := _find_joined_tensor(joined_shapes, part_shapes):
             joined, parts = join
-            shown_parts = ", ".join(map(printable, parts))
-            code = template.format(printable(joined), shown_parts, len(parts))
+            code = template.format(
+                joined=printable(joined), parts=", ".join(map(printable, parts)), count=len(parts)
+            )
             return f"in code: {code}, in the order in which the model uses them"
     if find_average_prefix([*tensors]):
         return f"{ema_command(subject.checkpoint)} writes the averaged weights (EMA)"
@@ -181,24 +183,22 @@ def _find_joined_tensor(
     the same parent or grandparent, the same last component, and shapes whose first axes add up.
     None if no tensor is joined.
     """
-    parts_by_path: dict[str, list[str]] = {}
+    parts_by_grandparent: dict[str, list[str]] = {}
     for part in part_shapes:
         grandparent = ".".join(part.split(".")[:-2])
-        parts_by_path.setdefault(grandparent, []).append(part)
+        parts_by_grandparent.setdefault(grandparent, []).append(part)
     for name, shape in joined_shapes.items():
         parent = name.rpartition(".")[0]
         for path in (parent, parent.rpartition(".")[0]):
             candidates = [
                 part
-                for part in parts_by_path.get(path, ())[:_MAX_JOINED]
+                for part in parts_by_grandparent.get(path, ())[:_MAX_JOINED]
                 if name.endswith(part.rpartition(".")[2])
                 and len(shape) == len(part_shapes[part]) > 0
                 and shape[1:] == part_shapes[part][1:]
             ]
-            if (
-                len(candidates) > 1
-                and sum(part_shapes[part][0] or 0 for part in candidates) == shape[0]
-            ):
+            row_count = sum(part_shapes[part][0] or 0 for part in candidates)
+            if len(candidates) > 1 and row_count == shape[0]:
                 return name, candidates
     return None
 
@@ -414,7 +414,7 @@ def _check_optimizer_of_model(section: Section, model: Section) -> Iterator[Comp
     """Yield a complaint if an optimizer state does not belong to this model.
 
     By the number of parameters, else by shapes, else by their order. The order is only compared if
-    there is one group with as many parameters as the model has.
+    there is one group with as many parameters as the model has, and either no names or its names.
     """
     distinct_tensors = drop_ties(
         ((name,), value) for name, value in get_named_tensors(model.node).items()
