@@ -44,8 +44,13 @@ class Dequantized:
 
 def get_elements(tensor: TensorRef) -> TensorRef:
     """Return the tensor itself, or the values of a sparse tensor, or the buffer of a nested one."""
-    part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
-    return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
+    parts = tensor.parts or {}
+    part = None
+    if tensor.kind == "nested":
+        part = parts.get("buffer")
+    elif tensor.kind in SPARSE_KINDS:
+        part = parts.get("values")
+    return tensor if part is None else part
 
 
 def refuse_dependent_tensors(
@@ -53,7 +58,7 @@ def refuse_dependent_tensors(
 ) -> None:
     """Refuse to change tensors that only have a meaning together with others.
 
-    `chosen` has the identities of the tensors to change.
+    `chosen` has the identities of the tensors to change, or of their elements (`get_elements`).
 
     Raises:
         NotRepresentable: if one is quantized, is the companion of a quantized one, or has a meaning
@@ -70,36 +75,34 @@ def refuse_dependent_tensors(
         return any(id(get_elements(tensor)) in chosen for tensor in find_tensors(node))
 
     for section in checkpoint.sections:
-        for path, node in (
-            find_opaque_content(section.holder).items() if section.kind == "module" else ()
-        ):
-            if contains_chosen(node):
-                raise_error(f"cannot be cast: {describe_opaque_content(path, node)}")
+        if section.kind == "module":
+            for path, node in find_opaque_content(section.holder).items():
+                if contains_chosen(node):
+                    raise_error(f"cannot be cast: {describe_opaque_content(path, node)}")
     for state, name, quantized in _find_quantized_weights(checkpoint):
         if any(contains_chosen(state[key]) for key in (name, *quantized.companions)):
             file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
-            plain = f"dequantize them: ckptool cast --dequantize bfloat16{file}"
-            cls = getattr(state[name], "class_name", "")
+            dequantize_hint = f"dequantize them: ckptool cast --dequantize bfloat16{file}"
             config = quantization_config(checkpoint)
-            companions = (
-                listed(quantized.companions)
-                if quantized.companions
-                else f"its class, {printable(cls)}"
-            )
+            if quantized.companions:
+                needed = listed(quantized.companions)
+            else:
+                needed = f"its class, {printable(getattr(state[name], 'class_name', ''))}"
             raise_error(
-                f"{printable(name)!r} {quantized}: its values need {companions}",
-                plain if can_dequantize(state, name, quantized, config) else "",
+                f"{printable(name)!r} {quantized}: its values need {needed}",
+                dequantize_hint if can_dequantize(state, name, quantized, config) else "",
             )
 
 
 def _find_quantized_weights(
-    checkpoint: Checkpoint, *, alone: bool = False
+    checkpoint: Checkpoint, *, with_torch_quantized: bool = False
 ) -> Iterator[tuple[dict[Any, Any], str, Quantized]]:
     """Yield the state dict, the key and the quantization of each quantized weight.
 
-    Only models are judged by shapes, and a pickled module by its `state_dict()`. With `alone`, also
-    yield torch's quantized tensors, which need no companions (in a layer, the scale of the
-    activations is next to them).
+    Only models are judged by shapes, and a pickled module by its `state_dict()`. With
+    `with_torch_quantized`, also yield torch's quantized tensors, which contain their scales. In a
+    layer, their companions are the scale and zero point of the activations, which only a quantized
+    layer needs.
     """
     models = {
         id(section.node): section for section in checkpoint.sections if section.kind in MODEL_KINDS
@@ -110,16 +113,13 @@ def _find_quantized_weights(
             for name, quantized in find_quantized(node, by_shape=id(node) in models).items():
                 if next(find_tensors(node[name]), None) is not None:
                     yield node, name, quantized
-            for name, value in node.items() if alone else ():
+            for name, value in node.items() if with_torch_quantized else ():
                 if isinstance(value, TensorRef) and value.kind == "quantized":
-                    stem = str(name).removesuffix("weight")
-                    companions = tuple(f"{stem}{end}" for end in ("scale", "zero_point"))
-                    has_companions = stem != name and all(key in node for key in companions)
-                    yield (
-                        node,
-                        name,
-                        Quantized(f"torch.{value.dtype}", companions if has_companions else ()),
-                    )
+                    layer = str(name).removesuffix("weight")
+                    companions: tuple[str, ...] = (f"{layer}scale", f"{layer}zero_point")
+                    if layer == name or not all(key in node for key in companions):
+                        companions = ()
+                    yield node, name, Quantized(f"torch.{value.dtype}", companions)
 
 
 def dequantize_weights(checkpoint: Checkpoint, dtype: str) -> Dequantized:
@@ -170,26 +170,28 @@ def _dequantize_each(result: Dequantized) -> dict[int, dict[str, dict[str, Tenso
     """Return the new entries of each quantized weight and companion.
 
     By the identity of the state dict, then by old key. A companion has no new entries. The facts
-    for the receipt are added to `result`.
+    for the receipt are added to `result`. Weights that share all their tensors share the result.
 
     Raises:
         NotRepresentable: if a weight has an unsupported quantization.
     """
     checkpoint = result.checkpoint
-    done_by_parts: dict[tuple[int, ...], dict[str, TensorRef]] = {}
+    plain_tensors_by_parts: dict[tuple[int, ...], dict[str, TensorRef]] = {}
     replacements_by_state: dict[int, dict[str, dict[str, TensorRef]]] = {}
-    nodes = {id(node) for node in every_node(checkpoint.root)}
-    seen, config = set[int](), quantization_config(checkpoint)
-    for state, name, quantized in _find_quantized_weights(checkpoint, alone=True):
-        if id(state) not in nodes and id(state[name]) in seen:
-            continue  # A pickled module's tensor that is done already.
-        seen.add(id(state[name]))
+    ids_in_tree = {id(node) for node in every_node(checkpoint.root)}
+    seen_weights, config = set[int](), quantization_config(checkpoint)
+    for state, name, quantized in _find_quantized_weights(checkpoint, with_torch_quantized=True):
+        # The state dict of a pickled module is not in the tree, so that it cannot be replaced.
+        is_in_tree = id(state) in ids_in_tree
+        if not is_in_tree and id(state[name]) in seen_weights:
+            continue
+        seen_weights.add(id(state[name]))
         parts = (id(state[name]), *(id(state[key]) for key in quantized.companions))
         replacements = replacements_by_state.setdefault(id(state), {})
         try:
-            if parts not in done_by_parts and id(state) not in nodes:
+            if parts not in plain_tensors_by_parts and not is_in_tree:
                 raise UnknownLayout
-            plain_tensors = done_by_parts.get(parts) or dequantize(
+            plain_tensors = plain_tensors_by_parts.get(parts) or dequantize(
                 state, name, quantized, config, checkpoint.path
             )
             key = to_plain_key(quantized.scheme, name)
@@ -203,11 +205,12 @@ def _dequantize_each(result: Dequantized) -> dict[int, dict[str, dict[str, Tenso
                 f"and {error.message}",
                 file=checkpoint.path,
                 hint=error.hint
-                if id(state) in nodes
+                if is_in_tree
                 else "add --model-only to convert the module to a state dict first",
             ) from None
-        done_by_parts[parts] = plain_tensors
-        result.storages.add(id(next(iter(plain_tensors.values())).storage))
+        plain_tensors_by_parts[parts] = plain_tensors
+        weight = next(iter(plain_tensors.values()))  # the second one, if any, is the bias
+        result.storages.add(id(weight.storage))
         result.schemes[quantized.scheme] = None
         markers = (key for key in state if str(key).rpartition(".")[2] in MARKERS)
         left_out = (*quantized.companions, *markers)
@@ -245,21 +248,25 @@ def _refuse_incomplete(
         refuse(name, "quantized, judging by its key")
     if not replacements:
         return
-    # Codes may be stored as bfloat16, like the weights of ordinary layers.
+    # Without wider floats: codes may be bfloat16, but so are the weights of ordinary layers.
     candidates = {
         name: tensor
         for name, tensor in state.items()
         if isinstance(tensor, TensorRef)
         and (tensor.dtype not in FLOATS or BY_NAME[tensor.dtype].itemsize == 1)
     }
-    known = {
+    weight_by_looks = {
         get_looks(name, candidates[name]): name
         for name, plain_tensors in replacements.items()
         if plain_tensors and name in candidates
     }
-    float8_names = {dtype: name for (_, dtype, _), name in known.items() if dtype in FLOATS}
+    weight_by_float8_dtype = {
+        dtype: name for (_, dtype, _), name in weight_by_looks.items() if dtype in FLOATS
+    }
     for name, tensor in candidates.items():
         if name not in replacements:
-            similar = known.get(get_looks(name, tensor), float8_names.get(tensor.dtype))
+            similar = weight_by_looks.get(
+                get_looks(name, tensor), weight_by_float8_dtype.get(tensor.dtype)
+            )
             if similar is not None:
                 refuse(name, f"{tensor.dtype}, like the quantized {printable(similar)!r}")

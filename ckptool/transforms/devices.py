@@ -113,8 +113,8 @@ class Remap(Step):
             UsageError: if none or several options are given; or the visible devices are empty,
                 repeat a number, or contain a negative one.
         """
-        given = (self.to is not None, bool(self.map), self.visible_devices is not None)
-        if sum(given) > 1:
+        are_given = (self.to is not None, bool(self.map), self.visible_devices is not None)
+        if sum(are_given) > 1:
             raise UsageError(
                 "give only one of these: a device for all (to), rules for some (map) or the "
                 "visible "
@@ -128,7 +128,7 @@ class Remap(Step):
                     "the visible devices must be a list of different numbers, such as 0,2"
                 )
             object.__setattr__(self, "visible_devices", numbers)
-        Rules(self._rules)
+        Rules(self._rules)  # checks the devices
 
     @property
     def _rules(self) -> dict[str, str]:
@@ -154,9 +154,10 @@ class Remap(Step):
         """
         from ckptool.transforms.memory import remap_dict  # only dicts need it
 
-        return remap_dict(
-            mapping, Rules(_make_renumbering(self.visible_devices or ()) or self._rules)
-        )
+        rules = self._rules
+        if self.visible_devices is not None:
+            rules = _make_renumbering(self.visible_devices)
+        return remap_dict(mapping, Rules(rules))
 
 
 def make_remap(rules: str | Mapping[str, str]) -> Remap:
@@ -167,20 +168,20 @@ def make_remap(rules: str | Mapping[str, str]) -> Remap:
 def _rewrite_tags(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     """Return the checkpoint with device tags rewritten by `rules`, also in objects."""
     decide = Rules(rules)
-    tags = count_device_tags(checkpoint.root)
-    listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _list_tags(tensor))
-    changes = [
-        Change(
-            "remap",
-            _describe_move(listed_tags[tag], count, tag, decide(tag)),
-            listed_tags[tag] or count,
-        )
-        for tag, count in tags.items()
-        if decide(tag) != tag
-    ]
+    mentions_by_tag = count_device_tags(checkpoint.root)
+    tensors_by_tag = Counter(
+        tag for _, tensor in checkpoint.tensors() for tag in _list_tags(tensor)
+    )
+    changes = []
+    for tag, n_mentions in mentions_by_tag.items():
+        new_tag, n_tensors = decide(tag), tensors_by_tag[tag]
+        if new_tag != tag:
+            text = _describe_move(n_tensors, n_mentions, tag, new_tag)
+            changes.append(Change("remap", text, n_tensors or n_mentions))
+    used_tags = listed(mentions_by_tag)
     warnings = [
-        Change("warning", f"no tensor is on {printable(tag)}; the file uses {listed(tags)}")
-        for tag in decide.find_unused(tags)
+        Change("warning", f"no tensor is on {printable(tag)}; the file uses {used_tags}")
+        for tag in decide.find_unused(mentions_by_tag)
     ]
     if not changes:
         return checkpoint.with_root(checkpoint.root, *warnings) if warnings else checkpoint
@@ -191,7 +192,7 @@ def _rewrite_tags(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoin
 def _describe_move(tensors: int, mentions: int, old: str, new: str) -> str:
     """Return the line of the receipt for one device.
 
-    It counts tensors or, without any, mentions of the device in values and objects.
+    It counts tensors or, without any, mentions of the device in values, storages and objects.
     """
     count = counted(tensors, "tensor") if tensors else counted(mentions, "mention")
     return f"moved {count} from {printable(old)} to {new}"
@@ -260,6 +261,7 @@ class _Mover:
         target = self._decide(tensor.device)
         if tensor.kind == "numpy" or target == tensor.device:
             return tensor
+        # A TPU tensor is pickled with a CPU tensor or an array that carries its data.
         has_carrier = "carrier" in (tensor.parts or {})
         if _has_no_storages(target):
             if has_carrier:
@@ -302,8 +304,12 @@ def _refuse_distributed(checkpoint: Checkpoint, decide: Rules) -> None:
         DeviceError: if there is one; the message shows it and its mesh or group.
     """
     nodes = walk_everything(checkpoint.root)
-    moving = [node for node in nodes if isinstance(node, TensorRef) or _refers_to_processes(node)]
-    for node in moving if any(map(_refers_to_processes, moving)) else ():
+    candidates = [
+        node for node in nodes if isinstance(node, TensorRef) or _refers_to_processes(node)
+    ]
+    if not any(map(_refers_to_processes, candidates)):
+        return
+    for node in candidates:
         parts = list(walk_everything(node))
         classes = [part.class_name for part in parts if _refers_to_processes(part)]
         if classes and any(decide(tag) != tag for part in parts for tag in _list_tags(part)):

@@ -66,7 +66,8 @@ class _Live(LiveTree):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made_nodes: dict[int, Any] = {}
+        self._object_by_node: dict[int, Any] = {}
+        """The new containers by the identity of their nodes."""
 
     def to_checkpoint(self, mapping: Mapping[Any, Any]) -> Checkpoint:
         """Return the checkpoint for `mapping`; its root is an ordered dict in any case."""
@@ -93,20 +94,21 @@ class _Live(LiveTree):
             return self.originals[id(node)]
         if not isinstance(node, (dict, list, tuple, Opaque)):
             return node
-        if id(node) not in self._made_nodes:
-            self._made_nodes[id(node)] = self._make_object(node)
-        return self._made_nodes[id(node)]
+        if id(node) not in self._object_by_node:
+            self._object_by_node[id(node)] = self._make_object(node)
+        return self._object_by_node[id(node)]
 
     def _make_object(self, node: Any) -> Any:
         """Return a new container for a node; it is registered before its items, for cycles."""
         if isinstance(node, (list, tuple)):
             return type(node)([self.to_object(item) for item in node])
-        if isinstance(node, Opaque):
-            container, items = copy.copy(node.func.original), dict(node.steps[0][1])
+        if isinstance(node, Opaque):  # a dict of another class, see make_leaf
+            ((_, item_pairs),) = node.steps
+            container, items = copy.copy(node.func.original), dict(item_pairs)
             container.clear()
         else:
             container, items = OrderedDict() if isinstance(node, OrderedMap) else {}, node
-        self._made_nodes[id(node)] = container
+        self._object_by_node[id(node)] = container
         container.update((key, self.to_object(value)) for key, value in items.items())
         if isinstance(node, OrderedMap):
             vars(container).update(
@@ -127,7 +129,8 @@ class _Relocation:
         """Count the users of each storage among the nodes."""
         self._decide = decide
         self._users = Counter(filter(None, map(_get_storage_id, nodes)))
-        self._moved: dict[tuple[int, str], Any] = {}
+        self._moved_storages: dict[tuple[int, str], Any] = {}
+        """The new storages by the id of the old one and the new device."""
 
     def move(self, node: Any) -> Any:
         """Return a tensor or device, moved by the rules, or any other leaf unchanged.
@@ -165,10 +168,10 @@ class _Relocation:
 
     def _move_storage(self, shared: int, data: Any, target: str) -> Any:
         """Return the storage of `data` on another device; `shared` is its id. Moves it once."""
-        if (shared, target) not in self._moved:
+        if (shared, target) not in self._moved_storages:
             whole = data.new_empty(0, dtype=_get_torch().uint8).set_(data.untyped_storage())
-            self._moved[shared, target] = whole.to(target).untyped_storage()
-        return self._moved[shared, target]
+            self._moved_storages[shared, target] = whole.to(target).untyped_storage()
+        return self._moved_storages[shared, target]
 
 
 def _get_storage_id(node: Any) -> int | None:

@@ -98,12 +98,12 @@ class Overlay(Step):
             name: node for name, node in section.node.items() if isinstance(node, TensorRef)
         }
         bare_keys = map_to_bare_names(model_tensors)
-        by_bare = {short: name for name, short in bare_keys.items()}
+        key_by_bare = {bare: key for key, bare in bare_keys.items()}
         wrapper = find_common_wrapper(bare_keys)
-        pairs = {by_bare[short]: new for short, new in selected.items() if short in by_bare}
-        added = {wrapper + short: new for short, new in selected.items() if short not in by_bare}
+        pairs = {key_by_bare[bare]: new for bare, new in selected.items() if bare in key_by_bare}
+        added = {wrapper + bare: new for bare, new in selected.items() if bare not in key_by_bare}
         if not pairs:
-            raise self._no_common_key_error(checkpoint, section, selected, by_bare, other)
+            raise self._no_common_key_error(checkpoint, section, selected, key_by_bare, other)
         if added and not self.add:
             raise UsageError(
                 f"{counted(len(added), 'tensor')} of {printable(other.path)} "
@@ -156,26 +156,26 @@ class Overlay(Step):
         checkpoint: Checkpoint,
         section: Section,
         selected: Mapping[str, TensorRef],
-        by_bare: Mapping[str, str],
+        key_by_bare: Mapping[str, str],
         other: Checkpoint,
     ) -> NotFound:
         """Return the error for files without a common key.
 
         Its hint has the submodule with the most tensors of these keys and shapes, if there is one.
+        `selected` has the tensors of the other file by bare key, which starts with `at`.
         """
-        n_prefix = len(self.at) + 1 if self.at is not None else 0
-        prefixes: Counter[str] = Counter()
-        shapes = {short: section.node[name].shape for short, name in by_bare.items()}
+        matches_by_submodule: Counter[str] = Counter()
+        shapes = {bare: section.node[key].shape for bare, key in key_by_bare.items()}
         keys_by_last_part: dict[str, list[str]] = {}
-        for short in shapes:
-            keys_by_last_part.setdefault(short.rpartition(".")[2], []).append(short)
-        for short, tensor in selected.items():
-            other_key = short[n_prefix:]
+        for bare in shapes:
+            keys_by_last_part.setdefault(bare.rpartition(".")[2], []).append(bare)
+        for bare, tensor in selected.items():
+            other_key = bare if self.at is None else bare.removeprefix(f"{self.at}.")
             for model_key in keys_by_last_part.get(other_key.rpartition(".")[2], ()):
                 if model_key.endswith(f".{other_key}") and shapes[model_key] == tensor.shape:
-                    prefixes[model_key.removesuffix(f".{other_key}")] += 1
-        hint = f"the model has {listed(by_bare, 3)}; the other file {listed(selected, 3)}"
-        for path, count in prefixes.most_common(1):
+                    matches_by_submodule[model_key.removesuffix(f".{other_key}")] += 1
+        hint = f"the model has {listed(key_by_bare, 3)}; the other file {listed(selected, 3)}"
+        for path, count in matches_by_submodule.most_common(1):
             hint = f"add --overlay-at {path}, which matches {count:,} of {len(selected):,}"
         return NotFound(
             f"no tensor of {printable(other.path)} has a key of the model",
@@ -220,7 +220,8 @@ def _refuse_separated_companions(
     names = {*chosen}
     for weight, quantized in find_quantized(state).items():
         group = {weight, *quantized.companions}
-        if names & group and not group <= names:
+        is_separated = names & group and not group <= names
+        if is_separated:
             raise NotRepresentable(
                 f"{printable(weight)!r} of {owner} {quantized}, and would be separated from "
                 f"{listed(sorted(group - names), 3)}",
@@ -232,14 +233,17 @@ def _refuse_separated_companions(
 def _find_tied_replacements(
     model_tensors: Mapping[str, TensorRef], pairs: Mapping[str, TensorRef]
 ) -> dict[str, TensorRef]:
-    """Return the new tensor for each key that is not replaced, but tied to a replaced one."""
-    by_place = {
+    """Return the new tensor for each key that is not replaced, but tied to a replaced one.
+
+    `pairs` has the new tensors by replaced key.
+    """
+    new_by_place = {
         model_tensors[name].place: tensor
         for name, tensor in pairs.items()
         if model_tensors[name].place is not None
     }
     return {
-        name: by_place[tensor.place]
+        name: new_by_place[tensor.place]
         for name, tensor in model_tensors.items()
-        if name not in pairs and tensor.place is not None and tensor.place in by_place
+        if name not in pairs and tensor.place is not None and tensor.place in new_by_place
     }

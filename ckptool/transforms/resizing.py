@@ -48,24 +48,26 @@ def _make_glob_rule(kind: str, glob: str, resize: _Resize) -> SectionRule:
         """Return the result for one state dict; `file` is for messages."""
         tensors = get_named_tensors(section.node)
         index = NameIndex([((*section.path, name), node) for name, node in tensors.items()], file)
-        chosen = {index.nodes[position][1].place for position in index.select(glob, endings=False)}
+        matches = [index.nodes[position] for position in index.select(glob, endings=False)]
+        chosen_places = {tensor.place for _, tensor in matches}
         work = SectionWork(list(section.node.items()), set(), [])
-        resized: dict[Any, TensorRef] = {}
+        resized_by_place: dict[Any, TensorRef] = {}
         for position, (name, node) in enumerate(work.items):
-            if name not in tensors or node.place not in chosen:
+            if name not in tensors or node.place not in chosen_places:
                 continue
-            if node.place not in resized:
+            if node.place not in resized_by_place:
                 _check_resizable(name, node, file)
-                resized[node.place], text = resize(name, node, file)
-                old_rows, new_rows = (tensor.sizes[0] for tensor in (node, resized[node.place]))
-                is_new = node.kind == "numpy" and resized[node.place] is not node
+                resized, text = resize(name, node, file)
+                resized_by_place[node.place] = resized
                 sentence = f"{printable(name)}: {text}"
-                sentence += "; a tensor takes the place of the numpy array" if is_new else ""
+                if node.kind == "numpy" and resized is not node:
+                    sentence += "; a tensor takes the place of the numpy array"
+                old_rows, new_rows = node.sizes[0], resized.sizes[0]
                 work.changes.append(Change(kind, sentence, 1, was=old_rows, now=new_rows))
             else:
                 sentence = f"{printable(name)}: changed in the same way, because it is tied to "
                 work.changes.append(Change(kind, f"{sentence}another tensor", 1))
-            work.items[position] = name, resized[node.place]
+            work.items[position] = name, resized_by_place[node.place]
             work.used.add(id(node))
         return work
 
@@ -82,28 +84,32 @@ def parse_resize(rule: str) -> SectionRule:
     if match is None:
         hint = "--resize '*.embed_tokens.weight=32001', or =32001:zero"
         raise UsageError(f"{printable(rule)!r} is not a glob with a number of rows", hint=hint)
-    rows, zero = int(match[2]), match[3] == ":zero"
+    n_rows, zero = int(match[2]), match[3] == ":zero"
 
     def resize(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
-        """Return a tensor with another number of rows, and a description of the change."""
+        """Return a tensor with `n_rows` rows, and a description of the change.
+
+        New rows are the mean of the old ones, or zeros.
+        """
         shape = tensor.sizes
         if not shape:
             raise UsageError(f"{printable(name)!r} is one number, without rows", file=file)
-        data, count = row_major_data(tensor, printable(name), file), rows - shape[0]
-        if not count:
-            return tensor, f"already has {counted(rows, 'row')}"
-        if count > 0:
-            if not zero and (tensor.dtype not in FLOATING or not shape[0]):
+        n_old_rows, *other_sizes = shape
+        data, n_new = row_major_data(tensor, printable(name), file), n_rows - n_old_rows
+        if not n_new:
+            return tensor, f"already has {counted(n_rows, 'row')}"
+        if n_new > 0:
+            if not zero and (tensor.dtype not in FLOATING or not n_old_rows):
                 text = f"{printable(name)!r} has no mean: it is {tensor.dtype} {list(shape)}"
                 raise UsageError(text, file=file, hint=f"--resize {shell(f'{rule}:zero')}")
-            data = join_ranges([data, make_rows(tensor, count, zero=zero)])
+            data = join_ranges([data, make_rows(tensor, n_new, zero=zero)])
             mean = "the mean of the existing rows"
-            values = "all zeros" if zero else mean if count == 1 else f"each {mean}"
-            text = f"added {counted(count, 'row')}, {values}"
+            values = "all zeros" if zero else mean if n_new == 1 else f"each {mean}"
+            text = f"added {counted(n_new, 'row')}, {values}"
         else:
-            data = data.slice(0, rows * prod(shape[1:]) * tensor.itemsize)
-            text = f"cut {counted(-count, 'row')} off the end"
-        new_shape = (rows, *shape[1:])
+            data = data.slice(0, n_rows * prod(other_sizes) * tensor.itemsize)
+            text = f"cut {counted(-n_new, 'row')} off the end"
+        new_shape = (n_rows, *other_sizes)
         text = f"{list(shape)} -> {list(new_shape)}, {text}"
         return _replace_data(tensor, name, new_shape, data), text
 
@@ -126,7 +132,7 @@ def parse_interpolation(rule: str) -> SectionRule:
         """Return a position embedding for another grid, and a description of the change."""
         shape = tensor.sizes  # (..., tokens, channels)
         n_tokens = shape[-2] if len(shape) > 1 and prod(shape[:-2]) == 1 else 0
-        # The sides that the old, square grid may have; only one of them is unambiguous.
+        # The possible sides of the old, square grid, with up to _MAX_PREFIX tokens before it.
         sides = [n for n in range(1, isqrt(n_tokens) + 1) if n_tokens - n * n <= _MAX_PREFIX]
         if len(sides) != 1 or tensor.dtype not in FLOATING:
             text = (

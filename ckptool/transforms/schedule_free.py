@@ -42,6 +42,8 @@ def compute_eval_weights(
 ) -> Iterator[tuple[Section, Section, dict[str, TensorRef]]]:
     """Yield each schedule-free optimizer in train mode, its model, and the average x by key.
 
+    In train mode, the weights are y = beta x + (1 - beta) z, and the state has z.
+
     Raises:
         NotFound: if it is not certain which state belongs to which weight.
     """
@@ -60,14 +62,14 @@ def compute_eval_weights(
         for keys, group in zip(list_groups(section), section.node["param_groups"], strict=True):
             for key in keys if group.get("train_mode") is True else ():
                 state, name = section.node["state"].get(key), model_keys.get(key)
-                base = state.get("z") if isinstance(state, dict) else None
-                if base is None:
+                z = state.get("z") if isinstance(state, dict) else None
+                if z is None:
                     continue
                 training_weight, beta = tensors.get(name or ""), _read_beta(group)
                 if (
                     name is None
                     or training_weight is None
-                    or base.shape != training_weight.shape
+                    or z.shape != training_weight.shape
                     or not beta
                 ):
                     raise NotFound(
@@ -77,7 +79,7 @@ def compute_eval_weights(
                         file=checkpoint.path or None,
                         hint="call optimizer.eval() before saving the checkpoint",
                     )
-                weights[name] = interpolate_linearly(wholes, training_weight, base, 1 - 1 / beta)
+                weights[name] = interpolate_linearly(wholes, training_weight, z, 1 - 1 / beta)
         if model is not None and weights:
             yield section, model, weights
 
@@ -106,11 +108,12 @@ def match_parameters(checkpoint: Checkpoint, section: Section, model: Section) -
     model_names = (str(name) for (name,), _ in unique)
     parameter_keys = [name for name in model_names if name.rpartition(".")[2] not in STATISTICS]
     metadata = getattr(model.node, "metadata", None)
-    is_proved = (
+    # Only a single group is certain to have all parameters in the order of the model.
+    can_match_by_position = (
         len(groups) == 1
         and len(parameter_keys) == len(keys)
         and not list_optimizer_names(section.node)
     )
-    if is_proved and is_in_model_order(checkpoint, list(tensors), metadata):
+    if can_match_by_position and is_in_model_order(checkpoint, list(tensors), metadata):
         return dict(zip(keys, parameter_keys, strict=True))
     return {}

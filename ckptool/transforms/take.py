@@ -77,6 +77,7 @@ class Take(Step):
             part = select_tensors(whole, part, part_path, tuple(self.include), tuple(self.exclude))
         if self.model_only or self.key is not None:  # Weights need values; a copy does not.
             refuse_placeholders(part, kinds=("meta", "part", *(() if self.lazy else ("lazy",))))
-        if all(change.kind == "warning" for change in part.changes[len(whole.changes) :]):
-            return part
+        new_changes = part.changes[len(whole.changes) :]
+        if all(change.kind == "warning" for change in new_changes):
+            return part  # Nothing was removed.
         return drop_unused_bytes(whole, part)

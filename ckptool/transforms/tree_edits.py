@@ -28,7 +28,10 @@ _MOST_DEPTH = 64
 
 
 def _split_quoted_key(path: str) -> tuple[str | None, str]:
-    """Return the quoted key at the start of a path (or None), and the path behind it."""
+    """Return the quoted key at the start of a path, and the path behind it.
+
+    `"a/b"/c -> a/b, c`. The key is None, and the path unchanged, if it does not start with one.
+    """
     if not path.startswith('"'):
         return None, path
     try:
@@ -52,13 +55,13 @@ def _find_nodes(node: Any, rest: str, parent: Path = ()) -> Iterator[tuple[Path,
 
     There are several only if keys contain slashes.
     """
-    quoted, after_quoted = _split_quoted_key(rest)
+    quoted_key, after_quoted = _split_quoted_key(rest)
     for key, child in _list_children(node):
         text = name_of((key,))
-        if quoted is not None:
-            if text == quoted and not after_quoted:
+        if quoted_key is not None:
+            if text == quoted_key and not after_quoted:
                 yield (*parent, key), child
-            elif text == quoted:
+            elif text == quoted_key:
                 yield from _find_nodes(child, after_quoted, (*parent, key))
         elif text == rest:
             yield (*parent, key), child
@@ -98,14 +101,12 @@ def _require_node(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
 def _not_found_error(checkpoint: Checkpoint, path: str) -> NotFound:
     """Return the error for a missing path, with the nearest existing paths."""
     file, node, parent = checkpoint.path or None, checkpoint.root, path
-    while "/" in parent:
-        parent = parent.rpartition("/")[0]
-        found = _find_node(checkpoint, parent)
-        if found is not None:
-            node = found[1]
+    while parent:
+        parent, _, _ = parent.rpartition("/")  # "" at last, which is the root
+        location = _find_node(checkpoint, parent)
+        if location is not None:
+            _, node = location
             break
-    else:
-        parent = ""
     within = f" in {printable(parent)}" if parent else ""
     if isinstance(node, Opaque):
         return NotFound(
@@ -130,28 +131,33 @@ def _locate_new_entry(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
         UsageError: if it is not a dict.
     """
     parent, key = _split_path(path)
-    holder = _find_node(checkpoint, parent)
-    if holder is None:
+    location = _find_node(checkpoint, parent)
+    if location is None:
         raise _not_found_error(checkpoint, parent)
-    if isinstance(holder[1], Opaque):
+    parent_path, container = location
+    if isinstance(container, Opaque):
         raise _not_found_error(checkpoint, path)
-    if not isinstance(holder[1], dict):
+    if not isinstance(container, dict):
         subject = "the root" if not parent else printable(parent)
         raise UsageError(
             f"{subject} is not a dict, so it cannot have a new key", file=checkpoint.path or None
         )
-    existing = next((other for other in holder[1] if name_of((other,)) == key), None)
-    if existing is None and holder[1] and all(type(other) is int for other in holder[1]):
-        existing = int(key) if key.isdecimal() and key.isascii() and len(key) < 10 else None
-    return holder[0], key if existing is None else existing
+    for existing_key in container:
+        if name_of((existing_key,)) == key:
+            return parent_path, existing_key
+    is_number = key.isdecimal() and key.isascii() and len(key) < 10
+    has_integer_keys = bool(container) and all(type(other) is int for other in container)
+    return parent_path, int(key) if is_number and has_integer_keys else key
 
 
 def _split_path(path: str) -> tuple[str, str]:
-    """Split a path into the path above and the last key, which may be quoted."""
+    """Split a path into the path above and the last key, which may be quoted.
+
+    `a/b -> a, b`, and `a/"b/c" -> a, b/c`. The path above is empty for a key of the root.
+    """
     if path.endswith('"') and len(path) > 1:
-        start = path.rfind('/"')
-        above, last = (path[:start], path[start + 1 :]) if start >= 0 else ("", path)
-        key, rest = _split_quoted_key(last)
+        above, slash, last = path.rpartition('/"')
+        key, rest = _split_quoted_key(f'"{last}' if slash else path)
         if key is not None and not rest:
             return above, key
     above, _, last = path.rpartition("/")
@@ -163,8 +169,10 @@ class _Edit:
     """The changes to the entries of one container."""
 
     renamed: dict[Any, Any] = field(default_factory=dict)
+    """The new key by old key, for entries that keep their position."""
     removed: set[Any] = field(default_factory=set)
     added: dict[Any, Any] = field(default_factory=dict)
+    """The new nodes by key; one with an existing key takes the position of the old entry."""
 
 
 def _apply_edits(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
@@ -263,21 +271,22 @@ class Move(Step):
         """
         rules = cast("dict[str, str]", self.paths)  # set by __post_init__
         file = checkpoint.path or None
-        old_nodes = {old: _require_node(checkpoint, old) for old in rules}
-        moving = {path for path, _ in old_nodes.values()}
+        old_locations = {old: _require_node(checkpoint, old) for old in rules}
+        moving_paths = {path for path, _ in old_locations.values()}
         edits: dict[Path, _Edit] = {}
         for old, new in rules.items():
-            path, node = old_nodes[old]
+            path, node = old_locations[old]
             _refuse_list_item(checkpoint, path, "moved")
             parent, key = _locate_new_entry(checkpoint, new)
-            container = next((other for other in moving if is_within(parent, other)), None)
-            if container is not None:
-                raise UsageError(
-                    f"{printable(new)!r} is inside {printable(name_of(container))!r}, which moves",
-                    file=file,
-                )
+            for moving_path in moving_paths:
+                if is_within(parent, moving_path):
+                    raise UsageError(
+                        f"{printable(new)!r} is inside {printable(name_of(moving_path))!r}, "
+                        "which moves",
+                        file=file,
+                    )
             existing = _find_node(checkpoint, new)
-            if existing is not None and existing[0] not in moving:
+            if existing is not None and existing[0] not in moving_paths:
                 raise UsageError(
                     f"{printable(new)!r} already exists",
                     file=file,
@@ -408,7 +417,7 @@ class Set(Step):
                     parent, key = _locate_new_entry(checkpoint, path)
                     target, before = (*parent, key), None
                 edits.setdefault(target[:-1], _Edit()).added[target[-1]] = value
-            note = f" (was {before})" if before is not None else ""
+            note = f" (was {before})" if before is not None else ""  # None: the entry is new
             changes.append(Change("set", f"set {printable(path)} to {text}{note}", 1))
         details = replace(checkpoint.details, header=header)
         result = replace(checkpoint, details=details)
@@ -493,7 +502,9 @@ class Drop(Step):
             count = sum(
                 1 for tensor_path, _ in checkpoint.tensors() if is_within(tensor_path, path)
             )
-            facts = [*kinds[:1], counted(count, "tensor")] if count else [*kinds[:1]]
+            facts = kinds[:1]  # the entry is a section, or none
+            if count:
+                facts.append(counted(count, "tensor"))
             note = f" ({', '.join(facts)})" if facts and not isinstance(node, TensorRef) else ""
             changes.append(
                 Change("left-out", f"{printable(text)}{note}", max(count, 1), wanted=True)
@@ -513,13 +524,15 @@ def _refuse_parameters(checkpoint: Checkpoint, text: str, path: Path) -> None:
     models = find_likely_models(checkpoint)
     main_model = choose_only_model(models)
     for section in checkpoint.sections:
-        is_inside = section.kind in MODEL_KINDS and is_within(path, section.path)
-        is_main = (
+        is_part_of_model = (
+            section.kind in MODEL_KINDS and is_within(path, section.path) and path != section.path
+        )
+        contains_main_model = (
             main_model is not None
             and section.path == main_model.path
             and is_within(section.path, path)
         )
-        if (is_inside and path != section.path) or is_main:
+        if is_part_of_model or contains_main_model:
             count = sum(
                 1 for tensor_path, _ in checkpoint.tensors() if is_within(tensor_path, path)
             )
