@@ -67,8 +67,9 @@ class PT2Archive(Format):
     def recognize(self, probe: Probe) -> bool:
         """Return whether `archive_format` is pt2, or a zip has a program and its state."""
         archive = probe.compute_once(open_archive)
-        mark = archive.records.get(_FORMAT_RECORD)
-        if mark is not None and mark.data.length == 3 and mark.data.read() == b"pt2":
+        stated = archive.records.get(_FORMAT_RECORD)
+        # The length is checked first: a record of another kind may be long.
+        if stated is not None and stated.data.length == 3 and stated.data.read() == b"pt2":
             return True
         return _PROGRAM_RECORD in archive.records and _find_flat_record(archive) is not None
 

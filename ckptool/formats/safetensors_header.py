@@ -171,6 +171,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reject_constant(word: str) -> NoReturn:
+    """Refuse `NaN` and `Infinity`, which Python accepts."""
     raise CorruptFile(f"is not JSON (it contains {word})")
 
 

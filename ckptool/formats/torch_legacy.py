@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckptool.core.checkpoint import Checkpoint, Details
@@ -25,6 +26,23 @@ from ckptool.formats.legacy_stream import (
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
+
+
+def _describe_unloadable(checkpoint: Checkpoint, global_names: Collection[str]) -> str | None:
+    """Return a noun phrase for content that torch cannot load from a legacy stream, or None.
+
+    `global_names` are the classes and functions in the pickle of the checkpoint.
+    """
+    if any(name.endswith("UntypedStorage") for name in global_names):
+        untyped_tensors = (  # with a dtype that has no typed storage class
+            f"{name_of(path)!r} (dtype {tensor.dtype})"
+            for path, tensor in checkpoint.tensors()
+            if tensor.storage is not None and BY_NAME[tensor.dtype].storage is None
+        )
+        return next(untyped_tensors, "an untyped storage")
+    if "torch._utils._rebuild_nested_tensor" in global_names:
+        return "a nested tensor (its sizes would follow it)"
+    return None
 
 
 def _unloadable_error(checkpoint: Checkpoint, content: str) -> NotRepresentable:
@@ -87,15 +105,9 @@ class TorchLegacy(WritableFormat):
         from ckptool.symbolic.encoder import encode  # not needed to list tensors
 
         encoded = encode(checkpoint.root, legacy=True)
-        if any(name.endswith("UntypedStorage") for name in encoded.globals):
-            untyped_tensors = (  # with a dtype that has no typed storage class
-                f"{name_of(path)!r} (dtype {ref.dtype})"
-                for path, ref in checkpoint.tensors()
-                if ref.storage is not None and BY_NAME[ref.dtype].storage is None
-            )
-            raise _unloadable_error(checkpoint, next(untyped_tensors, "an untyped storage"))
-        if "torch._utils._rebuild_nested_tensor" in encoded.globals:
-            raise _unloadable_error(checkpoint, "a nested tensor (its sizes would follow it)")
+        unloadable = _describe_unloadable(checkpoint, encoded.globals)
+        if unloadable is not None:
+            raise _unloadable_error(checkpoint, unloadable)
         # For each storage: its packed element count, its bytes, the bytes to swap (1 for none).
         payloads: list[tuple[bytes, ByteRange, int]] = []
         for storage, dtype in zip(encoded.storages, encoded.dtypes, strict=True):

@@ -105,7 +105,10 @@ class Storages:
     def __init__(
         self, archive: Archive, byteorder: str, folders: tuple[str, ...] = _STORAGE_FOLDERS
     ) -> None:
-        """Look up keys in `archive`, in the first of `folders` that has them."""
+        """Look up keys in `archive`, in the first of `folders` that has them.
+
+        `byteorder` is that of the bytes in all storages.
+        """
         self.archive = archive
         self.folders = folders
         self.byteorder = byteorder
@@ -419,6 +422,7 @@ def _identify_writer(archive: Archive, contents: ZipContents) -> str:
         return "torch 1.6 to 2.0"
     if all(key.isdecimal() and int(key) >= _MIN_POINTER_KEY for key in keys):
         return "torch 1.6 to 1.8"
+    # Only from 1.13 on, the folder can have the name of the file.
     return "torch 1.9 to 2.0" if archive.folder in ("archive", "") else "torch 1.13 or 2.0"
 
 

@@ -218,7 +218,8 @@ def _is_table(place: Place, path: str) -> bool:
     if not place.is_file(path):
         return False
     with closing(place.open(path)) as source:
-        return source.size >= len(MAGIC) and source.read(source.size - 8, 8) == MAGIC
+        start = source.size - len(MAGIC)
+        return start >= 0 and source.read(start, len(MAGIC)) == MAGIC
 
 
 def _find_indexes(probe: Probe) -> list[str]:
