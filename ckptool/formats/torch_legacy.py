@@ -83,6 +83,7 @@ class TorchLegacy(WritableFormat):
         details = Details(
             size=source.size,
             writer=_identify_writer(unpickled.globals),
+            # `framed` of the stream is about all its pickles, not only that of the object.
             **{**details_from_pickle(unpickled), "framed": stream.framed},
             storage_bytes=sum(stored.storage.nbytes for stored in stream.stored.values()),
             dead_bytes=data.length - stream.end,

@@ -158,7 +158,7 @@ class TensorFlow(Format):
             section = optimizer if _is_slot(name, key_by_name) else model
             clean_name = _clean_name(name)
             section[name if clean_name in section else clean_name] = leaf
-        if optimizer:
+        if optimizer:  # marks which of the two sections is the model
             model.attributes[MODEL_MARK] = {}
         return Checkpoint(
             {"state_dict": model, "optimizer": optimizer} if optimizer else model,
@@ -171,7 +171,7 @@ class TensorFlow(Format):
                 storage_bytes=sum(tensor.nbytes for tensor in find_tensors([model, optimizer])),
                 notes=tuple(_describe_framework_records(key_by_name)),
                 left_behind=tuple(unread),
-                late=any(isinstance(leaf, Opaque) for leaf in model.values()),
+                late=any(isinstance(leaf, Opaque) for leaf in model.values()),  # texts
             ),
             sources=(index.source, *data.sources),
         )
@@ -295,7 +295,7 @@ def _parse_entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
     """
     fields, subject = Message(raw), f"variable {_describe_key(key)}"
     shape = tuple(  # TensorShapeProto: its field 2 has the axes, their field 1 the size
-        axis.get_number(1) for shape in fields.get_messages(2) for axis in shape.get_messages(2)
+        axis.get_number(1) for proto in fields.get_messages(2) for axis in proto.get_messages(2)
     )
     check_limit(f"{subject} has", len(shape), "dimensions", limits.max_dimensions)
     slices = tuple(  # TensorSliceProto: its field 1 has the axes, their fields start and count
