@@ -420,8 +420,8 @@ def make_metadata(
     ties is also written, without any, if one of `other_entries` would be mistaken for a tie.
     """
     entries = {STATE_METADATA: _encode_json(versions)} if versions else {}
-    look_like_ties = _find_ties(set(names) - ties.keys(), other_entries)
-    if ties or look_like_ties:
+    apparent_ties = _find_ties(set(names) - ties.keys(), other_entries)
+    if ties or apparent_ties:
         tied_positions = {name: position for position, name in enumerate(names) if name in ties}
         entries |= {**ties, TIED_POSITIONS: _encode_json(tied_positions)}
     return entries

@@ -289,8 +289,9 @@ class _Tar:
         A class comes with its source code; a tensor or storage is a decimal number, its key.
         """
         match pid:
-            case (cls, _, text):
-                return self.sources.remember_class(cls, text)
+            case (cls, _, source_code):
+                return self.sources.remember_class(cls, source_code)
+            # Python refuses to parse very long numbers; the keys of torch are addresses.
             case str() | int() if str(pid).isdecimal() and len(str(pid)) < 30:
                 key = int(pid)
                 if key in self.tensors:

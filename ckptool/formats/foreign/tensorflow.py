@@ -201,6 +201,7 @@ def is_index(path: str) -> bool:
 
 
 def _decode_name(key: bytes) -> str:
+    """Return the key of a variable as text, from which any bytes can be restored."""
     return key.decode("utf-8", "surrogateescape")
 
 
