@@ -466,6 +466,7 @@ def truncated_error(data: ByteRange, limits: Limits) -> TruncatedFile:
         end, sizes, root = _read_first_pickle(data, limits)
         expected = end + sum(sizes)
         is_torch = not data.source.name.endswith(".distcp")
+        # Salvage makes sense if at least the first storage is intact.
         if is_torch and sizes and end + sizes[0] <= data.length:
             hint += f", or run {salvage_command(data.source.name, root)}"
     if expected > data.length:
@@ -550,7 +551,6 @@ def read_zip(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) 
     check_names(entries, exact=is_numpy)
     offsets, unused_bytes = _find_payloads(data, entries, end)
     folder = "" if is_numpy else choose_folder(entries)
-    prefix_length = len(folder) + 1 if folder else 0
     prefix = f"{folder}/" if folder else ""
     records: dict[str, Record] = {}
     outside_names = []
@@ -559,7 +559,7 @@ def read_zip(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) 
         if not name.startswith(prefix):
             outside_names.append(name)
         elif not name.endswith("/"):
-            name = name[prefix_length:]
+            name = name.removeprefix(prefix)
             records[name] = make_record(data, entry, offsets.get(entry.header), name, limits)
     verb = are(len(outside_names))
     note = f"{TORCH_REFUSES} {few(outside_names, 3)} {verb} outside the folder {folder!r}"

@@ -412,7 +412,7 @@ class Format:
         )
 
     def refuse_unusable(self, checkpoint: Checkpoint) -> None:
-        """Refuse to write a tree of this format that no other file can represent.
+        """Refuse to write a tree of this format that no other file can represent; by default none.
 
         Raises:
             NotRepresentable: nothing would load the result.

@@ -335,6 +335,7 @@ def _identify_zip(probe: Probe) -> Identification | None:
     if inside is None:
         description = f"a zip archive with other files: {few(names)}"
         return Identification(description, _fill_braces("unzip -l {file}", probe))
+    # With `data.pkl` inside, the unpacked folder is the checkpoint.
     target = os.path.join(
         find_unused_path(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl")
     )
@@ -427,7 +428,7 @@ def _identify_text(probe: Probe) -> Identification | None:
         return Identification(
             description, f"open that file: ckptool list {shell(line)}", UnsupportedFormat
         )
-    identification = next(
+    identification = next(  # the last pattern matches any text
         identified for pattern, identified in _TEXT_KINDS if re.match(pattern, text)
     )
     hint = _fill_braces(identification.hint or "", probe)
@@ -444,7 +445,7 @@ def _is_protocol_buffer(raw: bytes, size: int) -> bool:
     while at < len(raw):
         key, at = _read_varint(raw, at)
         kind, number = key & 7, key >> 3
-        if kind not in (0, 1, 2, 5) or not 0 < number < 1 << 10:
+        if kind not in (0, 1, 2, 5) or not 0 < number < 1 << 10:  # fields have small numbers
             return False
         length = {1: 8, 5: 4}.get(kind, 0)
         if kind in (0, 2):
@@ -457,7 +458,10 @@ def _is_protocol_buffer(raw: bytes, size: int) -> bool:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return a number with 7 bits per byte, and the offset after it."""
+    """Return a number with 7 bits per byte, and the offset after it.
+
+    The highest bit of a byte means that another one follows, 10 at most.
+    """
     value = shift = 0
     for byte in raw[at : at + 10]:
         value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1

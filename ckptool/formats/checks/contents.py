@@ -70,7 +70,7 @@ def check_content(checkpoint: Checkpoint, probe: Probe) -> Findings:
             "allocates all memory"
         )
         problems.append(Finding("pickle", text))
-    findings = Findings(tuple(problems), details.unreferenced)
+    findings = Findings(tuple(problems), notes=details.unreferenced)
     match checkpoint.format:
         case "torch-zip":
             contents = probe.compute_once(read_zip_contents)
@@ -105,10 +105,11 @@ _KNOWN_FUNCTIONS = frozenset(
     {*RECOGNIZED, "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
 )
 _KNOWN_NAMES = frozenset(
-    own
-    for own in (name.rpartition(".")[2] for name in _KNOWN_FUNCTIONS)
-    if own.startswith(("_re", "enc"))
+    name
+    for name in (qualified.rpartition(".")[2] for qualified in _KNOWN_FUNCTIONS)
+    if name.startswith(("_re", "enc"))
 )
+"""Names that no other module has: `_rebuild_tensor_v2`, `_reconstruct`, `encode`."""
 _KNOWN_MODULES = frozenset(
     {"torch._utils", "torch._tensor", "_codecs", "numpy.core.multiarray", "numpy._core.multiarray"}
 )

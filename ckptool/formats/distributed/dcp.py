@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -255,12 +255,8 @@ def _find_indexes(probe: Probe) -> list[str]:
     file must be an index or a `.distcp` file: then its folder is searched.
     """
     folder, name = (probe.path, "") if probe.is_folder else os.path.split(probe.path)
-    if (
-        name
-        and name != _METADATA
-        and not name.endswith(".distcp")
-        and not _RANK_INDEX_NAME.fullmatch(name)
-    ):
+    is_index = name == _METADATA or _RANK_INDEX_NAME.fullmatch(name)
+    if not (probe.is_folder or is_index or name.endswith(".distcp")):
         return []
     names = probe.entries if probe.is_folder else probe.place.list_names(folder)
     if _METADATA in names:
@@ -286,8 +282,7 @@ def _parse_rank(index_name: str) -> int:
 def read_index(probe: Probe) -> Index:
     """Return the index of a folder: `.metadata`, or the indexes of all ranks together.
 
-    The chunks of a tensor are united. A chunk in several indexes is read from the last one, a value
-    from the first.
+    The probe closes their files.
 
     Raises:
         CorruptFile, FileMissing, UnsupportedFormat, LimitExceeded: as in `Dcp.read`.
@@ -295,30 +290,37 @@ def read_index(probe: Probe) -> Index:
     paths = _find_indexes(probe)
     names = map(os.path.basename, paths)
     ranks = [_parse_rank(name) for name in names if _RANK_INDEX_NAME.fullmatch(name)]
-    check_ranks(ranks, max(ranks, default=-1) + 1, "__{rank}.metadata", probe.path, _COPY_AGAIN)
+    world = max(ranks, default=-1) + 1
+    check_ranks(ranks, world, "__{rank}.metadata", probe.path, _COPY_AGAIN)
     sources: list[Source] = []
     for path in paths:
         sources.append(probe.place.open(path))
         probe.on_close(sources[-1].close)
     indexes = [_parse_index(source, probe.limits) for source in sources]
-    if len(indexes) == 1:
-        return indexes[0]
+    return indexes[0] if len(indexes) == 1 else _merge_indexes(indexes, probe.path)
+
+
+def _merge_indexes(indexes: Sequence[Index], folder: str) -> Index:
+    """Return one index for the chunks and values of all ranks.
+
+    A chunk in several indexes is read from the last one, a value from the first.
+    """
     tensors: dict[str, _Tensor] = {}
     for index in indexes:
         for name, tensor in index.tensors.items():
             earlier = tensors.get(name, tensor)
             if (earlier.dtype, earlier.shape) != (tensor.dtype, tensor.shape):
-                raise CorruptFile(f"the ranks differ in {printable(name)!r}", file=probe.path)
-            chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in earlier.chunks}
-            chunks.update({(chunk.offsets, chunk.sizes): chunk for chunk in tensor.chunks})
-            tensors[name] = tensor._replace(chunks=tuple(chunks.values()))
+                raise CorruptFile(f"the ranks differ in {printable(name)!r}", file=folder)
+            chunks = (*earlier.chunks, *tensor.chunks)
+            chunk_by_box = {(chunk.offsets, chunk.sizes): chunk for chunk in chunks}
+            tensors[name] = tensor._replace(chunks=tuple(chunk_by_box.values()))
     return Index(
         tensors,
-        {name: item for index in reversed(indexes) for name, item in index.values.items()},
-        tuple(dict.fromkeys(name for index in indexes for name in index.order)),
-        {name: path for index in indexes for name, path in index.paths.items()},
-        tuple(sources),
-        tuple(name for index in indexes for name in index.reshaped),
+        values={name: item for index in reversed(indexes) for name, item in index.values.items()},
+        order=tuple(dict.fromkeys(name for index in indexes for name in index.order)),
+        paths={name: path for index in indexes for name, path in index.paths.items()},
+        sources=tuple(source for index in indexes for source in index.sources),
+        reshaped=tuple(name for index in indexes for name in index.reshaped),
     )
 
 

@@ -763,7 +763,8 @@ def _read_state(name: str, path: str, shape: tuple[int, ...], limits: Limits) ->
         return node
     if len(node.shape) == 1 and node.shape != shape and node.numel >= prod(shape):
         vector = _make_vector(node, path)  # stage 3: flat
-        return _make_tensor(name, shape, [vector], partial(_slice_evenly, 0, prod(shape), world=1))
+        find_pieces = partial(_slice_evenly, 0, prod(shape), world=1)  # all but the padding
+        return _make_tensor(name, shape, [vector], find_pieces)
     return replace(node, requires_grad=False, wrapping=())
 
 
