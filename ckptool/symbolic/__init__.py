@@ -12,7 +12,10 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import opcodes  # noqa: F401 (they register)
 from ckptool.symbolic.machine import Machine, has_regular_frames
 
-_MAX_FULL_READ, _FIRST_WINDOW = 64 << 20, 1 << 20
+_MAX_FULL_READ = 64 << 20
+"""Bytes of a pickle that are read at once, if nothing but the pickle is there."""
+_FIRST_WINDOW = 1 << 20
+"""Bytes that are read first of any other pickle."""
 
 
 class Unpickled(NamedTuple):
@@ -55,14 +58,12 @@ def unpickle(
     remaining = data.length - start
     # A record of an archive is one pickle, as is a file that ends with STOP; after the
     # pickles of other files are tensors, which must not be read for a header.
-    ends_with_stop = (
+    is_only_pickle = (
         data.length < data.source.size or remaining <= 0 or data.read(data.length - 1, 1) == b"."
     )
-    window = (
-        remaining
-        if remaining <= (_MAX_FULL_READ if ends_with_stop else _FIRST_WINDOW)
-        else _FIRST_WINDOW
-    )
+    window = min(remaining, _FIRST_WINDOW)
+    if is_only_pickle and remaining <= _MAX_FULL_READ:
+        window = remaining
     while True:
         if window > limits.max_pickle_bytes:
             raise LimitExceeded(

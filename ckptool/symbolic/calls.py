@@ -66,22 +66,27 @@ def parse_numpy_dtype(node: Any) -> tuple[str, str] | None:
         return (code.name, "little") if code.name in BY_NAME else None
     byteorder = "little"
     if isinstance(state, tuple) and len(state) >= 5:
-        if state[2] is not None or state[3] is not None:
-            return None  # a subarray or a record
-        byteorder = "big" if state[1] == ">" else "little"
+        # As numpy.dtype.__reduce__ returns it; the items after the fields say nothing here.
+        _version, order, subarray, field_names, _fields, *_ = state
+        if subarray is not None or field_names is not None:
+            return None
+        byteorder = "big" if order == ">" else "little"
     name = ELEMENT_TYPES.get(code) if isinstance(code, str) else None
     return None if name is None else (name, byteorder)
 
 
 def finish_array(node: Opaque, file: str) -> Any:
-    """Return a `numpy.ndarray` that has its state as a tensor; any other object unchanged."""
+    """Return a `numpy.ndarray` that has its state as a tensor; any other object unchanged.
+
+    Its elements may be pickled as text. They are kept as bytes, also in the object.
+    """
     if not isinstance(node.func, Global) or node.func.qualified not in NUMPY_ARRAYS:
         return node
     match node.state:
-        case (_, tuple() as shape, Opaque() as dtype, fortran, payload):
+        case (version, tuple() as shape, Opaque() as dtype, fortran, payload):
             raw = to_bytes(payload)
             if raw is not None:
-                node.steps[-1] = ("build", (*node.state[:4], raw))
+                node.steps[-1] = ("build", (version, shape, dtype, fortran, raw))
                 return _make_array(node, shape, dtype, bool(fortran), raw, file)
     return node
 
@@ -89,7 +94,13 @@ def finish_array(node: Opaque, file: str) -> Any:
 def _make_array(
     node: Opaque, shape: tuple[Any, ...], dtype: Opaque, fortran: bool, raw: bytes, file: str
 ) -> Any:
-    """Return the tensor of an array, or `node` if torch does not have its dtype."""
+    """Return the tensor of an array, or `node` if torch does not have its dtype.
+
+    `fortran` is True for elements in column-major order.
+
+    Raises:
+        CorruptFile: the shape is invalid.
+    """
     dtype_and_order = parse_numpy_dtype(dtype)
     if dtype_and_order is None:
         return node

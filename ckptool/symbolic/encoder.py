@@ -53,7 +53,7 @@ def find_blocked_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_allowed(name: str) -> bool:
-    """Return whether `weights_only=True` accepts a class or function."""
+    """Return True if `weights_only=True` accepts a class or function, by its current name."""
     owner, _, last = name.rpartition(".")
     is_storage = owner in ("torch", "torch.storage", "torch.cuda") and last.endswith("Storage")
     is_tensor = owner in ("torch", "torch.cuda", "torch.sparse") and last.endswith("Tensor")
@@ -161,11 +161,14 @@ class _Encoder:
             writer = writers.get(type(node)) or _find_writer(node)
             writer(self, node)
         self.out += b"."
-        storages, dtypes, untyped = (
-            zip(*self.storage_uses, strict=True) if self.storage_uses else ((), (), ())
+        uses = self.storage_uses
+        return Encoded(
+            bytes(self.out),
+            storages=tuple(storage for storage, _, _ in uses),
+            dtypes=tuple(dtype for _, dtype, _ in uses),
+            untyped=tuple(untyped for _, _, untyped in uses),
+            globals=tuple(dict.fromkeys(self.global_names)),
         )
-        named = tuple(dict.fromkeys(self.global_names))
-        return Encoded(bytes(self.out), storages, dtypes, untyped, named)
 
     # Memo
 
@@ -250,7 +253,7 @@ class _Encoder:
             encoded = f"c{node.module}\n{node.name}\n".encode()
         except UnicodeEncodeError:
             encoded = b""
-        if encoded.count(b"\n") != 2:
+        if encoded.count(b"\n") != 2:  # not UTF-8, or with a newline in a name
             raise NotRepresentable(f"the name {node.qualified!r} cannot be written to a pickle")
         self.out += encoded
         self.global_names.append(node.qualified)
@@ -309,6 +312,7 @@ class _Encoder:
         """Write the opcode that makes a tuple of the items on the stack."""
         node = end.node
         if id(node) in self.memo:  # it contains itself, and was made while it was written
+            # Its items on the stack are dropped: with a POP for each, or one POP_MARK.
             self.out += b"0" * len(node) if len(node) <= 3 else b"1"
             self.write_reference(id(node))
             return
@@ -323,7 +327,10 @@ class _Encoder:
     # Calls and objects
 
     def write_call(self, func: Any, args: tuple[Any, ...], node: Any = None) -> None:
-        """Put `func(*args)` on the work list, memoized as `node`; args are not shared."""
+        """Put `func(*args)` on the work list, memoized as `node` if that is given.
+
+        The tuple `args` itself is not memoized.
+        """
         self.keep_alive.append(args)
         put = () if node is None else (_Put(node),)
         self.push(func, _MARK, *args, _TUPLE, _REDUCE, *put)

@@ -25,8 +25,11 @@ _LONG_ARGUMENTS = {ord("B"): 4, ord("X"): 4, 0x8B: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 
 
 def has_regular_frames(pickle: bytes, end: int) -> bool:
-    """Return whether the frames of a pickle of `end` bytes are where a pickler puts them."""
-    # A few bytes may be without a frame: at the beginning, or after a full frame or a long opcode.
+    """Return True if the frames of a pickle of `end` bytes are where a pickler puts them.
+
+    A pickler writes opcodes into frames of 64 KiB, except for long arguments. A few bytes may be
+    without a frame: at the beginning, or after a full frame or a long argument.
+    """
     position, allows_gap = _PROTO_BYTES, True
     while position < end:
         if pickle[position] == _FRAME_OPCODE:
@@ -58,9 +61,10 @@ def _find_long_argument_end(pickle: bytes, position: int, end: int, allows_gap: 
 
 
 _LARGE_INTEGER = (1 << 61) - 1
-"""The integers from which hashes repeat."""
+"""The integer from which on the hashes of integers repeat."""
 
 _PLAIN_KEYS = frozenset({str, int, bool, float, bytes, type(None), complex})
+"""Types of keys that Python hashes without running code of the file."""
 
 
 class Machine:
@@ -109,6 +113,7 @@ class Machine:
         self.memo: list[Any] = []
         self.sparse_memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
+        """Each class or function by the module and name in the pickle."""
         self.calls_by_id: dict[int, calls.Call] = {}
         """The handler of each recognized `Global`, by its id."""
         self.opcodes: dict[str, None] = {}
@@ -180,7 +185,7 @@ class Machine:
         return items
 
     def find_global(self, module: str, name: str) -> Global:
-        """Return the only `Global` of this name in the pickle."""
+        """Return the `Global` of this name, the same one each time in a pickle."""
         node = self.globals.get((module, name))
         if node is None:
             owner, _, last = name.partition(".")
@@ -239,7 +244,13 @@ class Machine:
         return self.memo[index] if 0 <= index < len(self.memo) else self.sparse_memo[index]
 
     def check_key(self, key: Any) -> None:
-        """Refuse a dict key that cannot be hashed, or is slow to hash or to find."""
+        """Refuse a dict key that cannot be hashed, or is slow to hash or to find.
+
+        Raises:
+            LimitExceeded: it is a tuple of too many parts, or one of too many large integers, of
+                which a file can choose as many with one hash as it likes.
+            CorruptFile: it contains a list or dict.
+        """
         if type(key) in _PLAIN_KEYS and type(key) is not int:
             return
         todo, parts = [key], 0

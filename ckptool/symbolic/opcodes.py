@@ -111,7 +111,7 @@ def decode_little_endian(raw: bytes, limits: Limits) -> int:
 
 def decode_decimal(text: bytes, limits: Limits) -> int:
     """Return a decimal integer with digits within the limits."""
-    max_digits = limits.max_integer_bytes * 12 // 5  # digits of a number of so many bytes
+    max_digits = limits.max_integer_bytes * 12 // 5  # a byte is log10(256), about 2.4 digits
     if len(text) > max_digits:
         raise LimitExceeded(
             f"an integer has {len(text):,} digits, more than the limit of {max_digits:,}"

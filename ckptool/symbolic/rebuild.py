@@ -48,7 +48,7 @@ class StoragePid(NamedTuple):
 
 
 def is_storage_pid(pid: Any) -> bool:
-    """Return whether a persistent id is that of a storage."""
+    """Return True if a persistent id is that of a storage."""
     return isinstance(pid, tuple) and len(pid) > 0 and pid[0] == "storage"
 
 
@@ -223,6 +223,7 @@ def make_strided_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
 
 
 _MAX_NESTED = 100_000
+"""The most sizes of components that are read to find common ones."""
 
 
 def _make_quantized(machine: Machine, args: Any) -> TensorRef:
@@ -288,18 +289,24 @@ def _find_nested_shape(sizes: TensorRef) -> tuple[int | None, ...]:
     count, dimensions = sizes.shape[0] or 0, sizes.shape[1] or 0
     if sizes.numel > _MAX_NESTED or not sizes.has_content or count == 0:
         return (count, *[None] * dimensions)
-    raw = memoryview(sizes.read()).cast("q")
-    columns = [set(raw[dimension::dimensions]) for dimension in range(dimensions)]
-    return (count, *(column.pop() if len(column) == 1 else None for column in columns))
+    sizes_in_rows = memoryview(sizes.read()).cast("q")
+    sizes_by_axis = [set(sizes_in_rows[axis::dimensions]) for axis in range(dimensions)]
+    return (count, *(axis.pop() if len(axis) == 1 else None for axis in sizes_by_axis))
 
 
 def _make_jagged(machine: Machine, args: Any) -> TensorRef:
-    """Handle `_rebuild_njt({"values", "offsets", "lengths", "_ragged_idx", ...})`."""
+    """Handle `_rebuild_njt({"values", "offsets", "lengths", "_ragged_idx", ...})`.
+
+    The components are joined in `values` along the axis `_ragged_idx`, which counts the axis of
+    components too.
+    """
     (state,) = args
     values, offsets = state["values"], state["offsets"]
-    ragged = state.get("_ragged_idx", 1)
-    count = (offsets.shape[0] or 1) - 1  # of tensors: `offsets` also has the last end
-    inner = [None if axis == ragged else size for axis, size in enumerate(values.shape, start=1)]
+    ragged_axis = state.get("_ragged_idx", 1)
+    count = (offsets.shape[0] or 1) - 1  # `offsets` has the start of each, and the last end
+    inner = [
+        None if axis == ragged_axis else size for axis, size in enumerate(values.shape, start=1)
+    ]
     return TensorRef(
         values.dtype, (count, *inner), (), 0, None, values.device,
         bool(state.get("requires_grad")), kind="nested", parts={"state": state},
@@ -384,7 +391,7 @@ def set_old_state(tensor: TensorRef, state: Any) -> TensorRef:
 
 
 def _add_layer(data: Any, layer: Wrapping) -> TensorRef:
-    """Return a tensor with one more layer around it."""
+    """Return a tensor with one more layer around it, such as a Parameter."""
     if not isinstance(data, TensorRef):
         raise TypeError("a parameter is made from something that is not a tensor")
     return replace(data, requires_grad=layer.requires_grad, wrapping=(*data.wrapping, layer))
@@ -455,7 +462,7 @@ def _make_numpy_handler(name: str) -> Callable[[Machine, Any], TensorRef]:
 def _move_to_device(
     data: Any, device: Any, requires_grad: Any, parts: Mapping[str, Any]
 ) -> TensorRef:
-    """Return a tensor with another device, which keeps its carrier in `parts`."""
+    """Return a tensor with another device, which keeps its carrier (the pickled one) in `parts`."""
     if not isinstance(data, TensorRef):
         raise TypeError("a device tensor contains something that is not an array")
     tag = device.tag if isinstance(device, DeviceValue) else device
@@ -468,7 +475,7 @@ def _narrow_to_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
     """Return the upper halves of float32 values that were bfloat16 before."""
     if (array.dtype, dtype) != ("float32", "bfloat16"):
         raise CorruptFile(f"a {dtype} tensor is stored as {array.dtype}", file=file)
-    wide = array.read()
+    wide = array.read()  # little-endian: the upper half of four bytes is the last two
     raw = bytearray(len(wide) // 2)
     raw[0::2], raw[1::2] = wide[2::4], wide[3::4]
     key = f"{array.storage.key if array.storage else ''}:bfloat16"

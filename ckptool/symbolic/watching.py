@@ -24,10 +24,14 @@ UNKNOWN = "unknown"
 JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"
 _MODULE = re.compile(r"[\w.<>-]+")
 _ELEMENT = re.compile(r"[<>=|]?(?:(O|object)\d*|([biufcmMSUV])(\d+))")
+"""The code of a `numpy.dtype`: objects, or a kind with a size: `O8`, `<f4`, `U3`."""
+_NEWOBJ_EX, _STACK_GLOBAL, _FRAME = 0x92, 0x93, 0x95
+_REGISTRY_NUMBER_SIZES = {0x82: 1, 0x83: 2, 0x84: 4}
+"""The bytes of the number after EXT1, EXT2 and EXT4."""
 
 
 def is_unknown(node: Any) -> bool:
-    """Return whether the symbol represents an unknown object."""
+    """Return True if the symbol represents an unknown object."""
     return isinstance(node, Opaque) and node.maker == UNKNOWN
 
 
@@ -80,7 +84,8 @@ class Watcher(Machine):
     def find_global(self, module: str, name: str) -> Global:
         """Return the `Global` of that name, and report it if an opcode imports it."""
         node = super().find_global(module, name)
-        if self.data[self.at] in b"ci\x93":  # `find` is also called for sets
+        # Only GLOBAL, INST and STACK_GLOBAL import it; opcodes of sets call this too.
+        if self.data[self.at] in b"ci\x93":
             if not _MODULE.fullmatch(module):
                 raise ValueError(f"no module is named {module[:80]!r}")
             self.report("import", node)
@@ -103,7 +108,10 @@ class Watcher(Machine):
             raise TypeError(f"invalid {kind} on a {type(target).__name__}")
 
     def read_line(self, position: int) -> tuple[bytes, int]:
-        """Return a line; the last one may lack its newline, as in the Python version of pickle."""
+        """Return a line; the last one may lack its newline, as in the Python version of pickle.
+
+        Then its last byte is taken for the newline, as there, and `cut` becomes True.
+        """
         end = self.data.find(b"\n", position)
         self.cut = end < 0
         end = end if end >= 0 else len(self.data) - 1
@@ -119,7 +127,7 @@ class Watcher(Machine):
         wrapper = self.stack[-1]
         if not isinstance(wrapper, Opaque) or wrapper.class_name != JOBLIB_ARRAY:
             return position
-        if position < self.frame_end:  # joblib reads on after it, and then returns here
+        if position < self.frame_end:  # joblib would read the array after the frame
             raise ValueError("a joblib array is inside a frame")
         state = wrapper.attributes
         width = _parse_element_width(state["dtype"])
@@ -130,7 +138,7 @@ class Watcher(Machine):
             self.stack, self.marks, self.memo, self.sparse_memo = outer
             return end
         if state.get("numpy_array_alignment_bytes") is not None:
-            position += 1 + self.data[position]
+            position += 1 + self.data[position]  # the length of the padding, and the padding
         end = position + math.prod(state["shape"]) * width
         if not position <= end <= len(self.data):
             raise EOFError
@@ -141,6 +149,9 @@ def _parse_element_width(dtype: Any) -> int:
     """Return the bytes per element of an array, 0 for objects.
 
     The code of a `numpy.dtype` gives them: `<f4` is 4, `<U3` is 3 characters of 4 bytes.
+
+    Raises:
+        ValueError: `dtype` is not one, or has an unknown code.
     """
     types = [node for node in walk_everything(dtype) if isinstance(node, Opaque)]
     codes = [_ELEMENT.fullmatch(node.args[0]) for node in types if node.class_name == "numpy.dtype"]
@@ -181,7 +192,7 @@ def _register_watched(code: int, handler: Handler) -> None:
 def _report_new(machine: Watcher, position: int) -> int:
     """Report and push an object of the class below the arguments."""
     stack = machine.stack
-    has_kwargs = machine.data[machine.at] == 0x92  # NEWOBJ_EX
+    has_kwargs = machine.data[machine.at] == _NEWOBJ_EX
     kwargs = stack.pop() if has_kwargs else None
     args = stack.pop()
     stack[-1] = machine.report("new", Opaque(stack[-1], args, kwargs, maker="newobj"))
@@ -197,7 +208,7 @@ def _report_build(machine: Watcher, position: int) -> int:
 
 def _enter_frame(machine: Watcher, position: int) -> int:
     """Remember the end of the frame that begins here."""
-    end = HANDLERS[0x95](machine, position)
+    end = HANDLERS[_FRAME](machine, position)
     machine.frame_end = end + int.from_bytes(machine.data[position:end], "little")
     return end
 
@@ -215,20 +226,26 @@ def _push_global(machine: Watcher, position: int) -> int:
     if any(isinstance(name, Opaque) for name in machine.stack[-2:]):
         machine.stack[-2:] = [machine.report_unknown("a computed name")]
         return position
-    return HANDLERS[0x93](machine, position)
+    return HANDLERS[_STACK_GLOBAL](machine, position)
 
 
 def _push_outside_object(machine: Watcher, position: int) -> int:
     """Push a symbol for a class in the extension registry, or for a buffer."""
-    width = {0x82: 1, 0x83: 2, 0x84: 4}.get(machine.data[machine.at], 0)
+    width = _REGISTRY_NUMBER_SIZES.get(machine.data[machine.at])
+    if width is None:  # NEXT_BUFFER, which has no argument
+        machine.stack.append(machine.report_unknown("an out-of-band buffer"))
+        return position
     number = int.from_bytes(machine.read_exactly(position, width), "little")
-    registered = f"number {number} of the copyreg extension registry"
-    machine.stack.append(machine.report_unknown(registered if width else "an out-of-band buffer"))
+    why = f"number {number} of the copyreg extension registry"
+    machine.stack.append(machine.report_unknown(why))
     return position + width
 
 
 def _register_recall(code: int, width: int) -> None:
-    """Register an opcode that reads the memo, where an entry may be missing."""
+    """Register an opcode that reads the memo, where an entry may be missing.
+
+    Its index has `width` bytes, or is a line if that is 0.
+    """
 
     def recall_or_report(machine: Any, position: int) -> int:
         """Push the memoized object, or a symbol if the memo does not have it."""
