@@ -23,14 +23,17 @@ from ckptool.files.strided import FORMATS, UNITS, iterate_row_major as blocks_of
 from ckptool.formats.distributed.placements import row_major_data
 from ckptool.words import counted, printable
 
-_MAX_BLOCK_BYTES, _MIN_WIDE_READ_BYTES = 4 * BLOCK, 256 << 10
-"""Bytes that are assembled at once if runs are short, so that reads of a source get longer; and the
-smallest request for which that is done: a smaller one only takes a sample."""
-_TILE_BYTES, _MAX_TILE_ROWS = 512 << 10, 512
-"""Bytes of a tile, and its largest number of elements along the axis of a slice."""
-_MIN_RUN_BYTES, _MIN_REMOTE_RUN_BYTES = 4096, 64 << 10
-"""The shortest run that is read directly into the target: from a file, and from a source without a
-file descriptor, where each read costs more."""
+_MAX_BLOCK_BYTES = 4 * BLOCK
+"""Bytes that are assembled at once if runs are short, so that reads of a source get longer."""
+_MIN_WIDE_READ_BYTES = 256 << 10
+"""The smallest request for which more is assembled: a smaller one only takes a sample."""
+_TILE_BYTES = 512 << 10
+_MAX_TILE_ROWS = 512
+"""The most elements of a tile along the axis of a slice."""
+_MIN_RUN_BYTES = 4096
+"""The shortest run that is read directly from a file into the target."""
+_MIN_REMOTE_RUN_BYTES = 64 << 10
+"""The same for a source without a file descriptor, where each read costs more."""
 
 
 class BoxAxis(NamedTuple):
@@ -42,32 +45,32 @@ class BoxAxis(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether the elements along the axis are contiguous in the source and in the target."""
+        """True if the elements along the axis are contiguous in the source and in the target."""
         return self.source_step == self.target_step == 1
 
 
 class Piece(NamedTuple):
-    """A box of one member's elements, and where it goes."""
+    """A box of one member's elements, and its place in the target."""
 
     key_index: int
-    """The index of the key in the rule, of those with the members."""
+    """The index of the member's key among the keys on the left of the rule."""
     member: tuple[int, ...]
-    """Its number in each variable that only the source has."""
+    """The member's number in each variable that only the source has."""
     source_start: int
     """The first element in the source, counted from the start of the member."""
     target_start: int
     """The first element in the target."""
     axes: tuple[BoxAxis, ...]
-    """The slowest of the target first; those that run on in both are joined."""
+    """The axis with the largest step in the target first; merged by `merge_axes`."""
 
     @property
     def is_run(self) -> bool:
-        """Whether the elements are contiguous in the source and in the target."""
+        """True if the elements are contiguous in the source and in the target."""
         return not self.axes or (len(self.axes) == 1 and self.axes[0].is_run)
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return prod(axis.size for axis in self.axes)
 
 
@@ -133,13 +136,13 @@ def assemble_tensor(
     first = members[0]
     pairs = [(piece, member) for piece, member in zip(pieces, members, strict=True) if piece.numel]
     is_complete = sum(piece.numel for piece, _ in pairs) == prod(shape)
-    if len(pairs) == 1 and is_complete and pairs[0][0].is_run and pairs[0][0].numel == first.numel:
+    has_only_runs = is_complete and all(piece.is_run for piece, _ in pairs)
+    if has_only_runs and len(pairs) == 1 and pairs[0][0].numel == first.numel:
         return _with_shape(first, shape)
-    if is_complete and all(piece.is_run for piece, _ in pairs):
+    if has_only_runs:
         pairs.sort(key=lambda pair: pair[0].target_start)
-        data = join_ranges(
-            [_run_bytes(*pair) for pair in pairs] or [_stored_bytes(first).slice(0, 0)]
-        )
+        runs = [_run_bytes(piece, member) for piece, member in pairs]
+        data = join_ranges(runs or [_stored_bytes(first).slice(0, 0)])
     else:
         assembly = _Assembly(pairs, first.itemsize, prod(shape), block_cache)
         source = FilledSource(file, prod(shape) * first.itemsize, assembly.fill)
@@ -280,7 +283,7 @@ class _Assembly:
         """
         itemsize, cache, done = self._itemsize, self._block_cache, 0
         while done < len(buffer):
-            start = offset + done - cache.first_element * itemsize
+            start = offset + done - cache.first_element * itemsize  # in the cached block
             if cache.owner is not self or not 0 <= start < len(cache.data):
                 cache.first_element, start = divmod(offset + done, itemsize)
                 n_bytes = len(buffer) - done + start
@@ -322,17 +325,19 @@ def _span(axes: Sequence[BoxAxis]) -> int:
 def _clip_box(
     axes: tuple[BoxAxis, ...], low: int, high: int
 ) -> Iterator[tuple[int, int, tuple[BoxAxis, ...]]]:
-    """Yield boxes that cover the elements with target positions from `low` to before `high`.
+    """Yield boxes that cover the elements of a box with target positions in [low, high).
 
-    Each has its start in the source, its start in the target, and its axes. Indices of the first
-    axis with all elements in the range become one box; the indices at its ends are clipped again.
+    Each is its start in the source, its start in the target, and its axes. The indices of the first
+    axis with all elements in the range become one box. The index before them and the one after them
+    may be partly in the range: their boxes, without this axis, are clipped again.
     """
     if not axes:
         if low <= 0 < high:
             yield 0, 0, ()
         return
-    (size, source_step, target_step), inner = axes[0], axes[1:]
-    extent = _span(inner)
+    (size, source_step, target_step), *inner_axes = axes
+    inner = tuple(inner_axes)
+    extent = _span(inner)  # of one index
     first = min(max(-(-low // target_step), 0), size)  # the first index completely in the range
     stop = max(min((high - extent) // target_step + 1, size), first)
     for index in dict.fromkeys((first - 1, stop)):
@@ -361,28 +366,36 @@ def _copy_box(
     """
     last = axes[-1] if axes else BoxAxis(1, 1, 1)
     outer = axes[:-1] if last.is_run else axes
-    run = last.size * itemsize if last.is_run else itemsize
-    has_descriptor = data.source.fd() is not None
-    if run >= (_MIN_RUN_BYTES if has_descriptor else _MIN_REMOTE_RUN_BYTES) or not outer:
+    run_bytes = last.size * itemsize if last.is_run else itemsize
+    min_run_bytes = _MIN_RUN_BYTES if data.source.fd() is not None else _MIN_REMOTE_RUN_BYTES
+    if run_bytes >= min_run_bytes or not outer:
         read_into, view = data.source.read_into, memoryview(target)
-        for index in product(*(range(axis.size) for axis in outer)):
-            steps = list(zip(index, outer, strict=True))
-            target_byte = (target_start + sum(i * axis.target_step for i, axis in steps)) * itemsize
-            source_byte = (source_start + sum(i * axis.source_step for i, axis in steps)) * itemsize
-            read_into(data.offset + source_byte, view[target_byte : target_byte + run])
+        for indices in product(*(range(axis.size) for axis in outer)):
+            source_offset, target_offset = _locate(indices, outer)
+            source_byte = (source_start + source_offset) * itemsize
+            target_byte = (target_start + target_offset) * itemsize
+            read_into(data.offset + source_byte, view[target_byte : target_byte + run_bytes])
         return
-    for first, tile in _cut_tiles(axes, itemsize):
-        steps = list(zip(first, axes, strict=True))
-        tile_target = target_start + sum(i * axis.target_step for i, axis in steps)
-        tile_source = source_start + sum(i * axis.source_step for i, axis in steps)
+    for indices, tile in _cut_tiles(axes, itemsize):
+        source_offset, target_offset = _locate(indices, axes)
+        tile_source, tile_target = source_start + source_offset, target_start + target_offset
         _copy_tile(target, tile_target, data, tile_source, tile, itemsize)
+
+
+def _locate(indices: Sequence[int], axes: Sequence[BoxAxis]) -> tuple[int, int]:
+    """Return the position of an element in the source and in the target, from the box's start."""
+    pairs = list(zip(indices, axes, strict=True))
+    return (
+        sum(index * axis.source_step for index, axis in pairs),
+        sum(index * axis.target_step for index, axis in pairs),
+    )
 
 
 def _slice_cost(axis: BoxAxis) -> float:
     """Return the relative cost of an element copied in slices along an axis.
 
     A slice costs one Python operation, so long ones are cheap. Close target positions are cheap
-    because they stay in the cache.
+    because they stay in the cache. The weights were measured.
     """
     return 64 / axis.size + min(axis.target_step, 64) / 32
 
@@ -396,22 +409,20 @@ def _cut_tiles(
     source get the remaining room, because their elements are read at once.
     """
     best, room = min(axes, key=_slice_cost), max(_TILE_BYTES // itemsize, 1)
-    is_inner = best.source_step == min(axis.source_step for axis in axes)
-    sizes = {best: min(best.size, room if is_inner else _MAX_TILE_ROWS)}
-    room = max(room // sizes[best], 1)
+    is_innermost = best.source_step == min(axis.source_step for axis in axes)
+    size_by_axis = {best: min(best.size, room if is_innermost else _MAX_TILE_ROWS)}
+    room = max(room // size_by_axis[best], 1)  # how many times the tile so far fits
     for axis in sorted(axes, key=lambda box_axis: box_axis.source_step):
         if axis is not best:
-            sizes[axis] = min(axis.size, room)
-            room = max(room // sizes[axis], 1)
-    sizes[best] = min(best.size, sizes[best] * room)
-    for first in product(*(range(0, axis.size, sizes[axis]) for axis in axes)):
-        yield (
-            first,
-            tuple(
-                BoxAxis(min(sizes[axis], axis.size - index), axis.source_step, axis.target_step)
-                for index, axis in zip(first, axes, strict=True)
-            ),
+            size_by_axis[axis] = min(axis.size, room)
+            room = max(room // size_by_axis[axis], 1)
+    size_by_axis[best] = min(best.size, size_by_axis[best] * room)
+    for first_indices in product(*(range(0, axis.size, size_by_axis[axis]) for axis in axes)):
+        tile = (
+            axis._replace(size=min(size_by_axis[axis], axis.size - index))
+            for index, axis in zip(first_indices, axes, strict=True)
         )
+        yield first_indices, tuple(tile)
 
 
 def _copy_tile(

@@ -22,7 +22,7 @@ _MAX_TOKENS = 400
 _MAX_DEPTH = 8
 _MAX_PARTS = 256
 MAX_SIZE = 1 << 62
-"""Of one axis."""
+"""The largest size of an axis."""
 
 _TOKEN = re.compile(r"\s*(?:(\.\.\.|[A-Za-z_]\w*'*|[0-9]{1,18}|[()+,]|->)|(\S))", re.ASCII)
 
@@ -42,6 +42,7 @@ class Sum(NamedTuple):
 Expression: TypeAlias = "str | Product | Sum"
 """An axis (a name, with a `'` for another one of its size; a number; `...`), or several."""
 Dimensions: TypeAlias = "tuple[Expression, ...]"
+"""The dimensions of one tensor."""
 Shape: TypeAlias = "tuple[int, ...]"
 
 
@@ -54,27 +55,37 @@ class Misfit(Exception):
         self.text, self.tensor, self.axes = text, tensor, tuple(axes)
 
 
+class PartAxis(NamedTuple):
+    """An axis of a part: its size, and the step between its elements in one dimension."""
+
+    size: int
+    dimension: int
+    """The index of the tensor's dimension in which the axis is."""
+    step: int
+
+
 class Part(NamedTuple):
-    """One part of a tensor: where it starts in each dimension, and its axes."""
+    """One part of a tensor: a summand of its sums, as in `(a + b) c`."""
 
     starts: tuple[int, ...]
-    axes: Mapping[str, tuple[int, int, int]]
-    """By name: the size, the dimension, and the step in that dimension."""
+    """The first index in each dimension."""
+    axes: Mapping[str, PartAxis]
+    """By name."""
 
     @property
     def numel(self) -> int:
         """The number of elements."""
-        return prod(size for size, _, _ in self.axes.values())
+        return prod(axis.size for axis in self.axes.values())
 
     @property
     def is_padding(self) -> bool:
-        """Whether an axis marks the part as padding, by a leading underscore."""
+        """True if an axis marks the part as padding, by a leading underscore."""
         return any(name.startswith("_") for name in self.axes)
 
 
 @dataclass(frozen=True)
 class Equation:
-    """An equation that has been read."""
+    """A parsed equation."""
 
     left: tuple[Dimensions, ...]
     right: tuple[Dimensions, ...]
@@ -129,15 +140,15 @@ class Equation:
         """
         n_ellipsis: int | None = None
         for index, (tensor, count) in enumerate(zip(self.left, dimensions, strict=True)):
-            n_expanded = count - len(tensor) + 1
-            if n_expanded < 0 or ("..." not in tensor and n_expanded != 1):
+            n_here = count - (len(tensor) - tensor.count("..."))  # dimensions left for `...`
+            if n_here < 0 or ("..." not in tensor and n_here > 0):
                 expected = _format_dimensions(tensor)
                 text = f"it has {count} dimensions, but the equation has {expected!r}"
                 raise Misfit(text, index)
             if "..." in tensor:
-                if n_ellipsis not in (None, n_expanded):
+                if n_ellipsis not in (None, n_here):
                     raise Misfit("'...' has a different number of dimensions here", index)
-                n_ellipsis = n_expanded
+                n_ellipsis = n_here
         axes = tuple(f"~{number}" for number in range(n_ellipsis or 0))
         return Equation(
             tuple(_replace_ellipsis(tensor, axes) for tensor in self.left),
@@ -147,6 +158,9 @@ class Equation:
 
     def solve(self, shapes: Sequence[Shape], sizes: dict[str, int]) -> None:
         """Add the sizes of all axes to the known `sizes`, by the shapes of the left side.
+
+        A dimension with one unknown axis defines it, so the dimensions are tried again until none
+        defines another.
 
         Raises:
             Misfit: if a shape does not divide, or nothing defines the size of an axis.
@@ -199,6 +213,7 @@ class _Parser:
         if unknown := next((match[2] for match in matches if match[2]), None):
             raise self.error(f"{printable(unknown)!r} is not allowed in an equation")
         self._tokens = [match[1] for match in reversed(matches)]
+        """The remaining tokens, the next one last."""
 
     def error(self, reason: str) -> UsageError:
         """Return the error for a reason, with the text of the equation."""
@@ -278,7 +293,7 @@ def _replace_ellipsis(dimensions: Dimensions, axes: tuple[str, ...]) -> Dimensio
 
 
 def compute_size(expression: Expression, sizes: Mapping[str, int]) -> int:
-    """Return the size of an expression whose axes are all known."""
+    """Return the size of an expression of known axes; `d'` has the size of `d`."""
     if isinstance(expression, str):
         return int(expression) if expression.isdigit() else sizes[expression.rstrip("'")]
     children = [compute_size(child, sizes) for child in _children(expression)]
@@ -322,15 +337,15 @@ def _list_parts(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[Part]:
     ]
     parts = []
     for dimension_parts in product(*parts_by_dimension):
-        axes: dict[str, tuple[int, int, int]] = {}
+        axes: dict[str, PartAxis] = {}
         for _, more_axes in dimension_parts:
             _add_axes(axes, more_axes)
         parts.append(Part(tuple(start for start, _ in dimension_parts), axes))
     return parts
 
 
-_DimensionPart: TypeAlias = "tuple[int, dict[str, tuple[int, int, int]]]"
-"""The start of a part along one dimension, and its axes as in `Part`."""
+_DimensionPart: TypeAlias = "tuple[int, dict[str, PartAxis]]"
+"""The start of a part along one dimension, and its axes by name."""
 
 
 def _split_dimension(
@@ -343,23 +358,24 @@ def _split_dimension(
     """
     if isinstance(expression, str):
         size = compute_size(expression, sizes)
-        return [(0, {} if expression == "1" else {expression: (size, dimension, 1)})], size
+        axes = {} if expression == "1" else {expression: PartAxis(size, dimension, step=1)}
+        return [(0, axes)], size
     children = [_split_dimension(child, sizes, dimension) for child in _children(expression)]
     combined_parts: list[_DimensionPart] = []
     if isinstance(expression, Sum):
         offset = 0
         for parts, size in children:
-            combined_parts += [(offset + start, axes) for start, axes in parts]
+            combined_parts += [(offset + start, part_axes) for start, part_axes in parts]
             offset += size
         return combined_parts, offset
     inner_parts: list[_DimensionPart]
     inner_parts, inner_size = [(0, {})], 1  # of the factors so far, from the last
     for parts, size in reversed(children):
         combined_parts = []
-        for (start, axes), (inner_start, inner_axes) in product(parts, inner_parts):
+        for (start, outer_axes), (inner_start, inner_axes) in product(parts, inner_parts):
             combined_axes = {
-                name: (axis_size, dimension, step * inner_size)
-                for name, (axis_size, _, step) in axes.items()
+                name: axis._replace(step=axis.step * inner_size)
+                for name, axis in outer_axes.items()
             }
             _add_axes(combined_axes, inner_axes)
             combined_parts.append((start * inner_size + inner_start, combined_axes))
@@ -367,9 +383,7 @@ def _split_dimension(
     return inner_parts, inner_size
 
 
-def _add_axes(
-    axes: dict[str, tuple[int, int, int]], more: Mapping[str, tuple[int, int, int]]
-) -> None:
+def _add_axes(axes: dict[str, PartAxis], more: Mapping[str, PartAxis]) -> None:
     """Add axes to a part.
 
     Raises:
@@ -396,22 +410,22 @@ def pair_parts(
     Raises:
         Misfit: if a part has no partner.
     """
-    sources: dict[frozenset[str], list[tuple[int, Part]]] = {}  # by axes
+    unpaired: dict[frozenset[str], list[tuple[int, Part]]] = {}  # those on the left, by their axes
     for index, parts in enumerate(left):
         for part in parts:
-            sources.setdefault(left_names[index].union(part.axes), []).append((index, part))
+            unpaired.setdefault(left_names[index].union(part.axes), []).append((index, part))
     for index, parts in enumerate(right):
         for part in parts:
             if part.is_padding:
                 continue
             axes = right_names[index].union(part.axes)
-            if not sources.get(axes):
+            if not unpaired.get(axes):
                 raise Misfit(
                     f"a part on the right has {_describe_axes(axes)}, but no part on the left"
                 )
-            source, partner = sources[axes].pop(0)
-            yield source, partner, index, part
-    for axes, unused in sources.items():
+            left_index, partner = unpaired[axes].pop(0)
+            yield left_index, partner, index, part
+    for axes, unused in unpaired.items():
         if any(not part.is_padding for _, part in unused):
             raise Misfit(f"a part on the left has {_describe_axes(axes)}, but no part on the right")
 

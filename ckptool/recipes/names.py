@@ -22,7 +22,7 @@ MAX_KEY = 4_096
 """Characters of a key that patterns are compared with."""
 _MAX_VARIABLES = 12
 _MAX_SEARCHED_VARIABLES = 2
-"""Variables of a pattern with ends that only a search finds: the work grows by each."""
+"""The most variables with an end that only a search finds: each multiplies the work."""
 
 _BRACED = re.compile(r"\{([^{}]*)\}")
 _VARIABLE = re.compile(
@@ -32,7 +32,7 @@ _VARIABLE = re.compile(
 _MIRRORED = re.compile(r"(?P<by>\w+)-(?P<name>[A-Za-z_]\w*)", re.ASCII)
 
 Values = dict[str, str | int]
-"""What the variables of a pattern are in one key: texts, of a choice its position."""
+"""The values of a pattern's variables in one key, by name: texts, or the index of a choice."""
 
 
 class Variable(NamedTuple):
@@ -43,11 +43,11 @@ class Variable(NamedTuple):
     """`part`, `text`, `choice` or `number`."""
     choices: tuple[str, ...] = ()
     width: int = 0
-    """Digits, if zeros fill a number up."""
+    """The number of digits to which zeros fill a number; 0 for none."""
     shift: str = ""
-    """A number or a parameter: what is added to the variable, or it is taken from."""
+    """A number, or the name of a parameter: `1` in `{n+1}`, `3` in `{3-n}`."""
     sign: int = 0
-    """1: the variable plus the shift, -1: the shift minus the variable; 0: no shift."""
+    """1: the key has the variable plus the shift; -1: the shift minus the variable; 0: no shift."""
 
     @property
     def regex(self) -> str:
@@ -61,7 +61,11 @@ class Variable(NamedTuple):
 
 
 def _parse_variable(text: str, pattern: str) -> Variable:
-    """Parse the text between two braces of a pattern."""
+    """Parse the text between two braces of a pattern, such as `n+1`.
+
+    Raises:
+        UsageError: if it is not a variable.
+    """
     if match := _MIRRORED.fullmatch(text):
         return Variable(match["name"], "number", shift=match["by"], sign=-1)
     match = _VARIABLE.fullmatch(text)
@@ -178,9 +182,8 @@ class Pattern:
             else:
                 groups.setdefault(variable.name, index + 1)
                 is_part = variable.kind == "part" and not self._needs_search(index)
-                regex += (
-                    f"({variable.regex}{'+' if is_part else ''})"  # possessive: no backtracking
-                )
+                # `[^./]++` is possessive: without backtracking.
+                regex += f"({variable.regex}{'+' if is_part else ''})"
             regex += re.escape(self.literals[index + 1])
         return re.compile(regex, re.DOTALL)
 
@@ -226,12 +229,10 @@ class Pattern:
         """
         key = self.literals[0]
         for variable, literal in zip(self.variables, self.literals[1:], strict=True):
-            is_known = variable.name in values
-            key += (
-                self._format_value(variable, values[variable.name])
-                if is_known
-                else f"{{{variable.name}}}"
-            )
+            if variable.name in values:
+                key += self._format_value(variable, values[variable.name])
+            else:
+                key += f"{{{variable.name}}}"
             key += literal
         return key
 
@@ -259,8 +260,11 @@ def is_number(text: str | int) -> bool:
 def find_first_missing(
     numbers: Collection[tuple[int, ...]], counts: Iterable[int]
 ) -> tuple[int, ...] | None:
-    """Return the first combination of numbers below the counts that is missing, or None."""
-    max_count = len(numbers) + 1  # More cannot be present, so large counts cost nothing.
+    """Return the first combination of numbers below the counts that is missing, or None.
+
+    `counts` has the number of values at each place: with (2, 1), (0, 0) and (1, 0) are expected.
+    """
+    max_count = len(numbers) + 1  # more cannot be present, so a large count costs nothing
     combinations = product(*(range(min(count, max_count)) for count in counts))
     return next((combination for combination in combinations if combination not in numbers), None)
 
@@ -275,11 +279,9 @@ def parse_patterns(texts: Iterable[str]) -> list[Pattern]:
     choices: dict[str, tuple[str, ...]] = {}
     for pattern in parsed:
         for variable in pattern.variables:
-            known = (
-                choices.setdefault(variable.name, variable.choices)
-                if variable.choices
-                else variable.choices
-            )
+            if not variable.choices:
+                continue
+            known = choices.setdefault(variable.name, variable.choices)
             if len(known) != len(variable.choices):
                 counts = f"{len(known)} and {len(variable.choices)}"
                 text = f"the variable {variable.name!r} has lists of {counts} words"

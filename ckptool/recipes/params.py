@@ -20,7 +20,7 @@ from ckptool.recipes.axes import MAX_SIZE
 from ckptool.words import listed, printable
 
 _MAX_CONFIG_BYTES = 1 << 20
-"""Of a configuration."""
+"""The largest size of a configuration."""
 _MAX_TERM_LENGTH = 200
 _CHECKPOINT = "checkpoint"
 _CONFIG_KEY = re.compile(r"([\w-]+\.json|checkpoint):(\w+(?:\.\w+)*)", re.ASCII)
@@ -37,7 +37,9 @@ class ConfigKey(NamedTuple):
     """A key of a JSON file next to the weights, or of the checkpoint itself."""
 
     file: str
+    """The file name, or `checkpoint`."""
     keys: tuple[str, ...]
+    """The keys on the way to the value: `text_config`, `num_heads`."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,14 @@ _HINT_TERM = (
 
 def _is_arithmetic(node: ast.expr) -> bool:
     """Return True if the tree has only parameters, whole numbers and `+ - * //`."""
-    if isinstance(node, ast.BinOp):
-        return (
-            type(node.op) in _OPERATORS and _is_arithmetic(node.left) and _is_arithmetic(node.right)
-        )
-    is_number = isinstance(node, ast.Constant) and type(node.value) is int
-    return is_number or (isinstance(node, ast.Name) and _NAME.fullmatch(node.id) is not None)
+    match node:
+        case ast.BinOp(left, operation, right):
+            return type(operation) in _OPERATORS and _is_arithmetic(left) and _is_arithmetic(right)
+        case ast.Constant(value):
+            return type(value) is int
+        case ast.Name(name):
+            return _NAME.fullmatch(name) is not None
+    return False
 
 
 def refuse_cycles(params: Mapping[str, Sequence[Term]]) -> None:
@@ -101,18 +105,16 @@ def refuse_cycles(params: Mapping[str, Sequence[Term]]) -> None:
     Raises:
         UsageError: if there are some; the message lists them.
     """
-    needs = {
+    unresolved = {  # by parameter, the parameters in its definitions
         name: {needed for term in terms if isinstance(term, Arithmetic) for needed in term.names}
         for name, terms in params.items()
     }
-    has_progress = True
-    while has_progress:
-        resolved = [name for name, others in needs.items() if not others & needs.keys()]
-        has_progress = bool(resolved)
+    while unresolved:
+        resolved = [name for name, needed in unresolved.items() if not needed & unresolved.keys()]
+        if not resolved:
+            raise UsageError(f"parameters {listed(unresolved)} depend on each other")
         for name in resolved:
-            del needs[name]
-    if needs:
-        raise UsageError(f"parameters {listed(needs)} depend on each other")
+            del unresolved[name]
 
 
 class Params:
@@ -141,21 +143,33 @@ class Params:
         """The content of each configuration that was read."""
         self.values = {name: _parse_given(name, value) for name, value in given.items()}
         self.given = tuple(self.values)
-        """Those that the user gave."""
+        """The names of the parameters that the user gave."""
         self.origins = dict.fromkeys(self.values, "")
         """By parameter, the configuration that it is from, or ""."""
         for name in _order_by_dependency(terms):
-            for term in terms[name] if name not in self.values else ():
-                value = self._evaluate_term(name, term)
-                if value is not None:
-                    if not 0 <= value < MAX_SIZE:
-                        raise UsageError(f"parameter {name} would be {value:,}")
-                    self.values[name] = value
-                    self.origins[name] = term.file if isinstance(term, ConfigKey) else ""
-                    break
+            if name not in self.values:
+                self._define(name, terms[name])
+
+    def _define(self, name: str, terms: Iterable[Term]) -> None:
+        """Store a parameter and its origin, from the first definition with a value, if any."""
+        for term in terms:
+            value = self._evaluate_term(name, term)
+            if value is None:
+                continue
+            if not 0 <= value < MAX_SIZE:
+                raise UsageError(f"parameter {name} would be {value:,}")
+            self.values[name] = value
+            self.origins[name] = term.file if isinstance(term, ConfigKey) else ""
+            return
 
     def _evaluate_term(self, name: str, term: Term) -> int | None:
-        """Return the value of a definition, or None if it is missing."""
+        """Return the value of a definition of a parameter.
+
+        None if its key is missing in the configuration, or a parameter in it has no value.
+
+        Raises:
+            UsageError: if the configuration has something else than a whole number.
+        """
         if isinstance(term, int):
             return term
         if isinstance(term, Arithmetic):
@@ -170,34 +184,40 @@ class Params:
         raise UsageError(text, hint=f"add --param {name}=NUMBER")
 
     def _compute(self, term: Arithmetic) -> int:
-        """Return the value of an expression."""
+        """Return the value of an expression of known parameters.
 
-        def value(node: ast.expr) -> int:
+        Raises:
+            UsageError: if it is out of range, or divides by zero.
+        """
+
+        def evaluate(node: ast.expr) -> int:
             """Return the value of a node of the expression."""
             if isinstance(node, ast.BinOp):
-                made = _OPERATORS[type(node.op)][1](value(node.left), value(node.right))
-                if abs(made) > MAX_SIZE:
+                _, operation = _OPERATORS[type(node.op)]
+                result = operation(evaluate(node.left), evaluate(node.right))
+                if abs(result) > MAX_SIZE:
                     raise UsageError(f"{term.text!r} is out of range")
-                return made
-            return (
-                self.values[node.id] if isinstance(node, ast.Name) else int(ast.literal_eval(node))
-            )
+                return result
+            if isinstance(node, ast.Name):
+                return self.values[node.id]
+            return int(ast.literal_eval(node))
 
         try:
-            return value(term.tree)
+            return evaluate(term.tree)
         except ZeroDivisionError:
             raise UsageError(f"{term.text!r} divides by zero") from None
 
     def _read_config(self, name: str) -> Mapping[str, Any]:
         """Return the content of a configuration by its file name.
 
-        `checkpoint` is the root of the checkpoint itself, and below it the first rank of several.
+        `checkpoint` has the entries of the root of the checkpoint. If all of these are dicts, as
+        those of ranks, the entries of the first one are added.
         """
         if name == _CHECKPOINT:
-            root = self._checkpoint.root
-            ranks = list(_entries_of(root).values())
-            first_rank = _entries_of(ranks[0]) if ranks and all(map(_entries_of, ranks)) else {}
-            return {**first_rank, **_entries_of(root)}
+            root_entries = _entries_of(self._checkpoint.root)
+            nested = list(map(_entries_of, root_entries.values()))
+            first_rank = nested[0] if nested and all(nested) else {}
+            return {**first_rank, **root_entries}
         if name not in self._config_by_name:
             self._config_by_name[name] = self._read_json(name)
         return self._config_by_name[name]
@@ -223,8 +243,10 @@ class Params:
 
 
 def _entries_of(node: Any) -> Mapping[Any, Any]:
-    """Return the attributes of an object, or a dict itself; else {}."""
-    return node.attributes if isinstance(node, Opaque) else node if isinstance(node, dict) else {}
+    """Return the attributes of an object, or a dict itself; {} for anything else."""
+    if isinstance(node, Opaque):
+        return node.attributes
+    return node if isinstance(node, dict) else {}
 
 
 def _parse_given(name: str, value: int | str) -> int:
@@ -241,9 +263,12 @@ def _order_by_dependency(terms: Mapping[str, Sequence[Term]]) -> list[str]:
     visited: dict[str, None] = {}
 
     def visit(name: str) -> None:
-        for term in terms[name] if name not in visited else ():
-            for needed in sorted(term.names) if isinstance(term, Arithmetic) else ():
-                if needed in terms:
+        """Visit the parameters in the definitions of one, and then this one."""
+        if name in visited:
+            return
+        for term in terms[name]:
+            if isinstance(term, Arithmetic):
+                for needed in sorted(term.names & terms.keys()):
                     visit(needed)
         visited[name] = None
 

@@ -7,49 +7,24 @@ result, whose tensors are `Sketch`es.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
 from ckptool.core.model import MAX_ELEMENTS, row_major_strides
-from ckptool.core.names import find_similar, group_families
+from ckptool.core.names import find_similar
 from ckptool.errors import LimitExceeded, NameCollision, UsageError
 from ckptool.recipes.assembling import BoxAxis, Piece, merge_axes
 from ckptool.recipes.axes import Equation, Misfit, Part, Shape
 from ckptool.recipes.names import MAX_KEY, Pattern, Values, find_first_missing, is_number
+from ckptool.recipes.outcome import Group, Outcome, Plan, Sketch, Stack, T, Use
 from ckptool.recipes.recipe import Recipe, RecipeRule
 from ckptool.words import counted, listed, printable
 
 _MAX_PIECES = 2_000_000
 """Parts of tensors that a plan has memory for."""
 _IDENTITY_EQUATION = Equation.parse("... -> ...")
-"""What a rule without axes does, for messages."""
-
-
-class TensorLike(Protocol):
-    """What planning knows of a tensor."""
-
-    @property
-    def dtype(self) -> str: ...  # noqa: D102
-    @property
-    def sizes(self) -> Shape: ...  # noqa: D102
-    @property
-    def stride(self) -> Shape: ...  # noqa: D102
-    @property
-    def place(self) -> Any: ...  # noqa: D102
-
-
-class Sketch(NamedTuple):
-    """The header of a tensor: dtype, shape, strides and identity."""
-
-    dtype: str
-    sizes: Shape
-    stride: Shape
-    place: Any
-
-
-T = TypeVar("T", bound=TensorLike)
+"""The equation of a rule without axes, for messages."""
 
 
 class Maker(Protocol[T]):
@@ -93,117 +68,8 @@ class Sketches:
         return True
 
 
-class Use(NamedTuple):
-    """The rule, and its equation, by which a tensor was taken or made."""
-
-    rule: int
-    equation: int
-    """-1: the rule has none."""
-
-
-class Stack(NamedTuple):
-    """The tensors of one key of a rule in one group."""
-
-    key: str
-    """`{rank}` stands for the numbers of several."""
-    shape: Shape
-    """Of each."""
-    tensors: int
-
-    def __str__(self) -> str:
-        """Return the key, the shape, and how many there are."""
-        return f"{self.key} {list(self.shape)}" + (f" x {self.tensors}" if self.tensors > 1 else "")
-
-
-class Group(NamedTuple):
-    """Tensors that a rule took together, and the result."""
-
-    use: Use
-    left: tuple[Stack, ...]
-    right: tuple[Stack, ...]
-
-
-@dataclass
-class Outcome(Generic[T]):
-    """The result of one pass."""
-
-    tensors: dict[str, T] = field(default_factory=dict)
-    taken: dict[str, Use] = field(default_factory=dict)
-    """By the keys before the pass; those that no rule took are not in it."""
-    made: dict[str, Use] = field(default_factory=dict)
-    """By the keys after the pass."""
-    first_keys: dict[str, str] = field(default_factory=dict)
-    """By the keys before the pass, the first that each of them became."""
-    counts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By rule, how many tensors it took and how many it made."""
-    groups: list[Group] = field(default_factory=list)
-    """Of the rules that do more than rename."""
-
-    def describe(self, rule: RecipeRule) -> Iterator[tuple[str, Use, int]]:
-        """Yield the groups of a rule, folded by layer: text, use, and number of source tensors.
-
-        `{rank}/layers.{0..31}.wq [2, 4] x 2 -> layers.{0..31}.q [4, 4]`
-        """
-        groups = [group for group in self.groups if group.use.rule == rule.number]
-        labeled = (
-            (
-                group.left[0].key,
-                (group.use, *((s.shape, s.tensors) for s in (*group.left, *group.right))),
-            )
-            for group in groups
-        )
-        for family in group_families(labeled):
-            members = [groups[number] for number in family.numbers]
-            _, *sides_of_members = zip(*members, strict=True)
-            sides = (zip(*side, strict=True) for side in sides_of_members)
-            text = " -> ".join(", ".join(map(_fold_stacks, side)) for side in sides)
-            yield (
-                text,
-                members[0].use,
-                sum(stack.tensors for group in members for stack in group.left),
-            )
-
-
-@dataclass
-class Plan(Generic[T]):
-    """The result of a recipe for some tensors."""
-
-    source: dict[str, T]
-    """The tensors that it was given, without those that were dropped."""
-    dropped: list[str]
-    outcomes: list[Outcome[T]] = field(default_factory=list)
-    """Of each pass, in their order."""
-    tensors: dict[str, T] = field(default_factory=dict)
-    """The result."""
-    aliases: set[str] = field(default_factory=set)
-    """Keys that the source does not have, but a key that it is tied to."""
-    untied: dict[str, str] = field(default_factory=dict)
-    """Keys left out of the result, each with that of the same tensor."""
-    needed: dict[str, int] = field(default_factory=dict)
-    """Parameters that the way back needs, beside those of the way there."""
-    disputed: set[str] = field(default_factory=set)
-    """Those of them that are not the same for all tensors."""
-    is_one_to_one: bool = True
-    """Whether each tensor became one other, which nothing else became."""
-    has_padding: bool = False
-    """Whether padding was cut off."""
-
-    def map_first_keys(self) -> dict[str, str]:
-        """Return the first key that each source key became, if that key is in the result."""
-        new_keys = {key: key for key in self.source}
-        for outcome in self.outcomes:
-            first_keys = outcome.first_keys
-            new_keys = {old: first_keys.get(key, key) for old, key in new_keys.items()}
-        return {old: key for old, key in new_keys.items() if key in self.tensors}
-
-
-def _fold_stacks(stacks: Sequence[Stack]) -> str:
-    """Return the text of the stacks of one key in several groups, with their numbers folded."""
-    keys = (family.label for family in group_families((stack.key, None) for stack in stacks))
-    return str(stacks[0]._replace(key=listed(keys)))
-
-
 Match: TypeAlias = "Callable[[str], Values | None]"
+"""Returns the values of a pattern's variables in a key, or None."""
 
 
 class _Template(NamedTuple):
@@ -300,8 +166,9 @@ class _Planner(Generic[T]):
     def run(self, tensors: Mapping[str, T]) -> Plan[T]:
         """Run all passes, and return the plan.
 
-        Keys that are tied to a missing key are added before (`aliases`), and left out of the result
-        after (`untied`). A rule that only keeps a key for the next pass does not count as a match.
+        Before them, a missing key is added if a key that it is tied to exists (`aliases`). After
+        them, tied keys of the target are left out (`untied`). A rule that only keeps a key for the
+        next pass does not count as a match.
 
         Raises:
             UsageError: if a rule matches no tensor, or a tensor no rule.
@@ -327,18 +194,7 @@ class _Planner(Generic[T]):
                 rule.number for rule in rules if not self._recipe.keeps_for_next_pass(rule)
             }
             untouched -= {key for key, use in outcome.taken.items() if use.rule in final_rules}
-        unmatched = [key for key in (*source, *current) if key in untouched]
-        unmatched = list(dict.fromkeys([*unmatched, *recipe.find_unfinished(current)]))
-        if unmatched and not recipe.keeps_rest:
-            text = (
-                f"no rule of {printable(recipe.name)} matches {counted(len(unmatched), 'tensor')}"
-            )
-            first = listed(unmatched, most=5)
-            hint = 'leave them out with --exclude GLOB, or use rest = "keep" in the recipe'
-            raise self._usage_error(f"{text}: {first}", hint)
-        if source and untouched == source.keys():
-            text = f"no tensor matches a rule of {printable(recipe.name)}"
-            raise self._usage_error(f"{text}; the file has {listed(source, most=5)}")
+        self._refuse_unmatched(untouched, current)
         for key, tied_key in target_ties.items():
             if (
                 key in current
@@ -351,11 +207,35 @@ class _Planner(Generic[T]):
         }
         return self._plan
 
+    def _refuse_unmatched(self, untouched: set[str], result: Mapping[str, T]) -> None:
+        """Refuse tensors that no rule matches, unless the recipe keeps the rest.
+
+        Raises:
+            UsageError: if there are some, or no rule matches any tensor.
+        """
+        recipe, source = self._recipe, self._plan.source
+        unmatched = [key for key in (*source, *result) if key in untouched]
+        unmatched = list(dict.fromkeys([*unmatched, *recipe.find_unfinished(result)]))
+        if unmatched and not recipe.keeps_rest:
+            text = (
+                f"no rule of {printable(recipe.name)} matches {counted(len(unmatched), 'tensor')}"
+            )
+            first = listed(unmatched, most=5)
+            hint = 'leave them out with --exclude GLOB, or use rest = "keep" in the recipe'
+            raise self._usage_error(f"{text}: {first}", hint)
+        if source and untouched == source.keys():
+            text = f"no tensor matches a rule of {printable(recipe.name)}"
+            raise self._usage_error(f"{text}; the file has {listed(source, most=5)}")
+
     def _usage_error(self, text: str, hint: str | None = None) -> UsageError:
+        """Return an error that names the file."""
         return UsageError(text, file=self._file, hint=hint)
 
     def _list_matchers(self, patterns: Iterable[Pattern]) -> Iterator[Match]:
-        """Yield the `match` of each pattern; one without a `/` matches the last key of a path."""
+        """Yield the function that matches keys with each pattern.
+
+        In a recipe for paths, a pattern without a `/` only matches the last key of a path.
+        """
         for pattern in patterns:
             is_whole = "/" in pattern.text or not self._recipe.uses_paths
             yield pattern.match if is_whole else pattern.match_last
@@ -370,12 +250,13 @@ class _Planner(Generic[T]):
             UsageError: if a rule that is not optional matches no tensor.
         """
         outcome = Outcome[T]()
+        # `side` is the index of the pattern among the keys on the left of its rule.
         matchers = [
             (match, rule, side, rule.common, rule.stacked[side], rule.renames)
             for rule in rules
             for side, match in enumerate(self._list_matchers(rule.left))
         ]
-        groups: dict[Any, _Members[T]] = {}
+        groups: dict[Any, _Members[T]] = {}  # by rule and values of its common variables
         order: list[_Renamed[T] | _Members[T]] = []
         for key, tensor in tensors.items():
             for match, rule, side, common, stacked, renames in matchers:
@@ -480,8 +361,10 @@ class _Planner(Generic[T]):
             UsageError: if none fits, with the reason for the first.
         """
         rule, counts = group.rule, self._count_members(group)
-        # The first member for each key has the number 0 in all stacked variables.
-        firsts = [members[(0,) * len(next(iter(members)))] for members in group.members]
+        # The first member for each key has the number 0 in all stacked variables. It exists,
+        # because `_count_members` refuses missing members.
+        firsts = [members[(0,) * len(names)]
+                  for names, members in zip(rule.stacked, group.members, strict=True)]  # fmt: skip
         if not rule.takes_single or len(firsts) > 1:
             self._check_alike(group, firsts)
         errors: list[UsageError] = []
@@ -527,7 +410,13 @@ class _Planner(Generic[T]):
         return counts
 
     def _check_alike(self, group: _Members[T], firsts: Sequence[_Member[T]]) -> None:
-        """Refuse members of different shapes or dtypes."""
+        """Refuse members of one key with different shapes, and a group with different dtypes.
+
+        `firsts` are the first member of each key.
+
+        Raises:
+            UsageError: naming two that differ.
+        """
         for first, members in zip(firsts, group.members, strict=True):
             for member in members.values():
                 differs = member.tensor.sizes != first.tensor.sizes
@@ -573,13 +462,11 @@ class _Planner(Generic[T]):
             for group_members in group.members
         ]
         for side, group_members in enumerate(tensors):
-            if (
-                len(group_members) > 1
-                and len({tensor.stride for tensor in group_members.values()}) > 1
-            ):
-                keys = group.members[side]
-                tensors[side] = {n: maker.prepare(keys[n].key, tensor, in_rows=True)
-                               for n, tensor in group_members.items()}  # fmt: skip
+            if len({tensor.stride for tensor in group_members.values()}) > 1:
+                tensors[side] = {
+                    number: maker.prepare(group.members[side][number].key, tensor, in_rows=True)
+                    for number, tensor in group_members.items()
+                }
         views = [next(iter(group_members.values())) for group_members in tensors]
         template_key = (use, *((view.sizes, view.stride) for view in views), *counts.items())
         template = self._templates.get(template_key)
@@ -604,7 +491,7 @@ class _Planner(Generic[T]):
         return made
 
     def _make_key(self, group: _Members[T], side: int, number: tuple[int, ...]) -> str:
-        """Return the key of a result: of the pattern `side` on the right, with the `number`s."""
+        """Return the key of a result: pattern `side` on the right, filled with its numbers."""
         names, pattern = group.rule.unstacked[side], group.rule.right[side]
         key = pattern.fill({**group.values, **dict(zip(names, number, strict=True))})
         if len(key) > MAX_KEY:
@@ -620,8 +507,11 @@ class _Planner(Generic[T]):
             if all(name in axes for name in names):
                 continue
             for number, member in members.items():
-                pairs = zip(names, number, strict=True)
-                first = members[tuple(position if name in axes else 0 for name, position in pairs)]
+                first_number = tuple(
+                    position if name in axes else 0
+                    for name, position in zip(names, number, strict=True)
+                )
+                first = members[first_number]
                 if member is not first and not self._maker.is_same(first.tensor, member.tensor):
                     keys = f"{printable(first.key)!r} and {printable(member.key)!r}"
                     text = f"{keys} differ, but the recipe expects the same elements"
@@ -633,7 +523,8 @@ class _Planner(Generic[T]):
         """Return all combinations of values for `names`, the variables that only the target has.
 
         Raises:
-            Misfit: if nothing defines the number of them.
+            Misfit: if nothing defines their number: neither choices in the key, nor an axis or
+                parameter of this name.
         """
         counts = []
         for name in names:
@@ -677,7 +568,7 @@ class _Planner(Generic[T]):
         targets = equation.compute_right_shapes(sizes)
         if any(prod(shape) > MAX_ELEMENTS for shape in targets):
             raise Misfit("the result would have too many elements")
-        steps = [row_major_strides(shape) for shape in targets]
+        target_strides = [row_major_strides(shape) for shape in targets]
         pieces: list[dict[tuple[int, ...], list[Piece]]] = [
             {number: [] for number in self._list_numbers(names, pattern, sizes)}
             for names, pattern in zip(rule.unstacked, rule.right, strict=True)
@@ -687,17 +578,19 @@ class _Planner(Generic[T]):
             axes = merge_axes(
                 [
                     BoxAxis(
-                        size,
+                        axis.size,
                         _step_of(source_part, name, strides[source]),
-                        _step_of(target_part, name, steps[target]),
+                        _step_of(target_part, name, target_strides[target]),
                     )
-                    for name, (size, _, _) in source_part.axes.items()
+                    for name, axis in source_part.axes.items()
                     if name in target_part.axes
                 ]
             )
             part_source_start = _dot(source_part.starts, strides[source])
-            part_target_start = _dot(target_part.starts, steps[target])
-            member_steps = [_step_of(target_part, name, steps[target]) for name in stacked]
+            part_target_start = _dot(target_part.starts, target_strides[target])
+            # A stacked variable of the key is an axis of the target, where each member has its
+            # place; one that only the target has is an axis of the source, cut into its tensors.
+            member_steps = [_step_of(target_part, name, target_strides[target]) for name in stacked]
             number_steps = [_step_of(source_part, name, strides[source]) for name in unstacked]
             members = [
                 range(counts[name]) if name in target_part.axes else range(1) for name in stacked
@@ -750,18 +643,19 @@ class _Planner(Generic[T]):
     ) -> UsageError:
         """Return the error about tensors that do not fit an equation, with all sizes.
 
-        A misfit concerns one tensor, or all of the group if its `tensor` is None.
+        A misfit concerns one tensor, or all of the group if its `tensor` is None. The hint asks for
+        the first size that is unknown.
         """
-        chosen = firsts if misfit.tensor is None else [firsts[misfit.tensor]]
+        concerned = firsts if misfit.tensor is None else [firsts[misfit.tensor]]
         which = ", ".join(
-            f"{printable(m.key)!r} of shape {list(m.tensor.sizes)}" for m in chosen[:4]
+            f"{printable(member.key)!r} of shape {list(member.tensor.sizes)}"
+            for member in concerned[:4]
         )
-        names = sorted(equation.axes | {name for v in group.rule.unstacked for name in v})
-        known = ", ".join(f"{name} {sizes.get(name, '?')}" for name in names)
-        text = f"{which} {'do' if len(chosen) > 1 else 'does'} not fit {equation.text!r}"
-        hint = " ".join(f"--param {name}=NUMBER" for name in misfit.axes[:1])
-        text = f"{text}: {misfit.text}; {known or 'no axes'}"
-        return self._usage_error(text, f"add {hint}" if hint else None)
+        names = sorted(equation.axes.union(*group.rule.unstacked))
+        known_sizes = ", ".join(f"{name} {sizes.get(name, '?')}" for name in names)
+        text = f"{which} {'do' if len(concerned) > 1 else 'does'} not fit {equation.text!r}"
+        hint = f"add --param {misfit.axes[0]}=NUMBER" if misfit.axes else None
+        return self._usage_error(f"{text}: {misfit.text}; {known_sizes or 'no axes'}", hint)
 
 
 def _dot(numbers: Iterable[int], steps: Iterable[int]) -> int:
@@ -769,41 +663,13 @@ def _dot(numbers: Iterable[int], steps: Iterable[int]) -> int:
     return sum(number * step for number, step in zip(numbers, steps, strict=True))
 
 
-def _step_of(part: Part, name: str, steps: Shape) -> int:
-    """Return the distance in the tensor between neighbors along an axis, or 0 without the axis."""
-    if name not in part.axes:
-        return 0
-    _, dimension, step = part.axes[name]
-    return step * steps[dimension]
+def _step_of(part: Part, name: str, strides: Shape) -> int:
+    """Return the distance in the tensor between neighbors along an axis, or 0 without the axis.
 
-
-def find_differences(forward: Plan[Any], back: Plan[Any]) -> Iterator[str]:
-    """Yield the first difference after the conversion and its inverse, as a phrase.
-
-    The inverse has to use the same rules and equations on the same keys, and to give each tensor of
-    the source its dtype and shape. Tensors that it leaves out as tied are no difference.
+    `strides` are those of the tensor, in elements.
     """
-    ties = back.untied
-    for forward_pass, back_pass in zip(forward.outcomes, reversed(back.outcomes), strict=True):
-        for before, after in (
-            (forward_pass.made, back_pass.taken),
-            (forward_pass.taken, back_pass.made),
-        ):
-            if before != after:
-                keys = (*before, *after)
-                key = next(key for key in keys if before.get(key) != after.get(key))
-                yield f"in reverse, another rule or equation matches {printable(key)!r}"
-                return
-    for key, tensor in forward.source.items():
-        if key in ties:
-            continue
-        restored = back.tensors.get(key)
-        if restored is None or (restored.dtype, restored.sizes) != (tensor.dtype, tensor.sizes):
-            became = "be missing" if restored is None else f"have shape {list(restored.sizes)}"
-            yield f"{printable(key)!r} would {became}"
-            return
-    if extra := next((key for key in back.tensors if key not in forward.source), None):
-        yield f"{printable(extra)!r} would be new"
+    axis = part.axes.get(name)
+    return 0 if axis is None else axis.step * strides[axis.dimension]
 
 
 def find_left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
@@ -842,8 +708,9 @@ def _find_rule(rules: Iterable[RecipeRule], key: str) -> tuple[RecipeRule, Value
     """Return the first rule that matches a key, with the values of its variables, or None."""
     for rule in rules:
         for pattern in rule.left:
-            if any(v.shift and not v.shift.lstrip("-").isdigit() for v in pattern.variables):
-                continue  # A parameter is unknown here.
+            shifts = (variable.shift.lstrip("-") for variable in pattern.variables)
+            if any(shift and not shift.isdigit() for shift in shifts):
+                continue  # the shift is a parameter, which is unknown here
             values = pattern.match(key)
             if values is not None:
                 return rule, values

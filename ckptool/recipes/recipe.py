@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from ckptool.errors import UnreadableFile, UsageError
 from ckptool.files.source import FileSource
@@ -25,9 +25,6 @@ _MAX_RECIPE_BYTES = 1 << 18
 _MAX_RULES, _MAX_PARAMS, _MAX_PASSES, _MAX_ALTERNATIVES, _MAX_KEYS = 2_000, 200, 16, 16, 64
 _SHIPPED = Path(__file__).parent / "shipped"
 _FIELDS = {"about", "files", "rest", "drop", "params", "tied", "names", "tensors", "pass"}
-
-Way: TypeAlias = "tuple[int, int, int]"
-"""The pass, rule and equation that matched a tensor."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +101,12 @@ class RecipeRule:
 
     @cached_property
     def takes_single(self) -> bool:
-        """Whether a group has one tensor for each key on the left."""
+        """True if a group has one tensor for each key on the left."""
         return not any(self.stacked)
 
     @cached_property
     def renames(self) -> bool:
-        """Whether the rule only renames single tensors."""
+        """True if the rule only renames single tensors."""
         names = self.left[0].names ^ self.right[0].names
         return len(self.left) == len(self.right) == 1 and not (self.equations or names)
 
@@ -126,7 +123,11 @@ class RecipeRule:
         return replace(self, left=left, right=right)
 
     def _check_names(self) -> None:
-        """Refuse a left key that lacks a common variable, and several keys without an equation."""
+        """Refuse a left key that lacks a common variable, and several keys without an equation.
+
+        Raises:
+            UsageError: for the first; common variables tell which tensors belong together.
+        """
         for pattern in self.left:
             if missing := [name for name in self.common if name not in pattern.names]:
                 text = f"{printable(pattern.text)!r} does not have the variable {listed(missing)}"
@@ -135,7 +136,11 @@ class RecipeRule:
             raise UsageError(f"the rule {self.text} has several keys on one side, but no axes")
 
     def _check_pairs(self, equation: Equation) -> None:
-        """Refuse an equation with another number of tensors than the rule, or unpaired parts."""
+        """Refuse an equation with another number of tensors than the rule, or unpaired parts.
+
+        Raises:
+            UsageError: with the reason; also if a variable of a key is an axis of its own tensor.
+        """
         for side, keys in ((equation.left, self.left), (equation.right, self.right)):
             if len(side) != len(keys):
                 text = f"the equation {equation.text!r} has {len(side)} tensors on one side"
@@ -150,15 +155,18 @@ class RecipeRule:
             expanded = equation.expand_ellipsis([len(tensor) for tensor in equation.left])
             # The sizes do not matter for the pairs, so each axis gets size 2.
             pairs = self.pair_parts(expanded, dict.fromkeys(expanded.axes, 2))
-            made_tensors = {tensor for _, _, tensor, _ in pairs}
-            if len(made_tensors) < len(self.right):
+            filled_tensors = {target for _, _, target, _ in pairs}
+            if len(filled_tensors) < len(self.right):
                 raise Misfit("a tensor on the right has only padding")
         except Misfit as misfit:
             text = f"the equation {equation.text!r} is wrong: {misfit.text}"
             raise UsageError(f"{text}, in {self.text}") from None
 
     def pair_parts(self, equation: Equation, sizes: Mapping[str, int]) -> Iterator[Any]:
-        """Yield the matching parts of an equation (`axes.pair_parts`)."""
+        """Yield the matching parts of an equation, as `axes.pair_parts` does.
+
+        A variable that only one side's key has may be an axis on the other side.
+        """
         left = [frozenset(names) & equation.right_axes for names in self.stacked]
         right = [frozenset(names) & equation.left_axes for names in self.unstacked]
         parts = equation.list_left_parts(sizes), equation.list_right_parts(sizes)
@@ -176,7 +184,7 @@ class Recipe:
     files: str | None = None
     """The file names of the source (reversed: of the target): `consolidated.{rank:02}.pth`."""
     keeps_rest: bool = False
-    """Whether tensors without a matching rule are kept."""
+    """True if tensors without a matching rule are kept."""
     drop: tuple[tuple[Pattern, ...], tuple[Pattern, ...]] = ((), ())
     """The keys left out of the source, and of the target when reversed."""
     tied: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
@@ -247,7 +255,9 @@ class Recipe:
         Raises:
             UsageError: the rule is wrong.
         """
-        left, right, equations = ([x] if isinstance(x, str) else x for x in (from_, to, axes))
+        left, right, equations = (
+            [texts] if isinstance(texts, str) else texts for texts in (from_, to, axes)
+        )
         rule = RecipeRule.parse(left, right, equations)
         return cls("rule", "", ((rule,),), {}, keeps_rest=True)
 
@@ -264,20 +274,21 @@ class Recipe:
 
     @property
     def uses_paths(self) -> bool:
-        """Whether the recipe matches whole paths: a key of its source contains a `/`."""
+        """True if the recipe matches whole paths: a key of its source contains a `/`."""
         if any("/" in pattern.text for pattern in self.drop[0]):
             return True
         for rules in self.passes:
             if any("/" in pattern.text for rule in rules for pattern in rule.left):
                 return True
             if any("/" in pattern.text for rule in rules for pattern in rule.right):
-                return False  # Later passes match keys that this one made.
+                return False  # the paths of later passes are made by this one
         return False
 
     def keeps_for_next_pass(self, rule: RecipeRule) -> bool:
-        """Return True if a rule keeps a key unchanged for the next pass.
+        """Return True if a rule keeps a key unchanged for the next pass, such as `{x*}` -> `{x*}`.
 
-        This allows for keys of several versions. Such a rule does not count as a match.
+        With it, a pass may rename the keys of one version and leave those of another. Such a rule
+        does not count as a match.
         """
         variables = rule.left[0].variables
         has_text = any(variable.kind == "text" for variable in variables)
@@ -296,7 +307,9 @@ class Recipe:
         axes = (name for rule in rules for equation in rule.equations for name in equation.axes)
         patterns = [pattern for rule in rules for pattern in (*rule.left, *rule.right)]
         variables = (variable for pattern in patterns for variable in pattern.variables)
-        words = (word.lstrip("-") for v in variables for word in (v.name, v.shift))
+        words = (
+            word.lstrip("-") for variable in variables for word in (variable.name, variable.shift)
+        )
         return frozenset((*self.params, *axes, *words))
 
 
@@ -350,7 +363,10 @@ class _Reader:
             raise
 
     def _find_line(self, text: str) -> int | None:
-        """Return the line of the first occurrence of a text in the recipe."""
+        """Return the line of the first occurrence of a text in the recipe, or None.
+
+        It is searched as in a string of JSON or TOML, and not as a part of a longer key.
+        """
         escaped = re.escape(json.dumps(text, ensure_ascii=False)[1:-1])
         match = re.search(rf"(?<![\w.}}*/-]){escaped}(?![\w.{{*/-])", self._text)
         return None if match is None else self._text.count("\n", 0, match.start()) + 1
@@ -411,22 +427,28 @@ class _Reader:
         with self._locate_errors("files", files or ""):
             if files is not None:
                 pattern = Pattern.parse(files)
-                numbers = all(v.kind == "number" and not v.sign for v in pattern.variables)
+                has_only_numbers = all(
+                    variable.kind == "number" and not variable.sign
+                    for variable in pattern.variables
+                )
                 is_path = any(re.search(r"[/\\:\0]", literal) for literal in pattern.literals)
-                if not pattern.variables or not numbers or is_path or files.startswith("."):
+                is_numbered = bool(pattern.variables) and has_only_numbers
+                if not is_numbered or is_path or files.startswith("."):
                     text = f"{printable(files)!r} is not a file name with a number"
                     raise UsageError(text, hint='write files = "consolidated.{rank:02}.pth"')
         return files
 
     def _parse_sides(self, data: Any, key: str, read: Any, default: Any) -> tuple[Any, Any]:
-        """Return the values of `from` and `to` in the table `key`, each read by `read`."""
+        """Return the values of `from` and `to` in the table `key`, each read by `read`.
+
+        A missing one is `default`.
+        """
         with self._locate_errors(key):
             table = data.get(key, {})
             _check_keys(table, {"from", "to"})
-            first, second = (
-                read(table[side]) if side in table else default for side in ("from", "to")
-            )
-        return first, second
+            source = read(table["from"]) if "from" in table else default
+            target = read(table["to"]) if "to" in table else default
+        return source, target
 
     @staticmethod
     def _parse_drop(value: Any) -> tuple[Pattern, ...]:

@@ -17,15 +17,9 @@ from ckptool.core.sections import MODEL_KINDS, Section, find_model_state_dict, g
 from ckptool.core.tree import is_within, name_of
 from ckptool.errors import CheckpointError, NameCollision, UsageError
 from ckptool.recipes.assembling import TensorMaker
+from ckptool.recipes.outcome import Plan, Sketch, find_differences
 from ckptool.recipes.params import Params
-from ckptool.recipes.planning import (
-    Plan,
-    Sketch,
-    Sketches,
-    find_differences,
-    find_left_over,
-    plan_recipe,
-)
+from ckptool.recipes.planning import Sketches, find_left_over, plan_recipe
 from ckptool.recipes.recipe import Recipe, load_shipped
 from ckptool.recipes.several import first_prefix, nest_entries
 from ckptool.transforms.casting import find_optimizer_paths
@@ -48,9 +42,9 @@ def relayout(
 ) -> Checkpoint:
     """Return a checkpoint in the layout that a recipe leads to, over the bytes of the source.
 
-    Without paths in the recipe, the model's state dict changes in its place; else the result has
-    nothing but the tensors of the recipe. Changes state what became of the tensors, what is left
-    out, and whether the recipe leads back.
+    Without paths in the recipe, the model's state dict changes in its place; otherwise the result
+    has only the tensors of the recipe. The changes report the rearranged tensors, the parts left
+    out, and if the recipe is reversible.
 
     Args:
         checkpoint: The source.
@@ -193,7 +187,8 @@ def _rearrange_moments(
 
     A tensor in the state of a changed parameter, with the parameter's shape, goes through the same
     rules, all of which are optional. Scalars, and the state of unchanged parameters, stay. Returns
-    None if a parameter is unknown, its shape differs, or a tensor was split or joined.
+    None if the optimizer cannot follow: a parameter is unknown, its state has another shape, or a
+    tensor was split or joined.
     """
     changed = {
         old: key
@@ -230,25 +225,24 @@ def _rearrange_moments(
 
 def _report_left_out(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]:
     """Yield changes for the entries outside the layout: optimizers, values, other state dicts."""
+    sections = checkpoint.sections
     for kind, noun in (("optimizer", "optimizer"), ("scheduler", "scheduler"), ("values", "value")):
-        parts = [part for part in checkpoint.sections if part.kind == kind]
-        if kind == "values":
-            names = [name_of(path[:2]) for part in parts for path in part.node]
-            names += [name for part in checkpoint.sections for name in _list_values(part)]
-        else:
-            names = [part.name for part in parts]
+        names = [other.name for other in sections if other.kind == kind]
+        if kind == "values":  # a section of values has no name of its own; nested values count once
+            value_paths = (path for other in sections if other.kind == kind for path in other.node)
+            names = [name_of(path[:2]) for path in value_paths]
+            names += [name for other in sections for name in _list_values(other)]
         if names:
-            labels = [
-                family.label
-                for family in group_families((name, None) for name in dict.fromkeys(names))
-            ]
+            families = group_families((name, None) for name in dict.fromkeys(names))
+            labels = [family.label for family in families]
             yield Change("left-out", f"{listed(labels, most=20)} ({noun})", len(names))
-    if section is not None:
-        parts = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
-        for part in parts:
-            if part.holder is not section.holder and part.path != section.path:
-                text = f"the {part.kind} {printable(part.name)}"
-                yield Change("left-out", f"{text} ({counted(len(part.tensors()), 'tensor')})", 1)
+    if section is None:
+        return
+    for other in sections:
+        is_converted = other.holder is section.holder or other.path == section.path
+        if other.kind in MODEL_KINDS and not is_converted:
+            text = f"the {other.kind} {printable(other.name)}"
+            yield Change("left-out", f"{text} ({counted(len(other.tensors()), 'tensor')})", 1)
 
 
 def _list_values(section: Section) -> list[str]:
@@ -331,15 +325,14 @@ def _report_reversibility(recipe: Recipe, result: Plan[TensorRef], parameters: P
 def guess_layout(keys: Iterable[str]) -> str | None:
     """Return the only shipped recipe whose rules match all of the keys, with nothing left over.
 
-    `NAME`, or `NAME --reverse`; None if there is none, or several.
+    The result is `NAME` or `NAME --reverse`; None if there is none, or several.
     """
     sampled_keys = _sample_keys(keys)
-    fitting = (
+    matches = [
         arguments
         for recipe, arguments in _iterate_directions()
         if set() in _find_left_over(recipe, sampled_keys)
-    )
-    matches = list(dict.fromkeys(fitting))
+    ]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -370,14 +363,14 @@ def _iterate_directions() -> Iterator[tuple[Recipe, str]]:
 
 
 def _find_left_over(recipe: Recipe, keys: Sequence[str]) -> list[set[str]]:
-    """Return the keys left over if the keys are one file, and if they are the first of several.
+    """Return the keys that a recipe leaves over, for each way to read the keys.
 
-    A reading in which a rule matches nothing is left out.
+    They may be all keys, or those of the first of several files, which the recipe knows with a
+    prefix. A way in which a rule matches nothing is left out.
     """
-    prefix = first_prefix(recipe)
     left_over = (
-        find_left_over(recipe, [file_prefix + key for key in keys])
-        for file_prefix in dict.fromkeys(("", prefix))
+        find_left_over(recipe, [prefix + key for key in keys])
+        for prefix in dict.fromkeys(("", first_prefix(recipe)))
     )
     return [keys_left for keys_left in left_over if keys_left is not None]
 

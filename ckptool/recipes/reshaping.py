@@ -84,7 +84,7 @@ class Reshape(Step):
 
 
 def _apply_rule(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpoint:
-    """Return the checkpoint after one rule.
+    """Return the checkpoint after one rule, which `step` applies to each state dict.
 
     Raises:
         UsageError: if the rule matches no tensor, or the file has the state of an optimizer.
@@ -173,9 +173,9 @@ def _make_section_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
     """Return the function that applies a rule to one section."""
     recipe = Recipe(kind, "", ((rule,),), {}, keeps_rest=True)
 
-    def apply(part: Section, file: str) -> SectionWork:
-        """Apply the rule to a section, and return its new entries."""
-        tensors, maker = get_named_tensors(part.node), TensorMaker(file)
+    def apply(section: Section, file: str) -> SectionWork:
+        """Apply the rule to a section, and return its new entries; none if no key matches."""
+        tensors, maker = get_named_tensors(section.node), TensorMaker(file)
         if not any(pattern.covers(name) for name in tensors for pattern in rule.left):
             return SectionWork([], set(), [])
         result = plan_recipe(recipe, tensors, {}, maker, file)
@@ -183,7 +183,7 @@ def _make_section_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
         changes = [
             Change(kind, f"{text}, along dimension {dim}", count) for text, _, count in lines
         ]
-        entries = merge_entries(recipe, result, part.node, tensors, file)
+        entries = merge_entries(recipe, result, section.node, tensors, file)
         return SectionWork([*entries.items()], maker.moved, [*changes, *maker.report_changes()])
 
     return apply
@@ -262,7 +262,8 @@ class Concat(Step):
             UsageError: if a rule matches nothing, or a tensor differs that no rule matches.
         """
         first_model = next(iter(model_by_rank.values()))
-        index, dims = NameIndex(first_model.items(), file), dict[int, int]()
+        index = NameIndex(first_model.items(), file)
+        dims: dict[int, int] = {}  # by position of the tensor in the model
         for glob, dim in map(_parse_concat, self.rules):
             if not (matches := index.select(glob, endings=False)):
                 raise UsageError(f"no tensor of the model matches {printable(glob)!r}", file=file)
@@ -302,7 +303,8 @@ def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> No
     Raises:
         UsageError: naming one such tensor.
     """
-    index, dims = NameIndex(checkpoint.tensors(), checkpoint.path), dict[int, int]()
+    index = NameIndex(checkpoint.tensors(), checkpoint.path)
+    dims: dict[int, int] = {}  # by position of the tensor in the checkpoint
     for rule in concat.rules:
         glob, dim = _parse_concat(rule)
         for position in index.select(glob, endings=False):

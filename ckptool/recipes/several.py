@@ -19,7 +19,13 @@ from ckptool.words import counted, printable
 
 
 def _parse_file_patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
-    """Return the pattern of the file names, and that of the prefix for the keys of each file."""
+    """Return the pattern of the file names, and that of the prefix for the keys of each file.
+
+    For `consolidated.{rank:02}.pth`, the prefix is `{rank:02}`; several numbers are joined by `/`.
+
+    Raises:
+        UsageError: if the recipe reads one file.
+    """
     if recipe.files is None:
         text = f"recipe {printable(recipe.name)} does not read several files"
         raise UsageError(text, hint='add files = "consolidated.{rank:02}.pth" to the recipe')
@@ -73,7 +79,7 @@ def open_files(
     place = place_of(path)
     if not place.is_folder(path):
         path = os.path.dirname(path)
-    files = {}
+    files = {}  # by the numbers in the name
     for name in place.list_names(path):
         if (values := pattern.match(name)) is not None:
             files[tuple(int(values[variable.name]) for variable in pattern.variables)] = name
@@ -89,11 +95,11 @@ def open_files(
     if (missing := find_first_missing(files, counts)) is not None:
         text = f"the folder has no {fill_numbers(pattern, missing)}"
         raise FileMissing(text, file=path or None, hint="copy it too")
-    names = (
+    path_by_key = (
         (fill_numbers(prefix, number), os.path.join(path, files[number]))
         for number in sorted(files)
     )
-    checkpoint = open_by_key(names, open_one)
+    checkpoint = open_by_key(path_by_key, open_one)
     note = f"{counted(len(files), 'file')}: {recipe.files}"
     details = replace(checkpoint.details, notes=(note, *checkpoint.details.notes))
     root = nest_entries(checkpoint.root)
@@ -123,6 +129,8 @@ def nest_entries(entries: Mapping[str, Any]) -> OrderedMap:
 def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]:
     """Return the checkpoint of each file of a layout of several files, by file name.
 
+    Each Megatron rank gets the rank file in its folder, without a pattern in the recipe.
+
     Raises:
         NotFound: if an entry belongs to no file.
         UsageError: if the recipe has no `files`, and the checkpoint is not of Megatron ranks.
@@ -131,6 +139,7 @@ def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]
     if recipe.files is None and isinstance(root, dict) and all(map(is_rank_folder, root)):
         return {f"{key}/{RANK_FILE}": replace(checkpoint, root=node) for key, node in root.items()}
     pattern, prefix = _parse_file_patterns(recipe)
+    # One level of the tree for each number in the file names.
     nodes: dict[str, Any] = {"": checkpoint.root}
     for _ in pattern.variables:
         nodes = {
