@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ckptool.core.checkpoint import Checkpoint
 
 _GLOB = re.compile(r"[*?\[]")
+_EXACT_PATH, _EXACT_KEY, _PATH_END, _NO_MATCH = range(4)
+"""The stages of a search by name: how a node may match, the best first."""
 
 Node = tuple[Path, Any]
 
@@ -84,7 +86,7 @@ class NameIndex:
 
         A path matches with or without its wrapper prefixes. The stages are those of `find`.
         """
-        stages: tuple[list[int], ...] = ([], [], [])
+        matches_by_stage: tuple[list[int], ...] = ([], [], [])
         endings_of_path = (f"/{name}", f".{name}")
         # The bare name is the end of every match: wrapper prefixes may be inside of a key.
         bare_name = re.split("[./]" if may_be_wrapped(self._text, inside=True) else "/", name)[-1]
@@ -94,18 +96,18 @@ class NameIndex:
             path, node = self.nodes[index]
             if accept is not None and not accept(node):
                 continue
-            stage = 3
+            stage = _NO_MATCH
             for variant in dict.fromkeys((path, self._strip_path(path))):
                 full_name = name_of(variant)
                 if full_name == name:
-                    stage = 0
+                    stage = _EXACT_PATH
                 elif variant and name_of(variant[-1:]) == name:
-                    stage = min(stage, 1)
+                    stage = min(stage, _EXACT_KEY)
                 elif endings and full_name.endswith(endings_of_path):
-                    stage = min(stage, 2)
-            if stage < 3:
-                stages[stage].append(index)
-        return next(filter(None, stages), [])
+                    stage = min(stage, _PATH_END)
+            if stage != _NO_MATCH:
+                matches_by_stage[stage].append(index)
+        return next(filter(None, matches_by_stage), [])
 
     def find_only(self, name: str, *, endings: bool = True) -> Node | None:
         """Return the node that matches a name, or None.
@@ -119,10 +121,10 @@ class NameIndex:
         return self.nodes[matches[0]] if matches else None
 
     def select(self, pattern: str, *, endings: bool = True) -> list[int]:
-        """Return the positions of the nodes that match a name or a glob.
+        """Return the positions of the nodes that match a name (as in `find`) or a glob.
 
         A glob with a slash is compared with paths, any other with keys; both also without wrapper
-        prefixes.
+        prefixes. With `endings`, a name may also be the end of a path.
 
         Raises:
             AmbiguousName: if a name matches several nodes.
@@ -208,17 +210,19 @@ class NameIndex:
             if path and type(path[-1]) is str:
                 keys = keys_by_path.setdefault(path[:-1], ([], []))
                 keys[0 if type(node) is TensorRef else 1].append(path[-1])
-        # An index of leaves has containers only in the paths.
-        parents, seen = list(keys_by_path), set(self._paths)
-        while parents:
-            path = parents.pop()
-            if path and path not in seen:
-                seen.add(path)
-                if path[:-1] not in keys_by_path:
-                    parents.append(path[:-1])
-                keys = keys_by_path.setdefault(path[:-1], ([], []))
-                if type(path[-1]) is str:
-                    keys[1].append(path[-1])
+        # In an index of leaves, containers are only in the paths: they are added as other nodes.
+        pending, indexed = list(keys_by_path), set(self._paths)
+        while pending:
+            path = pending.pop()
+            if not path or path in indexed:
+                continue
+            indexed.add(path)
+            parent, key = path[:-1], path[-1]
+            if parent not in keys_by_path:
+                pending.append(parent)
+            _, other_keys = keys_by_path.setdefault(parent, ([], []))
+            if type(key) is str:
+                other_keys.append(key)
         return keys_by_path
 
 
@@ -269,7 +273,7 @@ def unmatched_error(unmatched: Unmatched, file: str) -> NotFound:
 
 
 def find_nearest(wanted: str, names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
-    """Return the names that contain `wanted`, else the most similar names, else `others`."""
+    """Return the names that contain `wanted`, else the most similar, else `others`, else all."""
     candidates = list(dict.fromkeys(names))
     word = wanted.strip("*./").lower()
     matches = [name for name in candidates if word and word in name.lower()]

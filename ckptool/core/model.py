@@ -390,7 +390,7 @@ class TensorRef(Result):
 
     @property
     def unrepeated(self) -> TensorRef:
-        """The same elements, without repetition by strides of zero."""
+        """A view of the same elements in which strides of zero, which repeat them, have size 1."""
         axes = zip(self.shape, self.stride, strict=True)
         shape = tuple(1 if size and not step else size for size, step in axes)
         return self if shape == self.shape else replace(self, shape=shape)
@@ -428,7 +428,10 @@ class TensorRef(Result):
 
     @property
     def local(self) -> TensorRef | None:
-        """The first tensor inside one without a storage, such as the local part of a DTensor."""
+        """The first tensor inside one without a storage, such as the local part of a DTensor.
+
+        None if there is none, or for a tensor with a storage.
+        """
         return next(self.tensors_inside(), None) if self.storage is None else None
 
     @property
@@ -539,7 +542,7 @@ class TensorRef(Result):
         return replace(self, shape=shape, stride=stride, parts=None, wrapping=())
 
     def _check_view(self, verb: str) -> None:
-        """Raise `UsageError` if a tensor has no strides to change."""
+        """Raise `UsageError` if a tensor has no strides to change; `verb` is for the message."""
         if self.kind not in STRIDED_KINDS or self.storage is None:
             raise UsageError(f"a {self.kind} tensor cannot be {verb}")
         if self.dtype in PACKED:

@@ -34,7 +34,7 @@ _VERSION_BY_CLASS = {
 
 
 class Visits:
-    """Limits how often a traversal visits the same containers.
+    """Limits how deep a traversal goes, and how often it visits the same containers.
 
     A pickle of a few hundred bytes can refer to one list a billion times.
     """
@@ -47,7 +47,12 @@ class Visits:
         self._entries_first_seen = self._entries_seen_again = 0
 
     def enter(self, node: Any, size: int, depth: int) -> None:
-        """Count a visit of a container with `size` entries, `depth` containers below the root."""
+        """Count a visit of a container with `size` entries, `depth` containers below the root.
+
+        Raises:
+            LimitExceeded: if it is too deep, or the repeated visits exceed the limit by more
+                entries than the first ones had.
+        """
         if depth > self._limits.max_depth:
             raise LimitExceeded(f"containers are nested deeper than {self._limits.max_depth}")
         if id(node) not in self._entered:
@@ -159,7 +164,13 @@ def has_tensors(node: Any) -> bool:
 
 
 def walk_modules(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> Iterator[tuple[str, Opaque]]:
-    """Yield a module and its submodules, parents first, with the prefix of their keys."""
+    """Yield a module and its submodules, parents first, with the prefix of their keys.
+
+    A module that contains itself is not entered again.
+
+    Raises:
+        LimitExceeded: if modules are nested deeper, or shared more often, than `limits` allows.
+    """
     visits = Visits(limits)
     open_ids = {id(node)}
     visits.enter(node, len(get_own_tensors(node)), 0)
@@ -179,7 +190,7 @@ def walk_modules(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> Iterator[tupl
 
 
 def _find_version(module: Opaque) -> int:
-    """Return the `_version` of a module's class; guess it by the buffers of unknown classes.
+    """Return the `_version` of a module's class; that of an unknown class is guessed.
 
     Source: `_version` in torch/nn and torch/ao; 1 unless a class overrides it. Subclasses of batch
     and instance norm are recognized by the counter that was added in version 2.

@@ -47,6 +47,7 @@ _MAX_COMPARED, _MAX_COMPARED_LENGTH = 2000, 120
 _CANDIDATES = 20
 """Names compared letter by letter, chosen by their letter counts."""
 _MAX_WORDS = 4
+"""The most words of a name for which similar components are searched."""
 
 RULES_HINT = "make the rules narrower, or rename one of the two first"
 COLLISION_HINT = "remove fewer levels, or only one wrapper prefix"
@@ -71,7 +72,9 @@ class _Level(NamedTuple):
     """One component to remove: the first of every key, or the first match of `pattern`."""
 
     pattern: re.Pattern[str]
+    """Matches the component with its dot, after group 1."""
     kinds: tuple[str, ...]
+    """The wrappers that it removes."""
 
     def apply(self, name: str) -> str:
         """Return the key without the component; group 1 of the pattern is the text before it."""
@@ -95,6 +98,7 @@ def strip_names(
     One level is the outermost component: `module` if every key starts with it, otherwise the
     leftmost other wrapper of each key. Repeats until nothing changes, or `levels` times. With
     `only`, strips only these wrappers, and with `at`, only wrappers on and below this submodule.
+    The counter of `AveragedModel` is outside the wrapper and stays.
 
     Raises:
         NameCollision: if two keys would become the same.
@@ -104,19 +108,20 @@ def strip_names(
     if levels is not None and levels < 1:
         raise UsageError(f"levels must be at least 1, not {levels}")
     before = f"{at}." if at else ""
-    old = [name for name in names if name.startswith(before)]
-    new = [name[len(before) :] for name in old]
+    # Only the keys of the submodule, and of these only the part after its path.
+    suffixes = [name.removeprefix(before) for name in names if name.startswith(before)]
+    stripped = suffixes
     levels_done: list[_Level] = []
     while levels is None or len(levels_done) < levels:
-        level = _find_outermost([name for name in new if is_wrappable(name)], kinds)
+        level = _find_outermost([suffix for suffix in stripped if is_wrappable(suffix)], kinds)
         if level is None:
             break
-        new = [level.apply(name) if is_wrappable(name) else name for name in new]
+        stripped = [level.apply(suffix) if is_wrappable(suffix) else suffix for suffix in stripped]
         levels_done.append(level)
     renamed = {
-        old_key: before + new_key
-        for old_key, new_key in zip(old, new, strict=True)
-        if old_key[len(before) :] != new_key
+        before + old: before + new
+        for old, new in zip(suffixes, stripped, strict=True)
+        if old != new
     }
     check_collisions(names, renamed)
     return StripResult(
@@ -139,19 +144,20 @@ def map_to_bare_names(names: Collection[str]) -> dict[str, str]:
 def find_common_wrapper(bare: Mapping[str, str]) -> str:
     """Return the wrapper prefix that every key of a state dict has, else an empty text.
 
-    `bare` has the name without wrapper prefixes by key.
+    `bare` has the name without wrapper prefixes by key. A wrapper inside a key is no prefix.
     """
-    prefixes = {
-        name.removesuffix(bare_name) for name, bare_name in bare.items() if name.endswith(bare_name)
-    }
-    return (
-        prefixes.pop() if len(prefixes) == 1 and all(map(str.endswith, bare, bare.values())) else ""
-    )
+    if not all(map(str.endswith, bare, bare.values())):
+        return ""
+    prefixes = {name.removesuffix(bare_name) for name, bare_name in bare.items()}
+    return prefixes.pop() if len(prefixes) == 1 else ""
 
 
+_INNER_WRAPPERS = WRAPPERS[1:]
+"""The wrappers that may follow other components of a key: all but `module`."""
 _WRAPPED = re.compile(
-    rf"(?<![^/])(?:(?:{'|'.join(WRAPPERS)})\.)+|(?<=\.)(?:(?:{'|'.join(WRAPPERS[1:])})\.)+"
+    rf"(?<![^/])(?:(?:{'|'.join(WRAPPERS)})\.)+|(?<=\.)(?:(?:{'|'.join(_INNER_WRAPPERS)})\.)+"
 )
+"""Any wrappers at the start of a key, or inner ones after a dot."""
 
 
 def may_be_wrapped(text: str, *, inside: bool = False) -> bool:
@@ -159,7 +165,7 @@ def may_be_wrapped(text: str, *, inside: bool = False) -> bool:
 
     With `inside`, only wrappers that may follow other components of a key.
     """
-    return any(f"{word}." in text for word in (WRAPPERS[1:] if inside else WRAPPERS))
+    return any(f"{word}." in text for word in (_INNER_WRAPPERS if inside else WRAPPERS))
 
 
 def make_wrapper_remover(names: Collection[str]) -> Renamer | None:
@@ -168,9 +174,7 @@ def make_wrapper_remover(names: Collection[str]) -> Renamer | None:
     No key changes if two would become the same, as in `map_to_bare_names`.
     """
     wrappable = [name for name in names if name != N_AVERAGED]
-    if not wrappable or not may_be_wrapped(
-        "\n".join(wrappable), inside=True
-    ):  # the fast path for `module`
+    if not may_be_wrapped("\n".join(wrappable), inside=True):  # faster if there is only `module`
         prefix = ""
         while wrappable and all(map(str.startswith, wrappable, repeat(f"{prefix}module."))):
             prefix += "module."
@@ -228,13 +232,18 @@ def _match_any_of(words: Iterable[str]) -> str:
 
 
 def _strip_module_path(path: str, prefix: str, levels: list[_Level]) -> str:
-    """Return the path of a module without the components of the `levels` levels."""
+    """Return the path of a module without the components of these levels.
+
+    `prefix` is the path of the submodule in which they are, with its dot. The wrapped module itself
+    (`encoder.module`) becomes the submodule (`encoder`).
+    """
     if not f"{path}.".startswith(prefix):
         return path
     inner = path[len(prefix) :]
     for level in levels:
-        inner = level.apply(f"{inner}.")[:-1] if inner else inner  # the end of the wrapped module
-    return prefix + inner if inner else prefix[:-1]
+        if inner:  # with a dot at its end, a path that is the component itself matches too
+            inner = level.apply(f"{inner}.").removesuffix(".")
+    return prefix + inner if inner else prefix.removesuffix(".")
 
 
 def find_wrappers(names: Iterable[str]) -> tuple[str, ...]:
@@ -325,12 +334,17 @@ def find_similar(target: str, names: Iterable[str], max_count: int = 3) -> list[
     if matches := _find_closest(target, candidates, max_count, 0.6):
         return matches
     words = [word for word in re.findall(r"\w+", target) if len(word) > 1 and not word.isdecimal()]
-    parts_of = {name: re.split(r"[./]", name) for name in candidates}
-    parts = list(islice(dict.fromkeys(chain.from_iterable(parts_of.values())), _MAX_COMPARED))
-    similar_parts = [
-        part for word in words[:_MAX_WORDS] for part in _find_closest(word, parts, max_count, 0.75)
+    components_of = {name: re.split(r"[./]", name) for name in candidates}
+    all_components = dict.fromkeys(chain.from_iterable(components_of.values()))
+    components = list(islice(all_components, _MAX_COMPARED))
+    similar = [
+        component
+        for word in words[:_MAX_WORDS]
+        for component in _find_closest(word, components, max_count, 0.75)
     ]
-    matches = [name for part in similar_parts for name in candidates if part in parts_of[name]]
+    matches = [
+        name for component in similar for name in candidates if component in components_of[name]
+    ]
     return list(dict.fromkeys(matches))[:max_count]
 
 
@@ -377,17 +391,18 @@ def group_families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
     they are grouped along the number that leaves the fewest groups. Each key is in one family, and
     families are in the order of their first keys.
     """
+    # By signature and texts around the numbers: by these numbers, the index and name of each key.
     groups: dict[tuple[Hashable, tuple[str, ...]], dict[_Place, list[tuple[int, str]]]] = {}
-    for number, (name, signature) in enumerate(names):
-        texts, position = split_numbers(name)
+    for index, (name, signature) in enumerate(names):
+        texts, place = split_numbers(name)
         group = groups.setdefault((signature, texts), {})
-        group.setdefault(position, []).append((number, name))
+        group.setdefault(place, []).append((index, name))
     families = []
     for (_, texts), group in groups.items():
         for box in _divide_into_boxes(list(group)):
-            members = sorted(member for position in product(*box) for member in group[position])
-            numbers, folded = zip(*members, strict=True)
-            families.append(Family(_format_label(texts, box), folded, numbers))
+            members = sorted(member for place in product(*box) for member in group[place])
+            indices, folded = zip(*members, strict=True)
+            families.append(Family(_format_label(texts, box), folded, indices))
     return sorted(families, key=lambda family: family.numbers[0])
 
 
@@ -418,17 +433,18 @@ def _divide_into_boxes(positions: Sequence[_Place]) -> Iterator[_Box]:
     if prod(map(len, sides)) == len(positions):
         yield sides
         return
+    # A line has all positions that differ only along one axis: the axis with the fewest lines.
     axis = min(
         range(len(sides)), key=lambda axis: len({_drop_axis(item, axis) for item in positions})
     )
-    lines: dict[_Place, list[int]] = {}
+    values_by_line: dict[_Place, list[int]] = {}
     for position in positions:
-        lines.setdefault(_drop_axis(position, axis), []).append(position[axis])
+        values_by_line.setdefault(_drop_axis(position, axis), []).append(position[axis])
     lines_by_values: dict[_Place, list[_Place]] = {}
-    for other_numbers, values in lines.items():
-        lines_by_values.setdefault(tuple(sorted(values)), []).append(other_numbers)
-    for side, group in lines_by_values.items():
-        for box in _divide_into_boxes(group):
+    for line, values in values_by_line.items():
+        lines_by_values.setdefault(tuple(sorted(values)), []).append(line)
+    for side, lines in lines_by_values.items():
+        for box in _divide_into_boxes(lines):
             yield (*box[:axis], side, *box[axis:])
 
 

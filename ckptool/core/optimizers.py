@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 from typing import Any
 
 from ckptool.core.model import Shape, TensorRef
@@ -19,8 +18,9 @@ from ckptool.core.sections import (
 from ckptool.core.tree import walk, walk_everything
 
 _ADAFACTOR_KEYS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
-"""Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those
-that count. Torch keeps a 1 for the dimension that is gone, transformers nothing."""
+"""The keys of Adafactor's rows and columns, and the end of the rows' sizes. Together they have the
+shape of the parameter: the rows lack the last dimension, for which torch keeps a 1 at the end and
+transformers nothing."""
 
 OPTIONS = (
     "betas", "momentum", "dampening", "nesterov", "alpha", "rho", "lr_decay", "lambd", "etas",
@@ -39,8 +39,11 @@ _COMMON_WORDS = re.compile(
 
 def list_groups(section: Section) -> list[list[Any]]:
     """Return the numbers or names of the parameters in each group."""
-    entries = (group.get("params") for group in section.node["param_groups"])
-    return [list(map(_to_state_key, e)) if isinstance(e, (list, tuple)) else [] for e in entries]
+    params_of_groups = (group.get("params") for group in section.node["param_groups"])
+    return [
+        list(map(_to_state_key, params)) if isinstance(params, (list, tuple)) else []
+        for params in params_of_groups
+    ]
 
 
 def _to_state_key(entry: Any) -> Any:
@@ -66,13 +69,11 @@ def list_names(section: Section) -> list[str]:
 
 
 def _list_group_names(group: dict[Any, Any]) -> list[str]:
-    """Return the strings in the `param_names` of a group."""
+    """Return the strings in the `param_names` of a group; empty without such a list."""
     names = group.get("param_names")
-    return (
-        [name for name in names if isinstance(name, str)]
-        if isinstance(names, (list, tuple))
-        else []
-    )
+    if not isinstance(names, (list, tuple)):
+        return []
+    return [name for name in names if isinstance(name, str)]
 
 
 def find_moments(root: Any, sections: Iterable[Section]) -> Iterator[tuple[Any, str, TensorRef]]:
@@ -131,11 +132,11 @@ def fits_shape(state: Any, shape: Shape | None) -> bool:
 
     For Adafactor, rows and columns must match those of the parameter.
     """
-    factors = {key for rows, columns, _ in _ADAFACTOR_KEYS for key in (rows, columns)}
-    return infer_shape(state) in (None, shape) and all(
-        leaf.shape == shape
-        or factors.intersection(path)
-        or prod(size or 0 for size in leaf.shape) == 1
+    if infer_shape(state) not in (None, shape):
+        return False
+    factor_keys = {key for rows, columns, _ in _ADAFACTOR_KEYS for key in (rows, columns)}
+    return all(
+        leaf.shape == shape or leaf.numel == 1 or not factor_keys.isdisjoint(path)
         for path, leaf in walk(state)
         if isinstance(leaf, TensorRef)
     )
@@ -159,16 +160,12 @@ def find_model(
     noted_model = _find_noted_model(section, models)
     if noted_model is not None:
         return noted_model
-    name = extract_owner(section)
-    same_name_models = [
-        candidate for candidate in models if name and extract_owner(candidate) == name
-    ]
-    same_name_optimizers = [
-        candidate for candidate in optimizers if extract_owner(candidate) == name
-    ]
-    if len(same_name_models) == len(same_name_optimizers) == 1:
-        return same_name_models[0]
-    return models[0] if not name and len(models) == len(optimizers) == 1 else None
+    owner = extract_owner(section)
+    if not owner:
+        return models[0] if len(models) == len(optimizers) == 1 else None
+    own_models = [candidate for candidate in models if extract_owner(candidate) == owner]
+    own_optimizers = [candidate for candidate in optimizers if extract_owner(candidate) == owner]
+    return own_models[0] if len(own_models) == len(own_optimizers) == 1 else None
 
 
 def _find_noted_model(section: Section, models: Sequence[Section]) -> Section | None:

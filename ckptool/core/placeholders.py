@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
@@ -20,6 +20,7 @@ PLACEHOLDERS = (
 
 
 _LAZY = "torch.nn.parameter.Uninitialized"
+"""The start of the class names of lazy parameters and buffers."""
 
 
 def find_placeholders(checkpoint: Checkpoint, section: Section | None = None) -> Finding | None:
@@ -44,22 +45,33 @@ def find_placeholders(checkpoint: Checkpoint, section: Section | None = None) ->
         return Finding("meta", text, tuple(map(name_of, meta)), hint=remedy)
     if not any(tensor.shape == (0,) for _, tensor in tensors):
         return None
-    shapes = dict(_read_param_shapes(checkpoint.original or checkpoint.root))
+    stated_shapes = dict(_read_param_shapes(checkpoint.original or checkpoint.root))
     for candidate in checkpoint.sections if section is None else (section,):
-        tensors = candidate.tensors() if candidate.kind in MODEL_KINDS else []
-        empty = [path for path, tensor in tensors if tensor.shape == (0,)]
-        weights = [tensor for path, tensor in tensors if str(path[-1]).endswith("weight")]
-        # ZeRO-3 keeps parameters below its threshold complete, mostly vectors
-        # (deepspeed/runtime/zero/config.py: param_persistence_threshold), so matrices decide.
-        empty_count = sum(tensor.shape == (0,) for tensor in weights)
-        complete_count = sum(len(tensor.shape) != 1 for tensor in weights)
-        if empty_count > complete_count or any(
-            shapes.get(path[-1], (0,)) != (0,) for path in empty
-        ):
-            text = f"the file has placeholders instead of weights: {len(empty):,} of "
-            text += f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 saves them"
-            return Finding("part", text, tuple(map(name_of, empty)), hint=PLACEHOLDERS)
+        if candidate.kind in MODEL_KINDS:
+            finding = _find_empty_weights(candidate, stated_shapes)
+            if finding is not None:
+                return finding
     return None
+
+
+def _find_empty_weights(section: Section, stated_shapes: Mapping[Any, Any]) -> Finding | None:
+    """Return a finding for a state dict whose weights ZeRO-3 replaced by tensors of shape (0,).
+
+    `stated_shapes` has the shapes of complete parameters by key, if the file states them.
+    """
+    tensors = section.tensors()
+    empty = [path for path, tensor in tensors if tensor.shape == (0,)]
+    weights = [tensor for path, tensor in tensors if str(path[-1]).endswith("weight")]
+    # ZeRO-3 keeps parameters below its threshold complete, mostly vectors
+    # (deepspeed/runtime/zero/config.py: param_persistence_threshold), so matrices decide.
+    empty_count = sum(tensor.shape == (0,) for tensor in weights)
+    complete_count = sum(len(tensor.shape) != 1 for tensor in weights)
+    has_other_shape = any(stated_shapes.get(path[-1], (0,)) != (0,) for path in empty)
+    if empty_count <= complete_count and not has_other_shape:
+        return None
+    text = f"the file has placeholders instead of weights: {len(empty):,} of "
+    text += f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 saves them"
+    return Finding("part", text, tuple(map(name_of, empty)), hint=PLACEHOLDERS)
 
 
 def refuse_placeholders(

@@ -48,11 +48,9 @@ class QuantizationConfig(NamedTuple):
         match entries.get("config_groups"):  # of compressed-tensors
             case {"group_0": {"weights": {**weights}}}:
                 entries = weights
-        bits, group = (_first_size(entries, keys) for keys in (_BITS_KEYS, _GROUP_KEYS))
-        return (
-            *([f"{bits} bits"] if bits is not None else []),
-            *([f"groups of {group}"] if group is not None else []),
-        )
+        bits, group = _first_size(entries, _BITS_KEYS), _first_size(entries, _GROUP_KEYS)
+        bits_text = () if bits is None else (f"{bits} bits",)
+        return bits_text if group is None else (*bits_text, f"groups of {group}")
 
 
 def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
@@ -77,7 +75,7 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
             return QuantizationConfig(printable(method), where, entries, model_type, header, other)
     for name, usual_method in SEPARATE_CONFIGS.items():
         entries = _read_json(checkpoint.path, name)
-        bits, group = (_first_size(entries, keys) for keys in (_BITS_KEYS, _GROUP_KEYS))
+        bits, group = _first_size(entries, _BITS_KEYS), _first_size(entries, _GROUP_KEYS)
         if bits is not None:
             method = printable(str(entries.get("quant_method", usual_method)))
             entries = {**entries, "bits": bits, "group_size": group or entries.get("group_size")}
@@ -89,9 +87,14 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
 
 
 def _find_contradiction(path: str, where: str, method: str, entries: Mapping[str, Any]) -> str:
-    """Return the first difference between a configuration and the separate one of its method."""
+    """Return the first difference between a configuration and the separate one of its method.
+
+    `where` is the name of the configuration with `entries`. "" if they agree, or there is one.
+    """
     for name, separate_method in SEPARATE_CONFIGS.items():
-        separate = _read_json(path, name) if separate_method == method.lower() else {}
+        if separate_method != method.lower():
+            continue
+        separate = _read_json(path, name)
         for keys in (_BITS_KEYS, _GROUP_KEYS, VERSION_KEYS, ("version",), ("desc_act",)):
             values = (find_entry(config, keys) for config in (entries, separate))
             if len({str(value).lower() for value in values if value is not None}) > 1:

@@ -209,12 +209,12 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
         name for name in state if isinstance(name, str) and name.endswith(_COMPANION_ENDINGS)
     ]
     for quantizer in _FOUND_BY_KEY if candidates else ():
-        for name in candidates:
-            stem = name.removesuffix(quantizer.companion)
+        for companion in candidates:
+            stem = companion.removesuffix(quantizer.companion)
             weight = stem + quantizer.weight
-            if stem == name or weight in quantized_by_key:
+            if stem == companion or weight in quantized_by_key:
                 continue
-            if _recognizes(quantizer, state.get(weight), state[name]):
+            if _recognizes(quantizer, state.get(weight), state[companion]):
                 keys = (stem + ending for ending in (quantizer.companion, *quantizer.optional))
                 present = (key for key in keys if key != weight and key in state)
                 quantized_by_key[weight] = Quantized(quantizer.scheme, tuple(present))
@@ -236,7 +236,10 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
 
 
 def find_incomplete(state: Mapping[Any, Any], found: Collection[str]) -> Iterator[str]:
-    """Yield the keys of codes without their companions, except the weights `found`."""
+    """Yield the keys that only codes have, without those of the quantized weights `found`.
+
+    Their companions are missing.
+    """
     for name, value in state.items():
         if (
             isinstance(name, str)
@@ -275,7 +278,7 @@ def _find_scaled(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...
 
     They are judged by shapes and dtypes: codes are integers or float8, scales are floats in the
     same module with the shape of rows, columns or groups. Codes next to a float of the same shape
-    are left out.
+    are left out. Of several scales, those whose keys are most like that of the codes are theirs.
     """
     tensors = {
         name: value
@@ -303,15 +306,14 @@ def _find_scaled(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...
         fitting = [key for key in siblings if _is_scale(key, tensors[key], weight)]
         scales = [key for key in fitting if "bias" not in key.rpartition(".")[2].lower()]
         if scales:
-            nearest = max(_common_length(name, key) for key in scales)
-            yield (
-                name,
-                tuple(
-                    key
-                    for key in fitting
-                    if not key.endswith("bias") and _common_length(name, key) >= nearest
-                ),
+            # `biases` are companions, as in MLX; `bias` is that of the layer.
+            longest = max(_common_length(name, key) for key in scales)
+            companions = (
+                key
+                for key in fitting
+                if not key.endswith("bias") and _common_length(name, key) >= longest
             )
+            yield name, tuple(companions)
 
 
 def _may_be_codes(name: str, tensor: TensorRef) -> bool:
@@ -325,7 +327,7 @@ def _may_be_codes(name: str, tensor: TensorRef) -> bool:
 
 
 def _common_length(name: str, other: str) -> int:
-    """Return the length of the common start of two keys, up to its last `_`."""
+    """Return the length of the common start of two keys, in whole words that end with `_`."""
     pairs = zip(f"{name}_", f"{other}_", strict=False)
     common = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return common.rfind("_") + 1
@@ -336,7 +338,7 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
 
     A single number is a scale only for float8 codes, or for other bytes if its key says so.
     """
-    shape, sizes = codes.sizes, scale.sizes
+    shape, sizes = codes.sizes, scale.sizes  # of the codes, and of the scales
     is_byte = codes.itemsize == 1
     if prod(sizes) == 1:
         return is_byte and (codes.dtype.startswith("float8_") or _SCALE_WORD in name.lower())
@@ -352,10 +354,9 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
         return True
     if len(sizes) != len(shape):
         return False
-    if [pair for pair in zip(sizes, shape, strict=True) if pair[0] != 1] == [
-        (trimmed[-1], trimmed[-1])
-    ]:
-        return True  # columns, as in [1, n]
+    scaled_dimensions = [pair for pair in zip(sizes, shape, strict=True) if pair[0] != 1]
+    if len(scaled_dimensions) == 1 and len(set(scaled_dimensions[0])) == 1:
+        return True  # a scale for each index of one dimension, as in [1, n]
     if sizes[:-2] != shape[:-2]:
         return False
     (rows, columns), (all_rows, all_columns) = sizes[-2:], shape[-2:]
@@ -363,7 +364,7 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
         return all_columns % columns == 0 and (rows != 1 or columns == all_columns)
     if columns == all_columns:
         return all_rows % rows == 0
-    # square blocks, cut at the edges
+    # Square blocks, of which the last ones may be cut at the edges.
     block = -(-all_rows // rows)
     return is_byte and (rows, columns) == (-(-all_rows // block), -(-all_columns // block))
 
@@ -388,7 +389,7 @@ def class_scheme(node: Any) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _scheme_of(class_name: str) -> str | None:
-    """Return the scheme with classes that start like `class_name`, or None."""
+    """Return the scheme that lists the start of a class name, or None."""
     return next(
         (known.scheme for known in QUANTIZERS if class_name.startswith(known.classes)), None
     )

@@ -74,25 +74,22 @@ def hash_contents(
         CorruptFile: if bytes cannot be read.
     """
     locations = [tensor.place if tensor.has_content else None for _, tensor in leaves]
-    distinct_tensors: dict[Any, TensorRef] = {}
+    distinct_tensors: dict[Any, TensorRef] = {}  # by location
     repeated = RepeatedBytes(limits)
     for (path, tensor), location in zip(leaves, locations, strict=True):
         if location is not None and location not in distinct_tensors:
             repeated.add(path, tensor)
             distinct_tensors[location] = tensor
-    hashes = dict(
-        zip(distinct_tensors, _hash_distinct(list(distinct_tensors.values()), advance), strict=True)
-    )
-    return [hashes.get(location) for location in locations]
+    hashes = _hash_distinct(list(distinct_tensors.values()), advance)
+    hash_by_location = dict(zip(distinct_tensors, hashes, strict=True))
+    return [hash_by_location.get(location) for location in locations]
 
 
 def _hash_distinct(tensors: Sequence[TensorRef], advance: BytesDone | None) -> Iterator[str]:
     """Yield the hash of each tensor, in order, with threads if the sources allow it."""
     jobs = list(_group_into_jobs(tensors))
-    is_shared = all(map(_is_shared, tensors))
-    for job, hashes in zip(
-        jobs, (run_in_order if is_shared else map)(_hash_job, jobs), strict=True
-    ):
+    run_jobs = run_in_order if all(map(_is_shared, tensors)) else map
+    for job, hashes in zip(jobs, run_jobs(_hash_job, jobs), strict=True):
         yield from hashes
         if advance is not None:
             advance(sum(tensor.nbytes for tensor in job))

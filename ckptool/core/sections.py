@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
@@ -56,6 +57,7 @@ class Section(Result):
     path: Path
     kind: str
     node: dict[Any, Any]
+    """The mapping; for an optimizer without groups, a new one with `state` and `param_groups`."""
     holder: Any
 
     @property
@@ -145,7 +147,7 @@ def find_sections(root: Any) -> tuple[Section, ...]:
 
 
 def _classify(path: Path, node: Any, modules: dict[int, OrderedMap | None]) -> Section | None:
-    """Return the section for a container; `modules` caches those already read."""
+    """Return the section for a container, or None; `modules` caches those already read."""
     if is_module(node):
         if id(node) not in modules:
             modules[id(node)] = to_model_state(node)
@@ -166,7 +168,7 @@ def _classify(path: Path, node: Any, modules: dict[int, OrderedMap | None]) -> S
 
 
 def _mapping_of(node: Any) -> dict[Any, Any] | None:
-    """Return a dict, or the items of an instance of a dict subclass."""
+    """Return a dict, or the items of an instance of a dict subclass; None for anything else."""
     if isinstance(node, dict):
         return node
     if isinstance(node, Opaque) and any(kind == "set" for kind, _ in node.steps):
@@ -179,10 +181,9 @@ MOMENTS = (
     "exp_inf", "grad_avg", "sum", "prev", "ax", "variance",
 )  # fmt: skip
 """Keys of an optimizer's state whose tensors have the shape of the parameter."""
-_PARAMETER_STATE_KEYS, _COMMON_MOMENTS = (
-    {"step", *MOMENTS},
-    {"exp_avg", "momentum_buffer", "square_avg"},
-)
+_PARAMETER_STATE_KEYS = {"step", *MOMENTS}
+_COMMON_MOMENTS = {"exp_avg", "momentum_buffer", "square_avg"}
+"""Keys by which the state of a parameter is recognized, because no model uses them."""
 
 
 def is_optimizer(mapping: dict[Any, Any]) -> bool:
@@ -208,18 +209,18 @@ def restore_integer_keys(root: Any) -> Any:
     replacements: dict[int, Any] = {}
     for node in walk_everything(root):
         if isinstance(node, dict) and is_optimizer(node):
-            groups_params = (group.get("params") for group in node["param_groups"])
-            parameters = [
-                value for params in groups_params if isinstance(params, list) for value in params
-            ]
+            params_of_groups = (group.get("params") for group in node["param_groups"])
+            parameters = chain.from_iterable(
+                params for params in params_of_groups if isinstance(params, list)
+            )
             state = node["state"]
-            numbers = {
-                str(value): value
-                for value in parameters
-                if type(value) is int and value not in state
+            number_by_text = {
+                str(parameter): parameter
+                for parameter in parameters
+                if type(parameter) is int and parameter not in state
             }
-            if not numbers.keys().isdisjoint(state):
-                items = ((numbers.get(key, key), value) for key, value in state.items())
+            if not number_by_text.keys().isdisjoint(state):
+                items = ((number_by_text.get(key, key), value) for key, value in state.items())
                 replacements[id(state)] = copy_with_items(state, items)
     if not replacements:
         return root
@@ -227,9 +228,9 @@ def restore_integer_keys(root: Any) -> Any:
 
 
 def find_loose_optimizers(root: Any) -> Iterator[Section]:
-    """Yield optimizer states by name with their groups, if any, next to them.
+    """Yield the optimizer states at the root, which have names, with the groups next to them.
 
-    The folders of `ckptool train --sharded` have these.
+    The folders of `ckptool train --sharded` have these; the groups may be missing.
     """
     if not isinstance(root, dict) or is_optimizer(root):
         return
@@ -241,7 +242,7 @@ def find_loose_optimizers(root: Any) -> Iterator[Section]:
 
 
 def _is_parameter_state(node: Any) -> bool:
-    """Return True for an optimizer's state of one parameter."""
+    """Return True for an optimizer's state of one parameter; Adagrad's has only step and sum."""
     if not isinstance(node, dict):
         return False
     is_usual = node.keys() <= _PARAMETER_STATE_KEYS and not node.keys().isdisjoint(_COMMON_MOMENTS)
@@ -291,15 +292,19 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
 
 
 def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> bool:
-    """Return True if tensors without dotted keys may be weights, judging by their number."""
+    """Return True if tensors without dotted keys may be weights.
+
+    `entries` is the number of all entries of their dict, which is at `path`.
+    """
     # A model's dict has tensors and at most some settings; metrics or configurations with a
     # tensor or two have mostly plain values.
     if 2 * len(tensors) < entries:
         return False
     if all(tensor.dtype == "uint8" and len(tensor.shape) == 1 for tensor in tensors):
-        return False
+        return False  # the states of random number generators
     if not path:
         return True
+    # Below the root, scalars are metrics, and numpy arrays data unless their key says otherwise.
     can_be_arrays = path[-1] in _ARRAY_MODEL_KEYS
     return any(tensor.shape and (can_be_arrays or tensor.kind != "numpy") for tensor in tensors)
 
@@ -322,7 +327,8 @@ def choose_only_model(sections: Sequence[Section]) -> Section | None:
     """Return the only section, or the one that `ckptool.save` marked, or None."""
     if len(sections) == 1:
         return sections[0]
-    depth = min((len(section.path) for section in sections), default=0)  # of the file as a whole
+    # Marks deeper in the file are of checkpoints inside this one.
+    depth = min((len(section.path) for section in sections), default=0)
     marked = [
         section
         for section in sections
@@ -332,14 +338,16 @@ def choose_only_model(sections: Sequence[Section]) -> Section | None:
 
 
 def _has_model_name(section: Section) -> bool:
-    """Return True if it has a model's name, so that sections without one do not compete.
+    """Return True if a section is recognizably a model, so that others do not compete with it.
 
-    This includes modules with Parameters, or with weights known only to their class. Integers are
-    tables or codes, whatever their key, unless they come from a module.
+    A state dict is one by its `_metadata`, or by a name of weights unless it has only integers
+    (tables or codes); a module by its Parameters, or by weights known only to their class.
     """
     if section.kind == "module":
-        has_own = any(getattr(value, "is_parameter", True) for value in section.node.values())
-        return has_own or bool(section.apart)
+        has_parameters = any(
+            getattr(value, "is_parameter", True) for value in section.node.values()
+        )
+        return has_parameters or bool(section.apart)
     metadata = isinstance(section.node, OrderedMap) and section.node.metadata
     return bool(metadata) or (_has_weight_key(section) and not _is_table(section.node))
 
@@ -361,18 +369,18 @@ def _is_table(mapping: dict[Any, Any]) -> bool:
 def _is_mere_data(root: Any, section: Section) -> bool:
     """Return True if a dict below the root has no sign of weights.
 
-    It has only integers, or is in an object of another library or in a list.
+    Then it has only integers, or is in an object of another library or in a list.
     """
-    if section.kind != "state_dict" or not section.path or _has_model_name(section):
+    if section.kind != "state_dict" or not section.path:
         return False
-    if _has_weight_key(section):
+    if _has_model_name(section) or _has_weight_key(section):
         return False
-    has_text_key = isinstance(section.path[-1], str)
-    return not has_text_key or _is_table(section.node) or _is_inside(root, section)
+    is_in_list = not isinstance(section.path[-1], str)
+    return is_in_list or _is_table(section.node) or _is_inside(root, section)
 
 
 def _is_inside(root: Any, section: Section) -> bool:
-    """Return True if the section is inside an object."""
+    """Return True if the section is inside an object that is no dict, list or tuple."""
     node = root
     for key in section.path:
         if not isinstance(node, (dict, list, tuple)):
@@ -497,32 +505,26 @@ def _find_root_weights(root: Any) -> dict[Any, Any]:
 
 
 def _find_models(root: Any, path: Path = ()) -> list[Section]:
-    """Return the state dicts and modules below a node, each once.
+    """Return the state dicts and modules below a node, each once, that may be the model.
 
-    If any have a model's name, the others are left out. The same applies to keys of weights
-    (`fisher` next to `model`), unless the key is also that of a model. Averages are never taken for
-    the model, so they leave the others in.
+    If any is recognizably a model, the others are left out. If only one of these has a key of
+    weights, and it is a usual one (`model` next to `fisher`), it is the model. Averages (`ema`) are
+    never taken for the model, so they leave the others in.
     """
     models: dict[int, Section] = {}
     for section in find_sections(root):
         if section.kind in MODEL_KINDS:
             model = Section(path + section.path, section.kind, section.node, section.holder)
             models.setdefault(id(section.holder), model)
-    with_model_name = list(filter(_has_model_name, models.values()))
-    with_weight_key = [
-        candidate for candidate in with_model_name if _MODEL_KEY.search(candidate.name)
-    ]
-    if (
-        len(with_weight_key) == 1
-        and with_weight_key[0].path
-        and _MODEL_NAME.fullmatch(str(with_weight_key[0].path[-1]))
-    ):
-        return with_weight_key
-    return (
-        with_model_name
-        if any("ema" not in candidate.name.lower() for candidate in with_model_name)
-        else list(models.values())
-    )
+    likely = list(filter(_has_model_name, models.values()))
+    with_weight_key = [candidate for candidate in likely if _MODEL_KEY.search(candidate.name)]
+    if len(with_weight_key) == 1:
+        model_path = with_weight_key[0].path
+        if model_path and _MODEL_NAME.fullmatch(str(model_path[-1])):
+            return with_weight_key
+    if any("ema" not in candidate.name.lower() for candidate in likely):
+        return likely
+    return list(models.values())
 
 
 def _require_one(checkpoint: Checkpoint, sections: list[Section], where: str) -> Section:

@@ -30,6 +30,7 @@ _PLAIN = frozenset((
 ))  # fmt: skip
 _PLAIN_VALUES = _PLAIN - {Global}
 _HOLDERS = frozenset((dict, OrderedMap, list, tuple, Size, Opaque))
+"""Types of nodes with content that is rebuilt; tensors only have some if they have components."""
 
 
 def walk_everything(root: Any) -> Iterator[Any]:
@@ -60,7 +61,8 @@ def walk_mentions(root: Any, enter: Callable[[Any], bool]) -> Iterator[tuple[Lin
     """Yield every mention of an object, class or tensor below `root`, with its link.
 
     Like `walk_everything`, it visits objects, keys, and components of tensors. The content of a
-    node is yielded at its first mention, if `enter` accepts the node.
+    node is visited only at its first mention, and that of an object, class or tensor only if
+    `enter` returns True for it.
     """
     seen: set[int] = set()
     pending: list[tuple[Link, Any]] = [(None, root)]
@@ -68,10 +70,10 @@ def walk_mentions(root: Any, enter: Callable[[Any], bool]) -> Iterator[tuple[Lin
         link, node = pending.pop()
         if type(node) in _PLAIN_VALUES:
             continue
-        is_single = isinstance(node, (Opaque, TensorRef, Global))
-        if is_single:
+        is_mentioned = isinstance(node, (Opaque, TensorRef, Global))
+        if is_mentioned:
             yield link, node
-        if id(node) in seen or (is_single and not enter(node)):
+        if id(node) in seen or (is_mentioned and not enter(node)):
             continue
         seen.add(id(node))
         pending.extend(
@@ -201,7 +203,10 @@ class _Rebuilder:
                 done[id(node)] = leaf(node) if leaf else node
 
     def _open(self, node: Any, pending: list[tuple[Any, bool]]) -> None:
-        """Copy a mutable node; push any other node back on `pending`, below its components."""
+        """Copy a mutable node, to be filled later; `_finish` makes any other one after its content.
+
+        Such a node goes back on `pending`, below its content.
+        """
         if isinstance(node, (dict, list)):
             source = self.mapping(node) if self.mapping and isinstance(node, dict) else node
             self._register_copy(node, source, type(source)(), pending)
@@ -270,10 +275,8 @@ class _Rebuilder:
             NameCollision: if two keys become equal.
         """
         if isinstance(source, Opaque):
-            copy.func, copy.args = (
-                self._get_replacement(source.func),
-                self._get_replacement(source.args),
-            )
+            copy.func = self._get_replacement(source.func)
+            copy.args = self._get_replacement(source.args)
             copy.kwargs = self._get_replacement(source.kwargs)
             copy.steps.extend((kind, self._get_replacement(value)) for kind, value in source.steps)
         elif isinstance(source, list):
@@ -397,16 +400,13 @@ def _is_container(node: Any) -> bool:
 
 
 class _Frames:
-    """The open containers of a walk, innermost last.
-
-    Each has its path, the remaining entries, whether only tensors are listed from these, and
-    further entries from which only tensors are listed.
-    """
+    """The open containers of a walk, innermost last."""
 
     def __init__(self, limits: Limits, enter: Callable[[Path, Any], bool] | None) -> None:
         """Start with no open container."""
         self.stack: list[tuple[Any, Path, Entries, bool, Entries | None]] = []
-        """The container and the items that the class docstring lists, for each level."""
+        """For each level the container, its path, the remaining entries, True if only tensors are
+        listed from these, and its hidden entries, from which only tensors are listed later."""
         self._enter = enter
         self._limits = limits
         self._visits = Visits(limits)

@@ -34,7 +34,7 @@ def _format_key(key: Any) -> str:
     """Return the repr of plain data, or the class of an object, because its repr may be huge."""
     if isinstance(key, tuple):
         items = ", ".join(map(_format_key, key))
-        return f"({items},)" if len(key) == 1 else f"({items})"
+        return f"({items},)" if len(key) == 1 else f"({items})"  # as Python writes tuples
     is_plain = is_value(key) or isinstance(key, bytes)
     return repr(key) if is_plain else name_of((key,))
 
@@ -90,11 +90,10 @@ def summarize(node: Any, max_length: int = 60) -> str:
     if isinstance(node, TensorRef):
         return f"tensor {node.dtype} {format_shape(node.shape)} on {node.device}"
     if isinstance(node, Opaque):
-        return (
-            _summarize_object(node, max_length)
-            if node.plain is None
-            else shorten_value(node.plain[1], max_length)
-        )
+        if node.plain is None:
+            return _summarize_object(node, max_length)
+        _type, value = node.plain
+        return shorten_value(value, max_length)
     if isinstance(node, dict):
         return f"dict of {len(node):,}"
     if isinstance(node, (list, tuple)):
