@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from ckptool.comparison.diff import TAGS, Changed, Diff, Renamed, Side, magnitude_key
@@ -26,8 +27,10 @@ from ckptool.words import clean, counted
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
-_MAX_VALUE_LENGTH = 40  # characters of each of two values on a line
+_MAX_VALUE_LENGTH = 40
+"""The most characters of each of two values on a line."""
 _MAX_MOVES = 5
+"""The most pairs of devices, or of requires_grad, on a line."""
 _FIGURES = ("rel norm", "max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
 _NUMERIC_COLUMNS = range(5, 12)
 """Numeric columns of a table: all of `_FIGURES` except the last."""
@@ -48,8 +51,9 @@ class Row:
     what: str = ""
     """The differences; for a renamed tensor its dtype and shape."""
     a: str = ""
+    """The differing aspects of the entry in A, or the whole entry if only A has it."""
     b: str = ""
-    """The entry in B; for a renamed tensor the new name."""
+    """The same in B; for a renamed tensor the new name."""
     figures: Difference | None = None
     """The largest differences of the entries."""
     count: int = 1
@@ -71,8 +75,8 @@ def _changed_rows(
 ) -> Iterator[Row]:
     """Yield a row for each changed entry; with `tags`, also for device and requires_grad.
 
-    Its sides are the aspects that differ and, for an entry inside an object or a tensor that became
-    a value, the changed texts.
+    Its sides are the aspects that differ. A difference inside an entry, or of a tensor that became
+    a value, adds the changed texts.
     """
     for changed in changes:
         aspects = [aspect for aspect in changed.what if tags or aspect not in TAGS]
@@ -81,13 +85,10 @@ def _changed_rows(
         place = (changed.place or "").removeprefix("quantizer/")
         description = ", ".join(aspects) + (f" at {clean(place)}" if place else "")
         a, b = (" ".join(_describe_side(side, aspects, full)) for side in (changed.a, changed.b))
-        if changed.change is not None and (
-            changed.place or "tensor" in (changed.a.sort, changed.b.sort)
-        ):
-            a, b = (
-                f"{side} {clean(text)}".strip()
-                for side, text in zip((a, b), changed.change, strict=True)
-            )
+        has_tensor = "tensor" in (changed.a.sort, changed.b.sort)
+        if changed.change is not None and (changed.place or has_tensor):
+            text_a, text_b = changed.change
+            a, b = f"{a} {clean(text_a)}".strip(), f"{b} {clean(text_b)}".strip()
         yield Row(
             changed.status if changed.counts else "=",
             changed.name,
@@ -107,12 +108,12 @@ def _unpaired_rows(
 
     Entries in `hidden` containers, pairs of A or B and a name, are left out.
     """
-    only_a, only_b = (
-        [side for side in sides if (letter, side.container) not in hidden]
-        for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b))
-    )
-    yield from (Row("D", side.name, a=_describe_entry(side, full)) for side in only_a)
-    yield from (Row("A", side.name, b=_describe_entry(side, full)) for side in only_b)
+    for side in diff.only_in_a:
+        if ("A", side.container) not in hidden:
+            yield Row("D", side.name, a=_describe_entry(side, full))
+    for side in diff.only_in_b:
+        if ("B", side.container) not in hidden:
+            yield Row("A", side.name, b=_describe_entry(side, full))
     for renamed in diff.renamed:
         tags = "".join(f", different {tag}" for tag in renamed.what)
         yield Row("R", renamed.a.name, _describe_entry(renamed.a, full) + tags, b=renamed.b.name)
@@ -124,9 +125,8 @@ def _describe_side(side: Side, aspects: Sequence[str], full: bool) -> Iterator[s
     If the types differ, the whole entry is described instead.
     """
     if "type" in aspects:
-        yield (f"{clean(side.type)} " if side.sort == "tensor" else "") + _describe_entry(
-            side, full
-        )
+        prefix = f"{clean(side.type)} " if side.sort == "tensor" else ""
+        yield prefix + _describe_entry(side, full)
         return
     for aspect in aspects:
         if aspect == "shape" and side.shape is not None:
@@ -142,9 +142,9 @@ def _describe_entry(side: Side, full: bool) -> str:
     """Return the type of an entry with its shape or value: `float32 [2, 3]`, `int 3`."""
     if side.sort == "tensor":
         return f"{side.dtype} {format_shape(side.shape or ())}"
-    kind, literal = clean(side.type), _format_value(side, full)
-    names_its_type = side.sort != "value" and literal.startswith(kind)  # `dict of 3`
-    return literal if side.value is None or names_its_type else f"{kind} {literal}"
+    kind, text = clean(side.type), _format_value(side, full)
+    starts_with_type = side.sort != "value" and text.startswith(kind)  # `dict of 3`
+    return text if side.value is None or starts_with_type else f"{kind} {text}"
 
 
 def _format_value(side: Side, full: bool) -> str:
@@ -172,18 +172,18 @@ def _fold_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fold_key(row: Row, number: int) -> Hashable:
-    """Return a key that is equal for rows that can be folded; `number` is the place of the row.
+    """Return a key that is equal for rows that can be folded; `number` is the index of the row.
 
-    Renamed rows fold if both names have the same numbers. Others are not folded with any row.
+    A renamed row is only folded with others if both of its names have the same numbers.
     """
     if row.status == "R":
         (_, old_numbers), (new_texts, new_numbers) = split_numbers(row.name), split_numbers(row.b)
         return row.what, new_texts if old_numbers == new_numbers else number
-    difference = row.figures
-    has_nonfinite = difference and tuple(
-        map(bool, (difference.nan_a, difference.nan_b, difference.inf_a, difference.inf_b))
-    )
-    return row.status, row.what, row.a, row.b, has_nonfinite, row.is_weight, row.is_integer
+    difference, nonfinite = row.figures, None
+    if difference is not None:  # rows that gain NaN or infinity stand out
+        counts = (difference.nan_a, difference.nan_b, difference.inf_a, difference.inf_b)
+        nonfinite = tuple(map(bool, counts))
+    return row.status, row.what, row.a, row.b, nonfinite, row.is_weight, row.is_integer
 
 
 def _find_largest_differences(differences: Sequence[Difference]) -> Difference | None:
@@ -201,7 +201,7 @@ def _find_largest_differences(differences: Sequence[Difference]) -> Difference |
             for difference in differences
             if (figure := getattr(difference, name)) is not None
         ]
-        return max(known, key=lambda figure: (figure != figure, sign * figure), default=None)
+        return max(known, key=lambda figure: (isnan(figure), sign * figure), default=None)
 
     return replace(
         max(differences, key=lambda difference: difference.share),
@@ -218,7 +218,7 @@ def _find_largest_differences(differences: Sequence[Difference]) -> Difference |
 
 
 def fold_names(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]:
-    """Return `families`, or without `fold` each name by itself."""
+    """Return the families of `group_families`, or without `fold` each name by itself."""
     if fold:
         return group_families(names)
     return [Family(name, (name,), (number,)) for number, (name, _) in enumerate(names)]
@@ -250,9 +250,12 @@ def _format_figures(difference: Difference | None, full: bool) -> list[str]:
 
 
 def _make_cells(row: Row, *, full: bool = False) -> list[str]:
-    """Return the cells of a row from `what` to the figures."""
+    """Return the cells of a row from `what` to the figures.
+
+    The sides of a renamed row are its names. Unless `full`, the old one has its own column.
+    """
     a, b = row.a, row.b
-    if row.status == "R":  # two names; the table that is not `full` has the old one in its heading
+    if row.status == "R":
         a, b = _format_name(row.name) if full else "", _format_name(row.b)
     return [row.what, a, b, *_format_figures(row.figures, full)]
 
@@ -471,16 +474,16 @@ def _module_lines(diff: Diff, look: Look, fold: bool) -> Iterator[str]:
     A bar has `~` for changed, `-` and `+` for one-sided, and `>` for renamed entries. All have one
     scale, and at least one mark for each kind.
     """
-    mark_counts: dict[str, Counter[str]] = {}  # by module
+    marks_by_module: dict[str, Counter[str]] = {}
     for row in diff_rows(diff):
         name = row.b if row.status == "R" else row.name
         module = name[: max(name.rfind("."), name.rfind("/"), 0)]
         if row.status in _MARK_BY_STATUS:
-            mark_counts.setdefault(module, Counter())[_MARK_BY_STATUS[row.status]] += 1
+            marks_by_module.setdefault(module, Counter())[_MARK_BY_STATUS[row.status]] += 1
     # Repeated modules are folded if they have equal counts.
-    keyed = ((module, tuple(sorted(marks.items()))) for module, marks in mark_counts.items())
-    folded = [
-        (family.label, len(family.names), mark_counts[family.names[0]])
+    keyed = ((module, tuple(sorted(marks.items()))) for module, marks in marks_by_module.items())
+    folded = [  # the label, the number of modules, and the marks of each
+        (family.label, len(family.names), marks_by_module[family.names[0]])
         for family in fold_names(keyed, fold=fold)
     ]
     longest = max((times * marks.total() for _, times, marks in folded), default=1)

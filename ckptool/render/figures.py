@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
 
 from ckptool.core.values import format_shape
 from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
@@ -42,7 +43,7 @@ def draw_histogram(counts: Sequence[int], ramp: str = BLOCKS) -> str:
     A bin that is not empty has at least the lowest mark.
     """
     largest, steps = max(counts, default=0), len(ramp) - 1
-    return "".join(ramp[-(-number * steps // largest) if number else 0] for number in counts)
+    return "".join(ramp[ceil(count * steps / largest) if count else 0] for count in counts)
 
 
 def choose_ramp(encoding: str | None) -> str:
@@ -105,8 +106,10 @@ def _make_cells(row: TensorStats, look: Look, ramp: str) -> list[str]:
 
 
 def _format_figure(value: float | None) -> str:
-    """Return four digits of a float, all digits of an integer."""
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Return four digits of a float, all digits of an integer; "" for None."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _format_name(row: TensorStats) -> str:
@@ -143,12 +146,10 @@ def _totals_lines(totals: Totals, look: Look) -> Iterator[str]:
     facts.append(f"norm {_format_figure(totals.norm)}")
     yield from map(look.bold, wrap_text(", ".join(facts), look.width))
     for row in totals.dtypes:
-        span = f", from {_format_figure(row.minimum)} to {_format_figure(row.maximum)}"
-        tensors, elements = (
-            counted(row.tensors, "tensor"),
-            counted(row.elements, "element"),
-        )
-        line = f"{row.dtype}: {tensors}, {elements}{'' if row.minimum is None else span}"
+        tensors, elements = counted(row.tensors, "tensor"), counted(row.elements, "element")
+        line = f"{row.dtype}: {tensors}, {elements}"
+        if row.minimum is not None:
+            line += f", from {_format_figure(row.minimum)} to {_format_figure(row.maximum)}"
         yield from wrap_text(line, look.width)
 
 

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from ckptool.diagnosis import Diagnosis
 
 _INDENT = 14
+"""The width of the names of facts."""
 _MOST_LISTED = 8
+"""The most blockers that are listed."""
 SECTION_HEADINGS = ("section", "kind", "tensors", "parameters", "bytes", "wrappers")
 _MACHINES = {"one_gpu": "one GPU", "cpu": "no GPU"}
+"""The machines for which an `Info` has commands, each in words."""
 
 
 def checkpoint_lines(checkpoint: Checkpoint) -> Iterator[str]:
@@ -44,7 +47,7 @@ def file_line(described: Checkpoint | Info) -> str:
     else:
         file, nbytes = described.file, sum(section.nbytes for section in described.sections)
     wrappers = dict.fromkeys(
-        w for section in described.sections for w in _wrapper_prefixes(section)
+        prefix for section in described.sections for prefix in _wrapper_prefixes(section)
     )
     devices = described.devices
     tensors = counted(sum(devices.values()), "tensor")
@@ -173,7 +176,11 @@ def _section_table(sections: Iterable[SectionInfo], look: Look) -> Iterator[str]
 
 
 def _command_lines(info: Info, look: Look) -> Iterator[str]:
-    """Yield the commands that make the file load, by machine, or the reason that none does."""
+    """Yield the commands that make the file load, by machine, or the reason that none does.
+
+    One command is shown without machines if it is the same for all. A machine without a command
+    loads the file as is. The command that resumes training comes last.
+    """
     commands = {name: info.commands[name] for name in _MACHINES if name in info.commands}
     title = "To use the weights" if "resume" in info.commands else "To load it"
     loads = f"{clean(info.reader)} reads it as is" if info.reader else "loads as is"

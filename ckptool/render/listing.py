@@ -137,18 +137,18 @@ def tree_lines(root: TreeNode, look: Look) -> Iterator[str]:
     On a narrow terminal the totals lose their elements, then names lose their middle.
     """
     rows = list(_walk_tree(root, "", ""))
-    facts = [_format_node_totals(node) for _, _, node in rows]
+    all_totals = [_format_node_totals(node) for _, _, node in rows]
+    # The width of the drawing and the names, which are two spaces before the totals.
     width = min(_MAX_TREE_WIDTH, max(len(lead) + len(name) for lead, name, _ in rows))
     if look.width is not None:
-        if width + 2 + max(map(len, facts)) > look.width:
-            facts = [_format_node_totals(node, brief=True) for _, _, node in rows]
-        deepest = max(len(lead) + min(len(name), _MIN_NAME_LENGTH) for lead, name, _ in rows)
-        width = min(width, max(deepest, look.width - max(map(len, facts)) - 2))
-    for (lead, name, _), totals in zip(rows, facts, strict=True):
-        shown = (
-            name if look.width is None else shorten(name, max(width - len(lead), _MIN_NAME_LENGTH))
-        )
-        yield f"{lead + shown:<{width}}  {look.faint(totals)}"
+        if width + 2 + max(map(len, all_totals)) > look.width:
+            all_totals = [_format_node_totals(node, brief=True) for _, _, node in rows]
+        smallest = max(len(lead) + min(len(name), _MIN_NAME_LENGTH) for lead, name, _ in rows)
+        width = min(width, max(smallest, look.width - max(map(len, all_totals)) - 2))
+    for (lead, name, _), totals in zip(rows, all_totals, strict=True):
+        if look.width is not None:
+            name = shorten(name, max(width - len(lead), _MIN_NAME_LENGTH))
+        yield f"{lead + name:<{width}}  {look.faint(totals)}"
 
 
 def _walk_tree(node: TreeNode, lead: str, below: str) -> Iterator[tuple[str, str, TreeNode]]:
@@ -163,11 +163,14 @@ def _walk_tree(node: TreeNode, lead: str, below: str) -> Iterator[tuple[str, str
 
 
 def _format_node_totals(node: TreeNode, *, brief: bool = False) -> str:
-    """Return the number of tensors, elements and bytes of a module, or the header of a tensor."""
+    """Return the number of tensors, elements and bytes of a module, or the header of a tensor.
+
+    If `brief`, a module has no elements. A row of repeated tensors has their number.
+    """
     tensor = node.tensor
     if tensor is None or node.children:
-        totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
-        return ", ".join((*totals[: 1 if brief else 2], format_size(node.nbytes)))
+        elements = [] if brief else [counted(node.elements, "element")]
+        return ", ".join((counted(node.tensors, "tensor"), *elements, format_size(node.nbytes)))
     times = f"{node.count:,} x " if node.count > 1 else ""
     return f"{times}{tensor.dtype} {format_shape(tensor.shape)}  {format_size(node.nbytes)}"
 

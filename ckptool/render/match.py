@@ -104,7 +104,7 @@ def _format_hint(remedy: Remedy) -> str:
 
 
 def _reasons_outside_table(judgement: Judgement | None) -> list[str]:
-    """Return the reasons for a refusal that the table does not show."""
+    """Return the reasons for a refusal that the table does not show: too little is loaded."""
     problems = () if judgement is None else judgement.problems
     return [problem.text for problem in problems if problem.kind == "coverage"]
 
@@ -140,9 +140,11 @@ def note_lines(
 
 
 def _deciding_rule(report: MatchReport) -> str:
-    """Return the rule that decides an ambiguity, unless it is for one layer of several."""
+    """Return the first rule that decides an ambiguity, as Python; "a rename rule" without one."""
     rules = [rule for ambiguity in report.ambiguous for rule in ambiguity.rules]
-    return f"`{clean(str(Remedy((('rename', tuple(rules[:1])),))))}`" if rules else "a rename rule"
+    if not rules:
+        return "a rename rule"
+    return f"`{clean(str(Remedy((('rename', (rules[0],)),))))}`"
 
 
 def _has_no_remarks(report: MatchReport) -> bool:
@@ -160,8 +162,7 @@ def _heading_lines(report: MatchReport, look: Look, judgement: Judgement) -> Ite
     accepted = judgement.accepted or report.accepted
     verdict = "fits" if accepted else "does not fit"
     allowed = " with the allowed differences" if accepted and not report.fits else ""
-    total = max(report.parameters, 1)
-    share = format_share(report.loaded if report.parameters else total, total)
+    share = format_share(report.loaded, report.parameters) if report.parameters else "100%"
     tensors, verb = counted(report.names, "tensor"), "matches" if report.fitting == 1 else "match"
     matched = "all " * (report.names > 1) if report.fits else f"{report.fitting:,} of "
     reason = f"{matched}{tensors} {verb} ({share} of the parameters)"
@@ -193,12 +194,8 @@ def _make_rows(report: MatchReport, *, fold: bool) -> list[_Row]:
         for item in report.mismatched
     )
     layouts = ((item.name, f"axes {list(item.axes)}") for item in report.layouts if item.axes)
-    casts = {
-        is_lossy: [
-            (item.name, _describe_cast(item)) for item in report.cast if item.lossy == is_lossy
-        ]
-        for is_lossy in (True, False)
-    }
+    lossy_casts = ((item.name, _describe_cast(item)) for item in report.cast if item.lossy)
+    exact_casts = ((item.name, _describe_cast(item)) for item in report.cast if not item.lossy)
     return [
         *_rows_by_name("MISSING", ((name, "") for name in report.missing_keys), fold),
         *_rows_by_name("UNEXPECTED", ((name, "") for name in unexpected), fold),
@@ -207,10 +204,10 @@ def _make_rows(report: MatchReport, *, fold: bool) -> list[_Row]:
         *_rows_by_name("LAYOUT", ((item.name, item.reason) for item in report.undecided), fold),
         *_rows_by_details("PROPOSED", _rename_pairs(report.proposed, fold), fold),
         *_rows_of_related("UNTIED", ((item[:1], item[1:], "!=") for item in report.untied), fold),
-        *_rows_by_details("CAST", casts[True], fold),
+        *_rows_by_details("CAST", lossy_casts, fold),
         *_rows_by_details("RENAMED", _rename_pairs(report.renamed, fold), fold),
         *_rows_by_name("TRANSPOSED", layouts, fold),
-        *_rows_by_details("CAST", casts[False], fold),
+        *_rows_by_details("CAST", exact_casts, fold),
         *_tied_rows(report, fold),
         *_rows_by_name("KEPT", report.kept, fold),
         *_rows_by_name("LEFT OUT", report.left_out, fold),
@@ -242,12 +239,12 @@ def _rows_by_details(status: str, pairs: Iterable[tuple[str, str]], fold: bool) 
     """Return a row for each name; with `fold` names with the same details are one row."""
     if not fold:
         return _rows_by_name(status, pairs, fold)
-    names: dict[str, list[str]] = {}
+    names_by_details: dict[str, list[str]] = {}
     for name, details in pairs:
-        names.setdefault(details, []).append(name)
+        names_by_details.setdefault(details, []).append(name)
     return [
-        _Row(_format_patterns(same, max_count=1), status, clean(details))
-        for details, same in names.items()
+        _Row(_format_patterns(names, max_count=1), status, clean(details))
+        for details, names in names_by_details.items()
     ]
 
 
@@ -282,14 +279,16 @@ def _rows_of_related(
         for names, related_names, _ in nonempty
     ]
     for family in fold_names(keyed_names, fold=fold):
-        members = [nonempty[n] for n in family.numbers]
-        key = _format_patterns(
-            (name for names, _, _ in members for name in names), fold, 1 if fold else _MAX_PATTERNS
+        members = [nonempty[number] for number in family.numbers]
+        names = (name for names, _, _ in members for name in names)
+        all_related = (name for _, related_names, _ in members for name in related_names)
+        related_text = _format_patterns(all_related, fold)
+        _, _, word = members[0]
+        yield _Row(
+            _format_patterns(names, fold, 1 if fold else _MAX_PATTERNS),
+            status,
+            f"{word} {related_text}" if related_text else "",
         )
-        related_names = _format_patterns(
-            (name for _, related_names, _ in members for name in related_names), fold
-        )
-        yield _Row(key, status, f"{members[0][2]} {related_names}" if related_names else "")
 
 
 def _step_key(name: str, related_names: Sequence[str]) -> Hashable:

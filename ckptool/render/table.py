@@ -8,11 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from ckptool.errors import UsageError
 from ckptool.render.text import Look, shorten, wrap_text
 
-_MIN_COLUMN_WIDTH = 12  # characters that a cell of a narrow table keeps
-_READABLE_WIDTH = 24  # characters of a flexible column before spare columns are left out for it
-_MAX_PADDED_WIDTH = (
-    160  # characters that rows are padded to, so that one long name widens no other row
-)
+_MIN_COLUMN_WIDTH = 12
+"""Characters that a cell of a narrow table keeps."""
+_READABLE_WIDTH = 24
+"""Characters of a flexible column below which spare columns are left out."""
+_MAX_PADDED_WIDTH = 160
+"""The most characters to which cells are padded, so that one long name does not widen all rows."""
+_UNLIMITED = 1 << 30
+"""The width without a terminal."""
 
 
 def table_lines(
@@ -47,9 +50,11 @@ def table_lines(
     full_widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     flexible_columns = (flexible,) if isinstance(flexible, int) else flexible
     spare = [n for n in spare if n in columns]
-    available = look.width or 1 << 30
-    # Removes spare columns from `columns` too.
-    widths = _fit_widths(columns, full_widths, available, len(gap), flexible_columns, spare)
+    available = look.width or _UNLIMITED
+    columns = _drop_spare_columns(
+        columns, full_widths, available, len(gap), flexible_columns, spare
+    )
+    widths = _shrink_columns(columns, full_widths, available, len(gap), flexible_columns)
     pattern = gap.join(
         f"%{'' if n in right else '-'}{min(width, _MAX_PADDED_WIDTH)}s"
         for n, width in zip(columns, widths, strict=True)
@@ -70,27 +75,42 @@ def table_lines(
         yield from map(look.faint, wrap_text(note, look.width))
 
 
-def _fit_widths(
-    columns: list[int],
+def _drop_spare_columns(
+    columns: Sequence[int],
     full_widths: Sequence[int],
     available: int,
     gap: int,
     flexible: Collection[int],
     spare: Sequence[int],
 ) -> list[int]:
-    """Remove spare columns from `columns` until the others fit, and return their widths.
+    """Return the columns without as many of the spare ones as needed for the others to fit.
 
-    `full_widths` has every column, `gap` is the space between two. If the rows are still wider than
-    `available`, flexible columns shrink, the widest ones first.
+    `full_widths` has every column, `gap` is the space between two. A flexible column fits if it has
+    a readable width.
     """
     smallest = [
         min(width, _READABLE_WIDTH) if column in flexible else width
         for column, width in enumerate(full_widths)
     ]
+    kept = list(columns)
     for column in spare:
-        if sum(smallest[n] + gap for n in columns) <= available + gap:
+        if sum(smallest[n] for n in kept) + gap * (len(kept) - 1) <= available:
             break
-        columns.remove(column)
+        kept.remove(column)
+    return kept
+
+
+def _shrink_columns(
+    columns: Sequence[int],
+    full_widths: Sequence[int],
+    available: int,
+    gap: int,
+    flexible: Collection[int],
+) -> list[int]:
+    """Return the widths of the columns; flexible ones shrink, the widest first, until all fit.
+
+    None becomes narrower than `_MIN_COLUMN_WIDTH`, even if the rows are then too wide.
+    """
     widths = [full_widths[column] for column in columns]
     excess = sum(widths) + gap * (len(columns) - 1) - available
     shrinkable = sorted(
@@ -123,8 +143,10 @@ _SEPARATED_FORMATS = ("csv", "tsv")
 _ESCAPING_TWINS = {"unsafehtml": "html", "latex_raw": "latex"}
 """Formats that do not escape cells, and the same formats with escapes."""
 
-_MAX_PADDING = 32 << 20  # characters; one name of a megabyte would widen every row
+_MAX_PADDING = 32 << 20
+"""Characters by which cells may be padded: one name of a megabyte would widen every row."""
 _MAX_PADDING_RATIO = 8
+"""Padded characters that are allowed for each character of the cells, in addition."""
 
 
 def resolve_format(word: str) -> str:
@@ -156,7 +178,7 @@ def _format_cells(
     Raises:
         UsageError: one long cell would pad all rows to a file of gigabytes.
     """
-    if fmt == "tsv":  # has no quotes; no clean cell holds a tab
+    if fmt == "tsv":  # which has no quotes; a clean cell has no tab
         return map("\t".join, cells)
     if fmt == "csv":
         import csv

@@ -41,16 +41,20 @@ def make_pasteable(command: str) -> str:
 
 
 def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iterator[str]:
-    r"""Yield a command behind `first`, in lines that fit, which a shell joins at `\\`."""
-    line, start = first + make_pasteable(command), len(first)
-    if width is None or len(line) <= width or not command.startswith("ckptool "):
-        yield line
+    r"""Yield a command behind `first`, in lines that fit, which a shell joins at `\\`.
+
+    Only commands of ckptool are wrapped: others may have pipes, which are no words.
+    """
+    whole = first + make_pasteable(command)
+    if width is None or len(whole) <= width or not command.startswith("ckptool "):
+        yield whole
         return
-    line = ""
+    indent, line = " " * len(first), ""
     for word in map(make_pasteable, map(shlex.quote, shlex.split(command))):
-        if line and start + len(line) + len(word) + 3 > width:
+        # One space before the word, and a space and a backslash after it.
+        if line and len(first) + len(line) + len(word) + 3 > width:
             yield f"{first}{line} \\"
-            first, line = " " * start, f"  {word}"
+            first, line = indent, f"  {word}"
         else:
             line = f"{line} {word}" if line else word
     yield f"{first}{line}"

@@ -37,9 +37,9 @@ class PageReceipt(Result):
     measured: int
     """The number of tensors whose values were read."""
     identical: bool | None
-    """Whether the two files are equal; None for one file."""
+    """True if the two files are equal; None for one file."""
     structure: bool | None
-    """Whether only headers were compared, without values; None for one file."""
+    """True if only headers were compared, without values; None for one file."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
 

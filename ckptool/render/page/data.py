@@ -159,7 +159,10 @@ _WORD_COLUMNS: dict[str, Callable[[TensorStats], str]] = {
 def collect_columns(report: Report) -> dict[str, Any]:
     """Return the names, tensors, figures and differences for the script of the page."""
     names = Names()
-    first_numbers = {tensor.name: i for i, tensor in reversed([*enumerate(report.tensors)])}
+    # Tied tensors have the name of the first one with the same elements.
+    first_numbers: dict[str, int] = {}
+    for number, tensor in enumerate(report.tensors):
+        first_numbers.setdefault(tensor.name, number)
     paths = [report.file.name_parameter(tensor.row.path) for tensor in report.tensors]
     name_columns = names.to_columns(paths)
     words, word_numbers = _encode_words(report.tensors)
@@ -172,13 +175,13 @@ def collect_columns(report: Report) -> dict[str, Any]:
             "bytes": [tensor.row.nbytes for tensor in report.tensors],
             "elements": [tensor.row.numel for tensor in report.tensors],
             "tie": [
-                [i, first_numbers[tensor.tie]]
-                for i, tensor in enumerate(report.tensors)
+                [number, first_numbers[tensor.tie]]
+                for number, tensor in enumerate(report.tensors)
                 if tensor.tie is not None
             ],
-            "path": [
-                [i, clean(tensor.name)]
-                for i, (tensor, path) in enumerate(zip(report.tensors, paths, strict=True))
+            "path": [  # in the file, if the shown path has the name of a parameter instead
+                [number, clean(tensor.name)]
+                for number, (tensor, path) in enumerate(zip(report.tensors, paths, strict=True))
                 if path != tuple(map(str, tensor.row.path))
             ],
         },

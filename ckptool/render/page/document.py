@@ -87,7 +87,9 @@ def script_json(document: Any) -> str:
 MAX_FIRST_ROWS = 100
 """The most rows of a table that is shown without the script."""
 _MAX_LISTED = 12
+"""The most lines in a cell."""
 _MAX_TEXT_LENGTH = 200
+"""The most characters of a text of a file."""
 
 
 def render_facts(files: Sequence[FileSummary]) -> str:
@@ -96,7 +98,7 @@ def render_facts(files: Sequence[FileSummary]) -> str:
     A fact that no file has is left out.
     """
     infos = [file.info for file in files]
-    rows = [
+    rows = [  # each fact with its cell for each file; the name is in the title of a single file
         ("file", [to_html(info.file) for info in infos if len(infos) > 1]),
         ("format", [escape(format_text(info)) for info in infos]),
         ("size", [escape(size_text(info)) for info in infos]),
@@ -182,10 +184,11 @@ def render_sections(info: Info, caption: str = "") -> str:
     ]
     if not rows:
         return ""
-    shown = len(SECTION_HEADINGS) - (not any(row[-1] for row in rows))  # wrappers, if there are any
-    drawn, headings = [row[:shown] for row in rows], SECTION_HEADINGS[:shown]
+    headings: Sequence[str] = SECTION_HEADINGS
+    if not any(row[-1] for row in rows):  # no wrappers
+        headings, rows = headings[:-1], [row[:-1] for row in rows]
     return render_table(
-        headings, drawn, right={2, 3, 4}, class_="sections", caption=to_html(caption)
+        headings, rows, right={2, 3, 4}, class_="sections", caption=to_html(caption)
     )
 
 
