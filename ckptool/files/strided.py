@@ -33,11 +33,11 @@ CALL_COST = 64
 
 
 class Axis(NamedTuple):
-    """One dimension: its size, its step in the source and its step in the result, in elements."""
+    """One dimension: its size, and its steps in the source and in the target, in elements."""
 
     size: int
     step: int
-    place: int = 0
+    target_step: int = 0
 
 
 def iterate_row_major(
@@ -56,19 +56,22 @@ def iterate_row_major(
     """
     if 0 in shape:
         return
-    # An item of another size, such as 16 bytes, becomes an axis of units.
+    # An item of another size becomes a last axis of units: 16 bytes are two units of 8.
     unit = next(size for size in UNITS if itemsize % size == 0)
     units_per_item = itemsize // unit
-    shape, stride = (*shape, units_per_item), (*(step * units_per_item for step in stride), 1)
+    shape = (*shape, units_per_item)
+    stride = (*(step * units_per_item for step in stride), 1)
     offset, itemsize = offset * units_per_item, unit
     axes = _join_axes(shape, stride)
-    if not axes or (len(axes) == 1 and axes[0].step == 1):
+    is_contiguous = not axes or (len(axes) == 1 and axes[0].step == 1)
+    if is_contiguous:
         run = data.slice(offset * itemsize, prod(shape) * itemsize)
-        yield from run.iterate_blocks(max(block - block % 16, 16))
+        yield from run.iterate_blocks(max(block - block % 16, 16))  # whole items of up to 16 bytes
         return
     limit = max(block // itemsize, 1)
-    first, last = _reach_of(axes)
-    data.slice((offset + first) * itemsize, (last - first + 1) * itemsize)  # or it is truncated
+    lowest, highest = _find_reach(axes)
+    # Raise TruncatedFile if the view leaves `data`: tiles are read without this check.
+    data.slice((offset + lowest) * itemsize, (highest - lowest + 1) * itemsize)
     for start, box in _divide_into_boxes(axes, limit):
         yield from _iterate_box(data, itemsize, offset + start, box, limit)
 
@@ -76,7 +79,10 @@ def iterate_row_major(
 def _iterate_box(
     data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
 ) -> Iterator[bytes]:
-    """Yield the elements of a box that begins at element `start` of `data`, in portions."""
+    """Yield the elements of a box that begins at element `start` of `data`, in portions.
+
+    `limit` is the usual number of elements in a box.
+    """
     buffer = bytearray(prod(axis.size for axis in box) * itemsize)
     _fill_from_box(buffer, data, itemsize, start, box, limit)
     portion = max(limit // PORTIONS, 1) * itemsize
@@ -85,7 +91,10 @@ def _iterate_box(
 
 
 def _join_axes(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
-    """Return the dimensions of a view, without those of size 1, and with contiguous ones joined."""
+    """Return the dimensions of a view, without those of size 1, and with contiguous ones joined.
+
+    A contiguous view, or one of a single element, has at most one axis.
+    """
     axes: list[Axis] = []
     for size, step in zip(shape, stride, strict=True):
         if size == 1:
@@ -97,45 +106,49 @@ def _join_axes(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
     return axes
 
 
-def _reach_of(axes: Sequence[Axis]) -> tuple[int, int]:
-    """Return the lowest and the highest element that these axes reach, counted from the first."""
-    low = sum((axis.size - 1) * axis.step for axis in axes if axis.step < 0)
-    return low, low + _span_of(axes) - 1
+def _find_reach(axes: Sequence[Axis]) -> tuple[int, int]:
+    """Return the positions of the lowest and the highest element, relative to the first one."""
+    lowest = sum((axis.size - 1) * axis.step for axis in axes if axis.step < 0)
+    return lowest, lowest + _span_of(axes) - 1
 
 
 def _divide_into_boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list[Axis]]]:
     """Yield boxes of consecutive elements that cover the view, with their starts in the source.
 
-    A box has some rows of one axis (`cut`), and all elements of the axes after it. It has at most
-    `limit` elements, `WIDE` times as many if they are scattered.
+    A box has some rows of one axis, the cut axis, and all elements of the axes after it. It has at
+    most `limit` elements, `WIDE` times as many if they are scattered. The target of its axes is the
+    box in row-major order.
     """
     cut, rows = _find_cut(axes, limit)
-    if _span_of([axes[cut]._replace(size=rows), *axes[cut + 1 :]]) > 4 * limit:
-        cut, rows = _find_cut(axes, limit * WIDE)
-    result_steps = [prod(axis.size for axis in axes[index + 1 :]) for index in range(len(axes))]
-    axes = [
-        axis._replace(place=result_step)
-        for axis, result_step in zip(axes, result_steps, strict=True)
+    first_box = [axes[cut]._replace(size=rows), *axes[cut + 1 :]]
+    is_scattered = _span_of(first_box) > 4 * limit
+    if is_scattered:
+        cut, rows = _find_cut(axes, WIDE * limit)
+    cut_axis, *inner_axes = [
+        axes[index]._replace(target_step=prod(inner.size for inner in axes[index + 1 :]))
+        for index in range(cut, len(axes))
     ]
-    size, step, _ = axes[cut]
     for start in _iterate_starts(axes[:cut]):
-        for row in range(0, size, rows):
-            first_axis = axes[cut]._replace(size=min(rows, size - row))
-            yield start + row * step, [first_axis, *axes[cut + 1 :]]
+        for row in range(0, cut_axis.size, rows):
+            rows_of_box = cut_axis._replace(size=min(rows, cut_axis.size - row))
+            yield start + row * cut_axis.step, [rows_of_box, *inner_axes]
 
 
 def _find_cut(axes: list[Axis], limit: int) -> tuple[int, int]:
-    """Return the axis to cut along, and the number of its rows in a box of `limit` elements."""
-    inner = 1
+    """Return the axis to cut along, and the number of its rows in a box of `limit` elements.
+
+    It is the innermost axis that does not fit into the box completely, or else the first one.
+    """
+    row_size = 1  # elements of a row, never more than `limit`
     for index in range(len(axes) - 1, 0, -1):
-        if inner * axes[index].size > limit:
-            return index, max(limit // inner, 1)
-        inner *= axes[index].size
-    return 0, min(max(limit // inner, 1), axes[0].size)
+        if row_size * axes[index].size > limit:
+            return index, limit // row_size
+        row_size *= axes[index].size
+    return 0, min(limit // row_size, axes[0].size)
 
 
 def _iterate_starts(axes: Sequence[Axis]) -> Iterator[int]:
-    """Return the source position of each index of the outer axes, in order."""
+    """Yield the source position of each index of these axes, in row-major order."""
     if not axes:
         yield 0
         return
@@ -150,22 +163,24 @@ def _span_of(axes: Sequence[Axis]) -> int:
 
 
 class _Tiling(NamedTuple):
-    """The way to read a box: `run` at once, `rows` of them along `along` in a tile, `rest` in turn.
-
-    Rows of the tile are `pitch` elements apart; if that is also the step in the file (`dense`), a
-    tile is read at once.
-    """
+    """The way to read a box in tiles. A row of a tile is one run of elements in the file."""
 
     run: list[Axis]
-    along: Axis
+    """The axes of a row."""
+    row_axis: Axis
+    """The axis along which the rows of a tile follow each other."""
     rows: int
+    """The number of rows in a tile."""
     pitch: int
-    dense: bool
-    rest: list[Axis]
+    """Elements from the start of a row to the next one, in the tile."""
+    is_dense: bool
+    """True if the rows have the same pitch in the file, so that a tile is read at once."""
+    outer_axes: list[Axis]
+    """The other axes, the smallest step first: each of their indices has its own tiles."""
 
 
-def _plan_tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
-    """Return a tiling of about `tile` elements; its run is contiguous, or almost, in the file.
+def _plan_tiling(axes: list[Axis], itemsize: int, tile_size: int) -> _Tiling:
+    """Return a tiling with about `tile_size` elements, for axes with steps of 0 or more.
 
     The axes with the smallest steps make the run. It ends before an axis that leaves a large gap,
     or with which it would be longer than a tile; a tile has as many rows along this axis as fit.
@@ -173,15 +188,19 @@ def _plan_tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
     axes = sorted(axes, key=lambda axis: axis.step)
     run: list[Axis] = []
     while axes:
-        span, axis = _span_of(run), axes.pop(0)
-        if (axis.step - span) * itemsize > max(GAP, span * itemsize):
+        axis = axes.pop(0)
+        span = _span_of(run)
+        gap = axis.step - span
+        if gap * itemsize > max(GAP, span * itemsize):
             pitch = span + PADDING // itemsize
-            return _Tiling(run, axis, min(max(tile // pitch, 1), axis.size), pitch, False, axes)
-        if _span_of([*run, axis]) > tile:
-            rows = min(max((tile - span) // axis.step, 1), axis.size)
-            return _Tiling(run, axis, rows, axis.step, True, axes)
+            rows = min(max(tile_size // pitch, 1), axis.size)
+            return _Tiling(run, axis, rows, pitch, is_dense=False, outer_axes=axes)
+        if _span_of([*run, axis]) > tile_size:
+            rows = min(max((tile_size - span) // axis.step, 1), axis.size)
+            return _Tiling(run, axis, rows, axis.step, is_dense=True, outer_axes=axes)
         run.append(axis)
-    return _Tiling(run, Axis(1, 0), 1, 0, True, [])
+    single_row = Axis(1, 0)
+    return _Tiling(run, single_row, 1, 0, is_dense=True, outer_axes=[])
 
 
 def _fill_from_box(
@@ -189,85 +208,95 @@ def _fill_from_box(
 ) -> None:
     """Put the elements of `box`, which begins at element `start` of `data`, into `target`.
 
-    They are read in tiles of about a quarter of `limit` elements.
+    They are read in tiles of about a quarter of `limit` elements, forwards in the file: an axis
+    with a negative step begins at its last element, and is put into the target backwards.
     """
-    target_start, axes = 0, []
-    for size, step, pitch in box:  # read the file forwards, whether a step is positive or negative
-        from_end = size - 1 if step < 0 else 0
-        start, target_start = start + from_end * step, target_start + from_end * pitch
-        axes.append(Axis(size, abs(step), -pitch if from_end else pitch))
-    tiling = _plan_tiling(axes, itemsize, max(limit // 4, 1))
+    target_start, forward_axes = 0, []
+    for axis in box:
+        if axis.step >= 0:
+            forward_axes.append(axis)
+            continue
+        start += (axis.size - 1) * axis.step
+        target_start += (axis.size - 1) * axis.target_step
+        forward_axes.append(Axis(axis.size, -axis.step, -axis.target_step))
+    tiling = _plan_tiling(forward_axes, itemsize, max(limit // 4, 1))
     tile = bytearray((tiling.rows * tiling.pitch + _span_of(tiling.run)) * itemsize)
-    cells, target_cells = _view_as_cells(tile, itemsize), _view_as_cells(target, itemsize)
-    along = tiling.along
-    for origin, target_origin in _list_corners(list(reversed(tiling.rest)), start, target_start):
-        for row in range(0, along.size, tiling.rows):
-            rows = min(tiling.rows, along.size - row)
-            _read_tile(memoryview(tile), data, itemsize, origin + row * along.step, rows, tiling)
-            _move_elements(
-                target_cells,
-                cells,
-                [*tiling.run, Axis(rows, tiling.pitch, along.place)],
-                target_origin + row * along.place,
-            )
+    tile_cells, target_cells = _view_as_cells(tile, itemsize), _view_as_cells(target, itemsize)
+    row_axis = tiling.row_axis
+    positions = _list_positions(tiling.outer_axes[::-1], start, target_start)
+    for first, target_first in positions:
+        for row in range(0, row_axis.size, tiling.rows):
+            rows = min(tiling.rows, row_axis.size - row)
+            tile_start = first + row * row_axis.step
+            _read_tile(memoryview(tile), data, itemsize, tile_start, rows, tiling)
+            tile_axes = [*tiling.run, Axis(rows, tiling.pitch, row_axis.target_step)]
+            tile_target = target_first + row * row_axis.target_step
+            _move_elements(target_cells, tile_cells, tile_axes, tile_target)
 
 
 def _view_as_cells(buffer: bytearray, itemsize: int) -> Cells:
-    """Return the buffer as a sequence of elements of `itemsize` bytes."""
+    """Return the buffer as a sequence with an item for each element of `itemsize` bytes."""
     return buffer if itemsize == 1 else memoryview(buffer).cast(FORMATS[itemsize])
 
 
 def _read_tile(
     tile: memoryview, data: ByteRange, itemsize: int, first: int, rows: int, tiling: _Tiling
 ) -> None:
-    """Read `rows` runs into the tile, the first from element `first`."""
-    base, size = data.offset + first * itemsize, _span_of(tiling.run) * itemsize
-    if tiling.dense:
-        data.source.read_into(base, tile[: (rows - 1) * tiling.pitch * itemsize + size])
+    """Read `rows` rows into the tile; the first one begins at element `first` of `data`."""
+    base = data.offset + first * itemsize
+    row_bytes = _span_of(tiling.run) * itemsize
+    pitch, step = tiling.pitch * itemsize, tiling.row_axis.step * itemsize
+    read_into = data.source.read_into
+    if tiling.is_dense:
+        read_into(base, tile[: (rows - 1) * pitch + row_bytes])
         return
-    read_into, pitch, step = (
-        data.source.read_into,
-        tiling.pitch * itemsize,
-        tiling.along.step * itemsize,
-    )
     for row in range(rows):
-        read_into(base + row * step, tile[row * pitch : row * pitch + size])
+        read_into(base + row * step, tile[row * pitch : row * pitch + row_bytes])
 
 
-def _list_corners(axes: list[Axis], start: int, target_start: int) -> list[tuple[int, int]]:
-    """Return the positions of each index of `axes`, in the source and in the result."""
-    corners = [(start, target_start)]
-    for size, step, pitch in axes:
-        corners = [
-            (source_index + index * step, target_index + index * pitch)
-            for source_index, target_index in corners
+def _list_positions(axes: list[Axis], start: int, target_start: int) -> list[tuple[int, int]]:
+    """Return the positions of each index of `axes`, (in the source, in the target), in order."""
+    positions = [(start, target_start)]
+    for size, step, target_step in axes:
+        positions = [
+            (position + index * step, target_position + index * target_step)
+            for position, target_position in positions
             for index in range(size)
         ]
-    return corners
+    return positions
 
 
 def _estimate_cost(axis: Axis) -> float:
-    """Return the cost of moving an element along this axis; steps in the tile stay in the cache."""
-    return CALL_COST / axis.size + (abs(axis.place) > 8) + (axis.step != 1) / 2
+    """Return the cost of moving an element by a slice along this axis.
+
+    A step beyond a cache line in the target costs most; the tile is in the processor's cache.
+    """
+    is_far_in_target = abs(axis.target_step) > 8
+    has_gaps_in_tile = axis.step != 1
+    return CALL_COST / axis.size + is_far_in_target + has_gaps_in_tile / 2
 
 
-def _move_elements(target: Cells, cells: Cells, axes: list[Axis], target_start: int) -> None:
-    """Move the elements of a tile from `cells` to `target`, by slices along the cheapest axis.
+def _move_elements(
+    target_cells: Cells, tile_cells: Cells, axes: list[Axis], target_start: int
+) -> None:
+    """Move the elements of a tile to the target, by slices along the cheapest axis.
 
     `axes` have the step in the tile and the step in the target. A step of 0 repeats an element.
     """
-    axes = [axis for axis in axes if axis.size > 1] or [Axis(1, 1, 1)]
+    single_element = Axis(1, 1, 1)
+    axes = [axis for axis in axes if axis.size > 1] or [single_element]
     cheapest = min(axes, key=_estimate_cost)
     axes.remove(cheapest)
-    size, step, pitch = cheapest
-    itemsize = 1 if isinstance(cells, bytearray) else cells.itemsize
-    for origin, target_origin in _list_corners(axes, 0, target_start):
+    size, step, target_step = cheapest
+    itemsize = 1 if isinstance(tile_cells, bytearray) else tile_cells.itemsize
+    for first, target_first in _list_positions(axes, 0, target_start):
         if step:
-            moved = cells[origin : origin + (size - 1) * step + 1 : step]
+            moved = tile_cells[first : first + (size - 1) * step + 1 : step]
         else:
-            moved = _view_as_cells(bytearray(cells[origin : origin + 1]) * size, itemsize)
-        stop = target_origin + size * pitch
-        target[target_origin : stop if stop >= 0 else None : pitch] = moved
+            moved = _view_as_cells(bytearray(tile_cells[first : first + 1]) * size, itemsize)
+        stop = target_first + size * target_step
+        # Backwards to the first element: a negative stop would count from the end.
+        target_cells[target_first : stop if stop >= 0 else None : target_step] = moved
 
 
 def swap_bytes(data: bytes, size: int) -> bytes:
@@ -279,7 +308,8 @@ def swap_bytes(data: bytes, size: int) -> bytes:
     return items.tobytes()
 
 
-_FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
+_WITH_FLIPPED_SIGN = bytes(byte ^ 0x80 for byte in range(256))
+"""For each last byte of a little-endian float, the one with the other sign."""
 
 
 def swap_blocks(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
@@ -297,10 +327,11 @@ def flip_signs(data: bytes, size: int, is_complex: bool, flags: tuple[str, ...])
     """
     flipped = bytearray(data)
     if "neg" in flags:
-        flipped[size - 1 :: size] = flipped[size - 1 :: size].translate(_FLIPPED)
+        every = slice(size - 1, None, size)
+        flipped[every] = flipped[every].translate(_WITH_FLIPPED_SIGN)
     if "conj" in flags and is_complex:
         imaginary = slice(2 * size - 1, None, 2 * size)
-        flipped[imaginary] = flipped[imaginary].translate(_FLIPPED)
+        flipped[imaginary] = flipped[imaginary].translate(_WITH_FLIPPED_SIGN)
     return bytes(flipped)
 
 
