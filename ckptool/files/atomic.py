@@ -39,7 +39,7 @@ from ckptool.files.system import (
     describe_process,
     hand_over,
     lock,
-    make_private_opener,
+    make_opener,
     remove_unlocked,
     reserve,
     start_writeback,
@@ -70,7 +70,10 @@ class FileOutput:
     def __init__(
         self, fd: int, size: int | None, progress: Progress | None = None, name: str = ""
     ) -> None:
-        """Write to `fd` from its first byte; call `progress` about every `STEP` bytes."""
+        """Write to `fd` (-1: a subclass does) from its first byte, `size` bytes (None: any number).
+
+        `progress` is called about every `STEP` bytes.
+        """
         self.name = name
         """The path of the temporary file, not of the target."""
         self.streamed: dict[int, Streamed] = {}
@@ -94,17 +97,18 @@ class FileOutput:
     def write(self, data: bytes | memoryview) -> None:
         """Write `data`; small pieces are gathered, large ones go straight through."""
         self._check_room(len(data))
-        if len(data) < BLOCK:
-            self._unwritten += data
-        if len(data) >= BLOCK or len(self._unwritten) >= BLOCK:
-            self._flush()
         if len(data) >= BLOCK:
+            self._flush()
             self._put(data)
+            return
+        self._unwritten += data
+        if len(self._unwritten) >= BLOCK:
+            self._flush()
 
     def copy(self, data: ByteRange) -> None:
-        """Copy a range, with a kernel copy if it is in a file.
+        """Copy a range; a small one with `write`, a longer one in a file with kernel copies.
 
-        Without one, its CRC-32 is remembered in `streamed` if the output will be verified.
+        Without these, its CRC-32 is added to `streamed`, if `is_verified`.
 
         Raises:
             TruncatedFile: the source has become shorter.
@@ -128,7 +132,7 @@ class FileOutput:
         return self.write_blocks(data.iterate_reused())
 
     def write_blocks(self, blocks: Iterable[bytes | memoryview]) -> int:
-        """Write the blocks and return their CRC-32."""
+        """Write the blocks, add them to `streamed` as one range, and return their CRC-32."""
         start, crc = self.tell(), 0
         for block in blocks:
             crc = zlib.crc32(block, crc)
@@ -276,9 +280,10 @@ def open_atomic_output(
         old = refuse_target(path, overwrite=overwrite)
         recover_before_writing(target)
         with hold_edit_lock(target), _create_folder(target) as folder:
-            _remove_debris(target)
+            _remove_debris(target)  # makes space, too
             check_space(folder, (size or 0) - (shared.length if shared else 0))
-            with _create_temporary(target, mode if old is None else 0o600) as file:
+            is_private = old is not None or mode is not None
+            with _create_temporary(target, is_private=is_private) as file:
                 _remove_debris(target, file.name)
                 if shared is None or not try_sharing_blocks(shared.run, file.fileno()):
                     check_space(folder, size or 0)
@@ -287,7 +292,7 @@ def open_atomic_output(
                 yield output
                 _seal(file, output, old, mode)
                 close_to_rename(file)
-                refuse_target(path, overwrite=overwrite)
+                refuse_target(path, overwrite=overwrite)  # it may have appeared since
                 if check is not None:
                     check()
                 os.replace(file.name, target)
@@ -343,14 +348,18 @@ def _remove_debris(target: str, own_path: str = "") -> None:
 
 
 @contextmanager
-def _create_temporary(target: str, mode: int | None) -> Iterator[FileIO]:
-    """Yield a new temporary file, open and locked; remove it if the block fails."""
+def _create_temporary(target: str, *, is_private: bool) -> Iterator[FileIO]:
+    """Yield a new temporary file, open and locked; remove it if the block fails.
+
+    If it `is_private`, only its owner can access it until it gets its mode.
+    """
+    opener = make_opener(is_private=is_private)
     while True:
         temporary = temporary_name(target, f".ckptool-{secrets.token_hex(6)}.tmp")
         try:
-            with open(temporary, "xb", buffering=0, opener=make_private_opener(mode)) as file:
+            with open(temporary, "xb", buffering=0, opener=opener) as file:
                 lock(file.fileno())
-                if not os.path.lexists(temporary):  # it was removed before it was locked
+                if not os.path.lexists(temporary):  # another writer took it for debris
                     continue
                 yield file
                 return
@@ -361,6 +370,7 @@ def _create_temporary(target: str, mode: int | None) -> Iterator[FileIO]:
 
 
 Outputs = Callable[[str | os.PathLike[str]], AbstractContextManager[FileOutput]]
+"""Opens the output of one file of a set, by its path."""
 
 
 @contextmanager
@@ -398,11 +408,11 @@ def open_atomic_set(
         WriteError: a file of the set was not written; and all errors of `open_atomic_output`.
     """
     path, target = os.fspath(index), os.path.realpath(index)
-    parts = plan_parts(target, sizes, mode)
-    if len(parts) == 1:
+    files = plan_files(target, sizes, mode)
+    if len(files) == 1:  # no journal is needed
         with open_atomic_output(
             path,
-            parts[0].size,
+            files[0].size,
             overwrite=overwrite,
             mode=mode,
             check=check,
@@ -411,53 +421,66 @@ def open_atomic_set(
         ) as output:
             yield lambda _: nullcontext(output)
         return
-    parts_by_path, total, done = (
-        {part.path: part for part in parts},
-        sum(part.size for part in parts),
-        0,
-    )
+    with begin_set(path, target, files, overwrite=overwrite), _remove_on_failure(files, target):
+        for file in files:
+            file.reserve()
+        yield _make_outputs(files, progress)
+        for file in files:
+            file.check_finished(overwrite=overwrite)
+        if check is not None:
+            check()
+        rename_all(target, [file.make_rename() for file in files])
+
+
+def _make_outputs(files: Sequence[PendingFile], progress: Progress | None) -> Outputs:
+    """Return the function that opens the output of one of the files, by its path."""
+    file_by_path = {file.path: file for file in files}
+    total = sum(file.size for file in files)
+    done = 0
 
     @contextmanager
     def open_output(path: str | os.PathLike[str]) -> Iterator[FileOutput]:
         """Yield the output of one file of the set."""
         nonlocal done
-        part = parts_by_path[os.fspath(path)]
+        file = file_by_path[os.fspath(path)]
         with (
-            convert_os_errors(part.path),
-            part.open_output(shift_progress(progress, done, total)) as output,
+            convert_os_errors(file.path),
+            file.open_output(shift_progress(progress, done, total)) as output,
         ):
             yield output
-        done += part.size
+        done += file.size
 
-    with begin_set(path, target, parts, overwrite=overwrite):
-        try:
-            for part in parts:
-                part.reserve()
-            yield open_output
-            for part in parts:
-                part.check_finished(overwrite=overwrite)
-            if check is not None:
-                check()
-            rename_all(target, [part.move() for part in parts])
-        except BaseException:
-            if not os.path.lexists(journal_path(target)):  # otherwise it still needs them
-                for part in parts:
-                    remove(part.temporary)
-            raise
+    return open_output
+
+
+@contextmanager
+def _remove_on_failure(files: Sequence[PendingFile], target: str) -> Iterator[None]:
+    """Remove the temporary files of a set if the block fails.
+
+    They stay if the journal of the index `target` does: the next run finishes the renames.
+    """
+    try:
+        yield
+    except BaseException:
+        if not os.path.lexists(journal_path(target)):
+            for file in files:
+                remove(file.temporary)
+        raise
 
 
 @contextmanager
 def begin_set(
     path: str,
     target: str,
-    parts: Sequence[PendingFile],
+    files: Sequence[PendingFile],
     *,
     overwrite: bool,
     is_kept: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[None]:
     """Lock a set of files for the block; finish a killed run, or remove its temporary files.
 
-    The temporary files that `is_kept` accepts stay, and need no more space.
+    `path` is the index, `target` the file that it leads to. Sets `old` of each file. The temporary
+    files with a path that `is_kept` accepts stay, and need no more space.
 
     Raises:
         As `open_atomic_set`.
@@ -471,21 +494,24 @@ def begin_set(
         if journal is not None:
             finish_renames(target, journal)
             warn(f"{path}: {FINISHED}")
-        for part in parts:
-            part.old = refuse_target(part.path, overwrite=overwrite)
-            if part.target != target:
-                recover_before_writing(part.target)
-        if is_locked:
+        for file in files:
+            file.old = refuse_target(file.path, overwrite=overwrite)
+            if file.target != target:  # the journal of the index was finished above
+                recover_before_writing(file.target)
+        if is_locked:  # without a lock, they may belong to a running process
             remove_unfinished(target)
             for leftover in _find_temporaries(target, PART):
                 if not is_kept(leftover):
                     remove(leftover)
-        check_space(folder, sum(part.size for part in parts if not is_kept(part.temporary)))
+        check_space(folder, sum(file.size for file in files if not is_kept(file.temporary)))
         yield
 
 
 def shift_progress(progress: Progress | None, done: int, total: int) -> Progress | None:
-    """Return the progress callback of one file in a set, with `done` bytes in earlier files."""
+    """Return the progress callback of one file in a set, with `done` bytes in earlier files.
+
+    It reports `total` bytes, those of the whole set. None without a `progress`.
+    """
     return progress and (lambda written, _: progress(done + written, total))
 
 
@@ -496,9 +522,12 @@ class PendingFile:
     path: str
     """The path as given by the caller."""
     target: str
+    """The path with links followed."""
     temporary: str
+    """The path until all files of the set are renamed."""
     size: int
     mode: int | None
+    """Permission bits, if it replaces no file (None: from the umask)."""
     old: os.stat_result | None = None
     """The file that it replaces."""
     inode: int | None = None
@@ -506,10 +535,10 @@ class PendingFile:
 
     def reserve(self) -> None:
         """Create the file, and reserve its space."""
-        mode = self.mode if self.old is None else 0o600
+        opener = make_opener(is_private=self.old is not None or self.mode is not None)
         with (
             convert_os_errors(self.path),
-            open(self.temporary, "xb", buffering=0, opener=make_private_opener(mode)) as file,
+            open(self.temporary, "xb", buffering=0, opener=opener) as file,
         ):
             reserve(file.fileno(), self.size)
 
@@ -523,32 +552,36 @@ class PendingFile:
             self.inode = os.fstat(file.fileno()).st_ino
 
     def check_finished(self, *, overwrite: bool) -> None:
-        """Refuse a file that was not written, and a target that has appeared since."""
+        """Update `old`; refuse a file that was not written, and a target that appeared since."""
         if self.inode is None:
             raise WriteError("was planned but not written", file=self.path)
         self.old = refuse_target(self.path, overwrite=overwrite)
 
-    def move(self) -> PendingRename:
-        """Return the rename that remains to be done."""
-        names = os.path.basename(self.temporary), os.path.basename(self.target)
-        return PendingRename(*names, self.inode or 0, self.size, state_of(self.old))
+    def make_rename(self) -> PendingRename:
+        """Return the rename of the finished file to its target."""
+        temporary, name = os.path.basename(self.temporary), os.path.basename(self.target)
+        return PendingRename(temporary, name, self.inode or 0, self.size, state_of(self.old))
 
 
-def plan_parts(target: str, sizes: Mapping[str, int], mode: int | None) -> list[PendingFile]:
-    """Return the files of a set, all in one folder, the index last."""
-    token, parts = secrets.token_hex(6), []
+def plan_files(target: str, sizes: Mapping[str, int], mode: int | None) -> list[PendingFile]:
+    """Return the files of a set, from the size by path; the last one is the index at `target`.
+
+    Raises:
+        UsageError: the files are not in one folder, two are the same, or the index is not the last.
+    """
+    token, files = secrets.token_hex(6), []
     for number, (path, size) in enumerate(sizes.items(), 1):
         temporary = temporary_name(target, f".ckptool-{token}-{number:05}.part")
-        part = PendingFile(path, os.path.realpath(path), temporary, size, mode)
-        if os.path.dirname(part.target) != os.path.dirname(target):
+        file = PendingFile(path, os.path.realpath(path), temporary, size, mode)
+        if os.path.dirname(file.target) != os.path.dirname(target):
             raise UsageError(
                 f"must be in the same folder as the index, {os.path.dirname(target)}",
                 file=path,
                 hint="check whether one of the files is a link to another folder",
             )
-        parts.append(part)
-    if len({part.target for part in parts}) != len(parts):
+        files.append(file)
+    if len({file.target for file in files}) != len(files):
         raise UsageError("the set lists the same file twice", file=target)
-    if not parts or parts[-1].target != target:
+    if not files or files[-1].target != target:
         raise UsageError("must be the last file of the set", file=target)
-    return parts
+    return files

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from threading import Lock
+from typing import NamedTuple
 
 from ckptool.errors import CorruptFile
 from ckptool.files.source import ByteRange, BytesDone
@@ -26,6 +27,7 @@ class Checked:
         self._data = data
         self._make_error = make_error
         self._expected = crc32
+        """The CRC-32 of the range; None if it is unknown, or was compared."""
         self._parts: dict[int, tuple[int, int]] = {}
         """By its first byte, the length and the CRC-32 of each part that was read."""
         self._length_read = 0
@@ -33,7 +35,7 @@ class Checked:
 
     @property
     def is_known(self) -> bool:
-        """True if nothing remains to be checked."""
+        """True if nothing remains to be checked: it was compared, or the CRC-32 is unknown."""
         return self._expected is None
 
     def add_part(self, start: int, length: int, crc32: int) -> None:
@@ -62,7 +64,7 @@ class Checked:
             self._compare(compute_crc32(self._data.iterate_reused()))
 
     def _compare(self, crc32: int) -> None:
-        """Compare the CRC-32 of the whole range with the expected one."""
+        """Raise the error if the whole range has another CRC-32; or else expect nothing more."""
         if crc32 != self._expected:
             raise self._make_error()
         self._expected = None
@@ -105,9 +107,9 @@ def combine_crc32(first: int, second: int, length: int) -> int:
 def _shift_factor(length: int) -> int:
     """Return the factor of a CRC-32 before `length` more bytes: x to the power of their bits.
 
-    After `crc32_combine` of zlib 1.2.12.
+    By repeated squaring, as in `crc32_combine` of zlib 1.2.12.
     """
-    power, square = 1 << 31, 1 << 23  # x**0, and x**8 for a byte
+    power, square = 1 << 31, 1 << 23  # x**0, and x**8 for one byte: bit 31 - n is x**n
     while length:
         if length & 1:
             power = _multiply(power, square)
@@ -122,15 +124,26 @@ def _multiply(a: int, b: int) -> int:
     while bit:
         if a & bit:
             product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)  # times x
         bit >>= 1
     return product
 
 
-_Piece = tuple[int, int, int]
-"""A piece of a range: the number of the range, the first byte, the length."""
-_PieceResult = tuple[int, int, int | CorruptFile]
-"""The result for a piece: the number of its range, its length, its CRC-32 or the error."""
+class _Piece(NamedTuple):
+    """A piece of a range: the number of the range, and the first byte and the length in it."""
+
+    range_number: int
+    start: int
+    length: int
+
+
+class _PieceResult(NamedTuple):
+    """The result for a piece: the number of its range, its length, its CRC-32 or the error."""
+
+    range_number: int
+    length: int
+    crc32: int | CorruptFile
+
 
 _JOB_BYTES = 32 << 20
 """Bytes of one job of a thread: a piece of a long range, or many short ranges."""
@@ -147,47 +160,45 @@ def compute_crc32s(
 ) -> Iterator[int | CorruptFile]:
     """Yield the CRC-32 of each range, in order, or the error if it cannot be inflated.
 
-    Threads compute the CRC-32 of pieces, which are combined. `on_progress` is called with the
-    length of each.
+    Threads compute the CRC-32 of pieces, which are combined; the first error in a range is its
+    result. `on_progress` is called with the length of each piece.
 
     Raises:
         UnreadableFile: a file cannot be read.
     """
     jobs = _divide_into_jobs(runs)
-    work = partial(_compute_job, runs)
+    compute_job = partial(_compute_job, runs)
     is_large = sum(run.length for run in runs) >= _MIN_THREADED_BYTES
-    result: int | CorruptFile = 0
+    results = run_in_order(compute_job, jobs) if is_large else map(compute_job, jobs)
     current = 0
-    for index, length, part_result in chain.from_iterable(
-        (run_in_order if is_large else map)(work, jobs)
-    ):
-        if index != current:
-            yield result
-            current, result = index, 0
-        if isinstance(result, int):
-            result = (
-                combine_crc32(result, part_result, length)
-                if isinstance(part_result, int)
-                else part_result
-            )
+    crc: int | CorruptFile = 0  # of the pieces of range `current` so far
+    for number, length, piece_crc in chain.from_iterable(results):
+        if number != current:
+            yield crc
+            current, crc = number, 0
+        if isinstance(crc, int) and isinstance(piece_crc, int):
+            crc = combine_crc32(crc, piece_crc, length)
+        elif isinstance(crc, int):
+            crc = piece_crc
         if on_progress is not None:
             on_progress(length)
     if runs:
-        yield result
+        yield crc
 
 
 def _divide_into_jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
     """Divide all ranges, in order, into jobs of about equal work.
 
-    A long range is divided into pieces, unless its source cannot be read by several threads.
+    A long range is divided into pieces, unless its source cannot be read by several threads. An
+    empty range is one piece.
     """
     job: list[_Piece] = []
     weight = 0
-    for index, run in enumerate(runs):
-        step = _JOB_BYTES if run.source.is_shared else max(run.length, 1)
-        for start in range(0, max(run.length, 1), step):
-            length = min(step, run.length - start)
-            job.append((index, start, length))
+    for number, run in enumerate(runs):
+        max_length = _JOB_BYTES if run.source.is_shared else max(run.length, 1)
+        for start in range(0, max(run.length, 1), max_length):
+            length = min(max_length, run.length - start)
+            job.append(_Piece(number, start, length))
             weight += length + _RANGE_COST
             if weight >= _JOB_BYTES:
                 yield job
@@ -199,8 +210,8 @@ def _divide_into_jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
 def _compute_job(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_PieceResult]:
     """Return the results for the pieces of one job."""
     return [
-        (index, length, _compute_or_error(runs[index].slice(start, length)))
-        for index, start, length in job
+        _PieceResult(number, length, _compute_or_error(runs[number].slice(start, length)))
+        for number, start, length in job
     ]
 
 

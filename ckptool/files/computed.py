@@ -26,15 +26,15 @@ DEPTH = 2
 
 
 class FilledSource(Source):
-    """A source with bytes that `fill` writes into a buffer on demand.
+    """A source with bytes that `fill` copies from files into a buffer on demand.
 
-    They are in files, in several pieces, and a write of them is not read back.
+    Unlike those of a `ComputedSource`, they are not read back after a write.
     """
 
     def __init__(self, name: str, size: int, fill: Callable[[int, memoryview], None]) -> None:
         """Represent `size` bytes; `fill(offset, buffer)` writes those from `offset` into `buffer`.
 
-        `name` is the file of the bytes.
+        `name` is a file with some of them, for messages.
         """
         self.name, self.size, self._filler = name, size, fill
 
@@ -56,9 +56,8 @@ class ComputedSource(FilledSource):
     ) -> None:
         """Represent `size` bytes; `fill(offset, buffer)` writes those from `offset` into `buffer`.
 
-        `ahead`: `fill` can be called from several threads at once, as for a source that
-        `is_shared`. They compute the next blocks, of this source and of those after it, while the
-        last block is used.
+        With `ahead`, other threads compute the next blocks, of this source and of those after it,
+        while the last block is used; `fill` must allow calls from several threads at once.
         """
         super().__init__(name, size, fill)
         self._ahead = ahead if size >= MIN_AHEAD_BYTES else None
@@ -112,17 +111,20 @@ class ReadAhead:
         self._sources.append(source)
 
     def read_into(self, source: ComputedSource, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from a block that was computed ahead, or compute it now."""
-        source_index, length = self._index_by_source_id[id(source)], len(buffer)
+        """Fill `buffer` from a block that was computed ahead, or compute it now.
+
+        If this read follows the last one, or begins a source, the next blocks are computed ahead.
+        """
+        source_index = self._index_by_source_id[id(source)]
+        end = offset + len(buffer)
         if not self._take_predicted(source, offset, buffer):
             source.fill(offset, buffer)
-        follows, self._last_end = (
-            self._last_end == (source_index, offset),
-            (source_index, offset + length),
-        )
-        if (follows or offset == 0) and length <= BLOCK:
-            remaining = source.size - offset - length
-            self._compute_next(source_index, offset + length, length if remaining else BLOCK)
+        follows_last = self._last_end == (source_index, offset)
+        self._last_end = source_index, end
+        if (follows_last or offset == 0) and len(buffer) <= BLOCK:
+            # The last block of a source may be short: the next source has full ones.
+            next_length = len(buffer) if end < source.size else BLOCK
+            self._compute_next(source_index, end, next_length)
 
     def _take_predicted(self, source: ComputedSource, offset: int, buffer: memoryview) -> bool:
         """Fill `buffer` from the first predicted block and return True, if it is the one to read.
@@ -148,10 +150,11 @@ class ReadAhead:
         return False
 
     def _compute_next(self, source_index: int, offset: int, length: int) -> None:
-        """Start to compute up to `DEPTH` blocks after the last predicted one, or from `offset`.
+        """Start to compute blocks of `length` bytes from `offset`, until `DEPTH` are predicted.
 
-        After the end of a source, the next source is predicted, if that was right often enough.
-        Blocks that are too short for another thread are left out.
+        If some are predicted, continue after the last one. After the end of a source, the next
+        source is predicted, if that was right often enough. Blocks that are too short for another
+        thread are left out.
         """
         if self._blocks:
             last = self._blocks[-1]
@@ -160,7 +163,7 @@ class ReadAhead:
         while len(self._blocks) < DEPTH:
             source = self._sources[source_index]
             size = min(length, source.size - offset)
-            if size < MIN_AHEAD_BYTES:
+            if size < MIN_AHEAD_BYTES:  # go on to the next source
                 source_index, offset, length = source_index + 1, 0, BLOCK
                 if self._prediction_score <= 0 or source_index == len(self._sources):
                     return
@@ -209,7 +212,8 @@ def gather_view(
     `stride` and `offset` count elements of `itemsize` bytes; the view is inside `data`. Sequential
     reads take one pass; a jump starts at the row of its offset.
     """
-    axes = list(zip(shape, stride, strict=True)) or [(1, 1)]
+    one_element = [(1, 1)]  # a scalar has no axes
+    axes = list(zip(shape, stride, strict=True)) or one_element
     rows = _Rows(data, itemsize, axes, offset)
     gathered = make_computed_range((data,), rows.size, rows.read_into)
     gathered.source.rearranges = True
@@ -229,14 +233,14 @@ class _Rows:
         self._axes = axes
         self._offset = offset
         self._blocks: Iterator[bytes] = iter(())
-        """The elements after `_pending`."""
+        """The blocks after `_pending`, in row-major order."""
         self._pending = memoryview(b"")
         """The bytes of the current block that were not read yet."""
         self._position = -1
-        """The position of `_pending` in the result; -1 before the first read."""
+        """The offset of `_pending` in the result; -1 before the first read and after the end."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `offset` of the result."""
+        """Fill `buffer` from byte `offset` of the elements in row-major order."""
         if offset != self._position:
             self._seek(offset)
         done = 0
@@ -251,21 +255,22 @@ class _Rows:
             self._blocks, self._pending, self._position = iter(()), memoryview(b""), -1
 
     def _seek(self, offset: int) -> None:
-        """Begin at the row of the outermost dimension that contains `offset`."""
-        (rows, step), *inner = self._axes
-        row_size = prod(size for size, _ in inner) * self._itemsize
-        skipped_rows, skip = divmod(offset, row_size)
+        """Begin at the row of the first axis that contains `offset`; skip the bytes before it."""
+        (rows, step), *inner_axes = self._axes
+        inner_shape = [size for size, _ in inner_axes]
+        skipped_rows, bytes_to_skip = divmod(offset, prod(inner_shape) * self._itemsize)
         self._blocks = iterate_row_major(
             self._data,
             itemsize=self._itemsize,
-            shape=(rows - skipped_rows, *(size for size, _ in inner)),
+            shape=(rows - skipped_rows, *inner_shape),
             stride=tuple(step for _, step in self._axes),
             offset=self._offset + skipped_rows * step,
         )
         self._pending = memoryview(b"")
-        while skip:
+        while bytes_to_skip:
             block = memoryview(next(self._blocks))
-            self._pending, skip = block[skip:], max(skip - len(block), 0)
+            self._pending = block[bytes_to_skip:]
+            bytes_to_skip = max(bytes_to_skip - len(block), 0)
 
 
 def join_ranges(parts: Sequence[ByteRange]) -> ByteRange:
@@ -273,17 +278,19 @@ def join_ranges(parts: Sequence[ByteRange]) -> ByteRange:
     runs = join_neighbors(parts)
     if len(runs) == 1:
         return runs[0]
-    starts = list(accumulate((run.length for run in runs), initial=0))
+    *starts, size = accumulate((run.length for run in runs), initial=0)
 
     def fill(offset: int, buffer: memoryview) -> None:
         """Write the bytes from `offset` into `buffer`, from all parts that have some of them."""
         index, done = bisect_right(starts, offset) - 1, 0
         while done < len(buffer):
-            part, begin = runs[index], offset + done - starts[index]
-            count = min(part.length - begin, len(buffer) - done)
-            part.read_into(buffer[done : done + count], begin)
-            index, done = index + 1, done + count
+            run = runs[index]
+            start_in_run = offset + done - starts[index]
+            count = min(run.length - start_in_run, len(buffer) - done)
+            run.read_into(buffer[done : done + count], start_in_run)
+            index += 1
+            done += count
 
-    source = FilledSource(runs[0].source.name, starts[-1], fill)
+    source = FilledSource(runs[0].source.name, size, fill)
     source.made_of, source.rearranges = runs, True
-    return ByteRange(source, 0, starts[-1])
+    return ByteRange(source, 0, size)

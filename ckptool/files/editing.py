@@ -27,7 +27,7 @@ from ckptool.files.source import Source, read_at
 from ckptool.files.system import boot_id, check_space, convert_os_errors, write_at
 from ckptool.words import shell
 
-KIND = "edit"
+EDIT_KIND = "edit"
 """The kind of the journal of an edit."""
 
 SECTOR = 512
@@ -108,8 +108,8 @@ class Edit:
             tail = str(journal.facts["tail"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise unusable_error(path) from error
-        fits = offset in (0, size) and len(old) == min(len(new), size - offset)
-        if journal.kind != KIND or not fits:
+        is_patch = offset in (0, size) and len(old) == min(len(new), size - offset)
+        if journal.kind != EDIT_KIND or not is_patch:
             raise unusable_error(path)
         return cls(device, inode, size, tail, offset, old, new, journal.pid, journal.boot)
 
@@ -121,7 +121,7 @@ class Edit:
     def to_journal(self) -> Journal:
         """Return the journal, which must be on the disk before the edit begins."""
         facts = {key: getattr(self, key) for key in (*_NUMBER_FACTS, "tail")}
-        return Journal(KIND, facts, (self.old, self.new), self.pid, self.boot)
+        return Journal(EDIT_KIND, facts, (self.old, self.new), self.pid, self.boot)
 
     def state(self, fd: int, path: str, *, is_moved: bool = False) -> EditState:
         """Return the progress of this edit in the open file, which is at `path`.
@@ -139,6 +139,7 @@ class Edit:
             raise _foreign_error(path, f"size is {status.st_size:,}, expected {self.size:,}")
         if _hash_tail(fd, self.size, self.offset, len(self.old)) != self.tail:
             raise _foreign_error(path, f"the bytes before {self.size:,} differ")
+        # The bytes that the edit may have written so far.
         content = read_at(fd, self.offset, min(len(self.new), status.st_size - self.offset))
         if content == self.old and status.st_size == self.size:
             return EditState.OLD
@@ -148,7 +149,7 @@ class Edit:
         return EditState.INTERRUPTED
 
     def _other_file_error(self, fd: int, path: str) -> CorruptFile:
-        """Return the error for a file that was not edited itself, for example a copy."""
+        """Return the error for a file other than the edited one: a copy of it, or another."""
         with suppress(CorruptFile):
             if self.state(fd, path, is_moved=True) is EditState.INTERRUPTED:
                 return _moved_error(path)
@@ -176,16 +177,17 @@ class Edit:
         """Refuse content that neither a kill nor a power loss can leave.
 
         A sector is new, or still old (zeros after the old end); the write stopped within at most
-        one of them.
+        one of them, which is torn.
         """
-        before = self.old.ljust(len(self.new), b"\0")
-        start, torn = 0, 0
+        padded_old = self.old.ljust(len(self.new), b"\0")
+        start, torn_count = 0, 0
         while start < len(content):
+            # The first part may begin within a sector of the file.
             stop = min(start + SECTOR - (self.offset + start) % SECTOR, len(content))
-            sector, old, new = (part[start:stop] for part in (content, before, self.new))
+            sector, old, new = content[start:stop], padded_old[start:stop], self.new[start:stop]
             if sector not in (old, new):
-                torn += 1
-                if torn > 1 or not _is_torn(sector, old, new):
+                torn_count += 1
+                if torn_count > 1 or not _is_torn(sector, old, new):
                     position = self.offset + start
                     raise _foreign_error(
                         path, f"the bytes at {position:,} are neither the old nor the new ones"
@@ -251,7 +253,8 @@ def _check_target(source: Source, path: str, fd: int) -> None:
         raise WriteDenied(
             "no write permission", hint="write the result to another file with -o FILE"
         )
-    if not is_path_of(path, source.fd() or -1):
+    fd_of_source = source.fd()
+    if fd_of_source is None or not is_path_of(path, fd_of_source):
         raise WriteError(
             "the file was replaced during the edit; nothing was written",
             hint="write the result to another file with -o FILE",
@@ -269,9 +272,13 @@ def _undo_edit(edit: Edit, path: str, fd: int) -> None:
 
 
 def _hash_tail(fd: int, size: int, offset: int, length: int) -> str:
-    """Hash the last bytes before `size`, without the `length` bytes from `offset`."""
-    first = max(size - _HASHED_BYTES, 0 if offset == size else offset + length)
-    return hashlib.sha256(read_at(fd, first, max(size - first, 0))).hexdigest()
+    """Hash the last bytes of a file of `size` bytes that an edit keeps.
+
+    The edit appends bytes (at `offset` `size`), or replaces `length` bytes from `offset` 0.
+    """
+    first_kept = 0 if offset == size else offset + length
+    first = max(size - _HASHED_BYTES, first_kept)
+    return hashlib.sha256(read_at(fd, first, size - first)).hexdigest()
 
 
 def _moved_error(path: str) -> CorruptFile:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import ceil
 from typing import Any
 
 from ckptool.errors import (
@@ -47,7 +48,10 @@ def make_fsspec_fetcher(path: str) -> Fetch:
         tag_now = str(next(filter(None, tags), ""))
 
     def fetch_range(start: int, stop: int, tag: str) -> RangeResponse:
-        """Return the bytes from `start` to `stop`; the size must not have changed."""
+        """Return the bytes from `start` to `stop`; the size must not have changed.
+
+        `tag` is not used: fsspec has no requests with a condition.
+        """
         stop = max(min(stop, size), start)
         with convert_errors(path):
             data = system.cat_file(inner, start=start, end=stop) if stop > start else b""
@@ -96,12 +100,13 @@ def convert_errors(path: str, *, to_write: bool = False) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not to_write:
             raise FileMissing("no such file", file=path) from error
-        denied_error, failed_error = (
+        denied_class, failed_class = (
             (WriteDenied, WriteError) if to_write else (FileDenied, UnreadableFile)
         )
-        raise (denied_error if isinstance(error, PermissionError) else failed_error)(
-            f"cannot be {'written' if to_write else 'downloaded'}: {type(error).__name__}, {error}",
-            file=path,
+        error_class = denied_class if isinstance(error, PermissionError) else failed_class
+        action = "written" if to_write else "downloaded"
+        raise error_class(
+            f"cannot be {action}: {type(error).__name__}, {error}", file=path
         ) from error
 
 
@@ -144,6 +149,7 @@ def upload_set(
 ) -> Iterator[Outputs]:
     """Yield outputs for objects, used one by one, the index last; see `open_atomic_set`.
 
+    `index` is the address of the last one; `sizes` has the size of each object by its address.
     `check` is called before the last one appears. After a failure, the objects that have appeared
     stay, and a `CheckpointWarning` lists them.
 
@@ -157,13 +163,12 @@ def upload_set(
     def open_output(name: str | os.PathLike[str]) -> Iterator[FileOutput]:
         """Yield the output of one object; check it before it appears."""
         path = os.fspath(name)
-        before, total = sum(sizes[sent] for sent in written), sum(sizes.values())
-        report = shift_progress(progress, before, total)
-        with _upload(path, sizes[path], report) as output:
+        done, total = sum(sizes[sent] for sent in written), sum(sizes.values())
+        with _upload(path, sizes[path], shift_progress(progress, done, total)) as output:
             yield output
             if check is not None and path == index:
                 check()
-            refuse_object(path, overwrite=overwrite)
+            refuse_object(path, overwrite=overwrite)  # it may have appeared since
         written.append(path)
 
     try:
@@ -182,8 +187,9 @@ def _upload(path: str, size: int, progress: Progress | None) -> Iterator[FileOut
     transaction.start()  # every file system defers writes in a transaction, even `memory`
     file: Any = None
     try:
+        part_size = max(_PART_SIZE, ceil(size / _MAX_PARTS))
         with convert_errors(path, to_write=True):
-            file = system.open(inner, "wb", block_size=max(_PART_SIZE, -(-size // _MAX_PARTS)))
+            file = system.open(inner, "wb", block_size=part_size)
         output = _Upload(file, path, size, progress)
         yield output
         with convert_errors(path, to_write=True):

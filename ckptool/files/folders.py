@@ -101,10 +101,14 @@ def _swap_folders(path: str, new: str) -> None:
 
 
 def _recover_folder(path: str, last_file: str) -> None:
-    """Give the name to the new folder, or back to the old one, if neither has it."""
+    """Finish an interrupted replacement: rename the new folder if it is complete, or else the old.
+
+    The hidden folders that remain are removed.
+    """
     new, old = _hidden_path(path, "new"), _hidden_path(path, "old")
-    if os.path.isdir(old) and not os.path.exists(path):
-        os.rename(new if os.path.exists(os.path.join(new, last_file)) else old, path)
+    if os.path.isdir(old) and not os.path.exists(path):  # killed between the two renames
+        is_complete = os.path.exists(os.path.join(new, last_file))
+        os.rename(new if is_complete else old, path)
         sync_folder(os.path.dirname(path) or ".")
     for leftover in (new, old, _hidden_path(path, "gone")):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -124,10 +124,12 @@ def _request_range(
         headers={"Accept-Encoding": "identity", "User-Agent": "ckptool"},
     )
     request.add_header("Range", f"bytes={start}-{stop - 1}")
-    if tag.startswith('"'):
+    is_strong_etag = tag.startswith('"')  # not `W/"..."` or a time, which never match
+    if is_strong_etag:
         request.add_header("If-Match", tag)
-    for name, value in headers.items() if target == url else ():
-        request.add_unredirected_header(name, value)
+    if target == url:
+        for name, value in headers.items():
+            request.add_unredirected_header(name, value)
     try:
         with _make_opener().open(request, timeout=TIMEOUT) as response:
             part = _read_response(url, response, start, stop, tag)

@@ -9,7 +9,8 @@ from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files.source import BLOCK, ByteRange, Source
 
 _SMALL = 128 << 10
-_PREAMBLE = 4 << 10
+"""Inflated bytes that are accepted at any ratio."""
+_TABLE_BYTES = 4 << 10
 """Extra bytes that a deflated beginning may need for its tables."""
 
 
@@ -29,9 +30,9 @@ class InflatedSource(Source):
         self._pending = b""
         """Packed bytes that were read but not inflated."""
         self._position = 0
-        """The inflated bytes up to which was read."""
+        """The number of inflated bytes that were read."""
         self._has_clean_end: bool | None = None
-        """None until the end was read."""
+        """None until the end was read; see `has_clean_end`."""
 
     @property
     def packed_size(self) -> int:
@@ -57,7 +58,8 @@ class InflatedSource(Source):
 
     def read_head(self, length: int) -> bytes:
         """Return up to `length` first bytes, inflated separately from other reads."""
-        packed = self._packed.read(0, min(self._packed.length, length + _PREAMBLE))
+        # Except for its tables, deflated content is not longer than the inflated bytes.
+        packed = self._packed.read(0, min(self._packed.length, length + _TABLE_BYTES))
         try:
             return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, length)
         except zlib.error as error:
@@ -101,7 +103,7 @@ class InflatedSource(Source):
         Raises:
             CorruptFile: an empty record inflates to some bytes.
         """
-        if self.size == 0 and self._has_clean_end is None:
+        if self.size == 0 and self._has_clean_end is None:  # an empty record is never read
             self._start()
             self._check_end()
         return self._has_clean_end is not False
@@ -127,10 +129,12 @@ class InflatedSource(Source):
 
 
 def refuse_bomb(data: ByteRange, max_ratio: int) -> None:
-    """Refuse more than 128 KiB that inflate to more than `max_ratio` times their stored size.
+    """Refuse a range of an inflated record that is more than `max_ratio` times the stored record.
+
+    Ranges of up to 128 KiB, and those that are not inflated, are accepted.
 
     Raises:
-        LimitExceeded: it does.
+        LimitExceeded: the range is longer.
     """
     source = data.source
     if not isinstance(source, InflatedSource) or data.length <= _SMALL:

@@ -27,7 +27,7 @@ from ckptool.files.system import (
     hand_over,
     is_running,
     lock_holder,
-    make_private_opener,
+    make_opener,
     sync_folder,
     try_lock,
     write_at,
@@ -73,7 +73,8 @@ def write_journal(target: str, journal: Journal) -> None:
     content = b"".join((json.dumps(line).encode("ascii"), b"\n", *journal.blobs))
     remove_unfinished(target)
     try:
-        with open(path + UNFINISHED, "xb", buffering=0, opener=make_private_opener(0o600)) as file:
+        opener = make_opener(is_private=True)
+        with open(path + UNFINISHED, "xb", buffering=0, opener=opener) as file:
             _share(file.name, target)
             write_at(file.fileno(), content + hashlib.sha256(content).digest(), 0)
             os.fsync(file.fileno())
@@ -337,7 +338,10 @@ def is_path_of(path: str | os.PathLike[str], fd: int) -> bool:
 
 
 def _open(path: str) -> int:
-    """Return a descriptor for reading and writing, or for reading only without write permission."""
+    """Return a descriptor for reading and writing, or for reading only without write permission.
+
+    Both can be locked.
+    """
     with suppress(OSError):
         return os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
     return open_descriptor(path)
@@ -346,16 +350,21 @@ def _open(path: str) -> int:
 def _take_lock(fd: int, path: str) -> None:
     """Lock the open file at `path`; refuse it if another process is editing it.
 
+    Without system support for locks, the journal shows whether a process is editing it.
+
     Raises:
         FileBusy: another process has the lock, or a journal here.
     """
     for _ in range(_ATTEMPTS):
         is_locked = try_lock(fd)
-        journal = None if is_locked else _try_read_journal(path)
-        if is_locked or (is_locked is None and not _is_writer_running(journal)):
+        if is_locked:
+            return
+        journal = _try_read_journal(path)
+        has_no_locks = is_locked is None
+        if has_no_locks and not _is_writer_running(journal):
             return
         pid = lock_holder(fd) or (journal.pid if journal else None)
-        if pid:  # otherwise it may have ended just now
+        if pid:  # otherwise it may have ended just now: try again
             break
     raise FileBusy(
         f"is being edited by {describe_process(pid)}",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ckptool._lazy import Result
 from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
-from ckptool.files.editing import KIND, Edit, EditState
+from ckptool.files.editing import EDIT_KIND, Edit, EditState
 from ckptool.files.journal import open_locked, read_journal, remove_journal, remove_unfinished
 from ckptool.files.renames import FINISHED, recover_set
 from ckptool.files.source import FileSource
@@ -67,12 +67,12 @@ def open_recovered(path: str) -> FileSource:
         try:
             _check_access(path)
             _settle_edit(edit, state, fd)
-        except OSError:
-            if state is not EditState.INTERRUPTED:
+        except OSError:  # no write permission, for example
+            if state is not EditState.INTERRUPTED:  # the content is right; the journal stays
                 return FileSource(path)
             warn(f"{path}: reading its {_describe_old(edit)}, which cannot be restored here")
             return FileSource(path, size=edit.size, head=edit.old)
-        with suppress(OSError):  # the edit is settled
+        with suppress(OSError):  # the next reader finds the edit settled, and removes it
             remove_journal(path)
         _, text = _describe_outcome(edit, state)
         warn(f"{path}: {text}")
@@ -158,14 +158,14 @@ def _settle_edit(edit: Edit, state: EditState, fd: int) -> None:
 
 
 def _read_edit(path: str) -> Edit | None:
-    """Return the edit in the journal of a locked file, or None."""
+    """Return the edit in the journal of a locked file, or None; remove an unfinished journal."""
     remove_unfinished(path)
     journal = read_journal(path)
     return None if journal is None else Edit.from_journal(journal, path)
 
 
 def _describe_outcome(edit: Edit, state: EditState) -> tuple[str, str]:
-    """Return the action and the text of a `Recovery`."""
+    """Return the action and the text of the `Recovery` from an edit in this state."""
     if state is EditState.NEW:
         return "completed", f"kept the interrupted edit of process {edit.pid}, which was complete"
     return "rolled-back", f"rolled back to its {_describe_old(edit)}"
@@ -177,9 +177,12 @@ def _describe_old(edit: Edit) -> str:
 
 
 def _finish_set(path: str) -> bool:
-    """Finish the write of the set with the index `path`, if its journal describes one."""
+    """Finish the write of the set with the index `path`, if its journal describes one.
+
+    Return False if it has no journal, or that of an edit.
+    """
     journal = read_journal(path)
-    if journal is None or journal.kind == KIND:
+    if journal is None or journal.kind == EDIT_KIND:
         return False
     _retry_while_busy(lambda: recover_set(path, journal))
     return True
@@ -187,7 +190,7 @@ def _finish_set(path: str) -> bool:
 
 @contextmanager
 def _lock_patiently(path: str) -> Iterator[int]:
-    """Yield a descriptor of the locked file; wait for other processes."""
+    """Yield a descriptor of the file, locked for the block; wait for other processes."""
     with ExitStack() as stack:
         yield _retry_while_busy(lambda: stack.enter_context(open_locked(path)))
 

@@ -93,8 +93,11 @@ class RemotePlace(Place):
         return f"{repository.address}/{inner}" if inner else repository.address
 
     def pin_revision(self, path: str) -> str:
-        """Return a repository of Hugging Face as `hf://owner/name@COMMIT`."""
-        return "" if (match := _parse_hub_address(path)) is None else match[0].address
+        """Return a repository of Hugging Face as `hf://owner/name@COMMIT`; others as empty text."""
+        if (match := _parse_hub_address(path)) is None:
+            return ""
+        repository, _ = match
+        return repository.address
 
     def exists(self, path: str) -> bool:
         """Return True if the address exists."""
@@ -108,7 +111,7 @@ class RemotePlace(Place):
             return False
         try:
             system, inner = find_file_system(path)
-        except FileMissing:  # for a chained address, the files it leads through
+        except FileMissing:  # a chained address leads through a missing file
             return False
         with convert_errors(path):
             return bool(system.isdir(inner))
@@ -116,7 +119,8 @@ class RemotePlace(Place):
     def is_file(self, path: str) -> bool:
         """Return True if the address is a file."""
         if (match := _parse_hub_address(path)) is not None:
-            return match[1] in match[0].sizes
+            repository, inner = match
+            return inner in repository.sizes
         return self._find_source(path) is not None
 
     def list_names(self, folder: str) -> frozenset[str]:
@@ -153,10 +157,12 @@ class RemotePlace(Place):
     def open(self, path: str) -> Source:
         """Return a file with its beginning fetched; a second call fetches it again.
 
+        A second call also forgets the other files in its folder, which may be new, too.
+
         Raises:
             UnreadableFile: it cannot be fetched (`FileMissing`: it does not exist).
         """
-        if path in self._opened:  # files next to it may be new, too
+        if path in self._opened:
             folder = os.path.dirname(path) + "/"
             self._opened = {opened for opened in self._opened if not opened.startswith(folder)}
             for opened in [opened for opened in self._sources if opened.startswith(folder)]:
@@ -165,16 +171,19 @@ class RemotePlace(Place):
         return self._require_source(path)
 
     def open_member(self, path: str, size: int) -> Source:
-        """Return a file in a folder."""
+        """Return a file in a folder; `size` is not needed."""
         return self._require_source(path)
 
     def expect(self, paths: Sequence[str]) -> None:
-        """Fetch the beginnings of files that are about to be opened, many at a time."""
+        """Fetch the beginnings of files that are about to be opened, many at a time.
+
+        Stop at the first missing file, which the caller will report.
+        """
         for path in paths:
             self._sources.pop(path, None)
             self._opened.discard(path)
         for source in run_in_order(self._find_source, paths, _MAX_OPENING):
-            if source is None:  # no more requests are sent
+            if source is None:
                 return
 
     def refuse_target(self, path: str, *, overwrite: bool) -> None:
@@ -231,11 +240,11 @@ class RemoteSource(Source):
             UnreadableFile: it cannot be fetched.
         """
         self.name, self._fetch_range = name, fetch_range
-        beginning = fetch_range(0, WINDOW, "")
+        beginning = fetch_range(0, WINDOW, "")  # of any version
         TRAFFIC.add(len(beginning.data))
         self.size, self._tag = beginning.size, beginning.tag
         self._windows: OrderedDict[int, bytes] = OrderedDict({0: beginning.data})
-        """The windows that are kept, by offset."""
+        """The windows that are kept, by offset, the oldest first."""
         self._ahead = _Ahead(self.size, self._fetch)
         self._lock = RLock()
 
@@ -278,9 +287,12 @@ class RemoteSource(Source):
         self._ahead.stop()
 
     def _get_window(self, offset: int) -> tuple[int, bytes]:
-        """Return the window with the byte at `offset`; the last window is as long as the others."""
-        tail = max(self.size - WINDOW, 0)
-        start = tail if offset >= tail else offset // WINDOW * WINDOW
+        """Return the start and the bytes of the window with the byte at `offset`.
+
+        Windows begin at multiples of `WINDOW`, except the last: it ends with the file.
+        """
+        last_start = max(self.size - WINDOW, 0)
+        start = last_start if offset >= last_start else offset // WINDOW * WINDOW
         if start not in self._windows:
             self._windows[start] = self._fetch(start, min(start + WINDOW, self.size))
             if len(self._windows) > _MAX_WINDOWS:
@@ -296,25 +308,36 @@ class RemoteSource(Source):
         return response.data
 
 
+class _Request(NamedTuple):
+    """A request for the bytes from `start` to `stop`, which another thread sends."""
+
+    start: int
+    stop: int
+    future: Future[bytes]
+
+
 class _Ahead:
     """Fetches the bytes after a sequential read, with several concurrent requests."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
         """Read ahead in a file of `size` bytes; `fetch` returns the bytes between two offsets."""
         self._size, self._fetch = size, fetch
-        self._requests: deque[tuple[int, int, Future[bytes]]] = deque()
-        """Start, stop and result of each request, in the order of the file."""
+        self._requests: deque[_Request] = deque()
+        """The pending requests, for adjacent ranges in the order of the file."""
         self._request_count = 0
-        """The number of concurrent requests so far, which doubles."""
+        """The number of concurrent requests, which doubles with each read."""
         self._last_end = -1
         """The position after the last read."""
         self._pool: ThreadPoolExecutor | None = None
 
     def fill_from_requests(self, offset: int, buffer: memoryview) -> int:
-        """Fill the start of `buffer` from pending requests; return the number of bytes filled."""
-        while self._requests and self._requests[0][1] <= offset:
+        """Fill the start of `buffer` from pending requests; return the number of bytes filled.
+
+        Each request that was read completely is replaced by new ones.
+        """
+        while self._requests and self._requests[0].stop <= offset:
             self._requests.popleft()
-        if not self._requests or self._requests[0][0] > offset:
+        if not self._requests or self._requests[0].start > offset:
             return 0
         done = 0
         while self._requests and done < len(buffer):
@@ -329,7 +352,7 @@ class _Ahead:
         return done
 
     def note_read(self, start: int, stop: int) -> None:
-        """Read ahead if a read begins near the end of the last one; further each time."""
+        """Read ahead if a read begins near the end of the last one, or else drop all requests."""
         if 0 <= start - self._last_end <= WINDOW:
             self._request_more(stop)
         else:
@@ -337,21 +360,25 @@ class _Ahead:
         self._last_end = stop
 
     def _request_more(self, position: int) -> None:
-        """Send requests for the bytes from `position`, twice as many each time."""
+        """Send requests for the bytes after the pending ones, or from `position` without any.
+
+        Twice as many are pending each time, first one.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_MAX_REQUESTS)
-        self._request_count = min(2 * self._request_count or 1, _MAX_REQUESTS)
+        self._request_count = min(max(2 * self._request_count, 1), _MAX_REQUESTS)
         while len(self._requests) < self._request_count:
-            start = self._requests[-1][1] if self._requests else position
+            start = self._requests[-1].stop if self._requests else position
             stop = min(start + _REQUEST_BYTES, self._size)
             if start >= stop:
                 return
-            self._requests.append((start, stop, self._pool.submit(self._fetch, start, stop)))
+            future = self._pool.submit(self._fetch, start, stop)
+            self._requests.append(_Request(start, stop, future))
 
     def stop(self) -> None:
-        """Send no more requests."""
-        for _, _, future in self._requests:
-            future.cancel()
+        """Drop the pending requests; the next sequential read starts with one again."""
+        for request in self._requests:
+            request.future.cancel()
         self._requests.clear()
         self._request_count = 0
         if self._pool is not None:
@@ -422,9 +449,14 @@ def _get_hub_url() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
+_REPO_TYPES = {"datasets/": "dataset", "spaces/": "space"}
+
+
 @cache
 def _look_up_repository(kind: str, name: str, revision: str) -> _Repository:
     """Look up a repository (once): its commit and its files.
+
+    `kind` is the beginning of the path on the site: `datasets/`, `spaces/`, or empty for a model.
 
     Raises:
         UnsupportedFormat: huggingface_hub is not installed.
@@ -442,7 +474,7 @@ def _look_up_repository(kind: str, name: str, revision: str) -> _Repository:
         ) from error
     try:
         info = HfApi(endpoint=_get_hub_url()).repo_info(
-            name, revision=revision, repo_type=kind.rstrip("s/") or None, files_metadata=True
+            name, revision=revision, repo_type=_REPO_TYPES.get(kind), files_metadata=True
         )
     except GatedRepoError as error:
         hint = "request access on its page, then run: hf auth login"

@@ -24,7 +24,7 @@ from ckptool.files.system import allow_open_files, describe_process, sync_folder
 from ckptool.files.temporary import temporary_name
 from ckptool.words import shell
 
-KIND = "set"
+SET_KIND = "set"
 """The kind of the journal of a set."""
 
 
@@ -68,11 +68,9 @@ class PendingRename:
 
     def is_pending(self, folder: str) -> bool:
         """Return True if the new file has its temporary name, and the old file is unchanged."""
+        is_temporary = self._is_new(os.path.join(folder, self.temporary))
         current_state = state_of(_try_lstat(os.path.join(folder, self.name)))
-        return self._is_new(os.path.join(folder, self.temporary)) and current_state in (
-            None,
-            self.replaces,
-        )
+        return is_temporary and current_state in (None, self.replaces)
 
     def carry_out(self, folder: str) -> None:
         """Rename the new file to its final name, unless that is done."""
@@ -106,7 +104,7 @@ def rename_all(target: str, moves: Sequence[PendingRename]) -> None:
         for move in moves:
             stack.enter_context(hold_edit_lock(os.path.join(folder, move.name)))
         try:
-            write_journal(target, Journal(KIND, {"files": [asdict(move) for move in moves]}))
+            write_journal(target, Journal(SET_KIND, {"files": [asdict(move) for move in moves]}))
             _carry_out_all(target, moves)
             with suppress(OSError):  # all renamed: the next reader of the index removes it
                 remove_journal(target)
@@ -142,7 +140,7 @@ def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
 def _parse_moves(target: str, journal: Journal) -> list[PendingRename]:
     """Return the renames in a journal; refuse a journal of another kind."""
     try:
-        if journal.kind != KIND:
+        if journal.kind != SET_KIND:
             raise ValueError("other kind")
         return [PendingRename.from_facts(facts, target) for facts in journal.facts["files"]]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
@@ -158,7 +156,7 @@ def _carry_out_all(target: str, moves: Sequence[PendingRename]) -> None:
 
 
 def _settle_renames(target: str, moves: Sequence[PendingRename]) -> None:
-    """After an interruption, undo all renames, or finish them if an old file was replaced.
+    """After an interruption, undo all renames, or finish them if a replaced file is already gone.
 
     If that fails too, the journal stays for the next reader of the index.
     """

@@ -43,7 +43,7 @@ class Source:
     is_far = False
     """True if a read may be a request to another machine."""
     rearranges = False
-    """True if its bytes are those of `made_of` in another order, which is not checked."""
+    """True if it has the bytes of `made_of` in another order, so that their checksums apply."""
     made_of: Sequence[ByteRange] = ()
     """The ranges that its bytes are computed or assembled from, as far as known."""
 
@@ -209,7 +209,9 @@ class FileSource(Source):
         """Return exactly `length` bytes from `offset`, or raise `TruncatedFile`."""
         self._check_range(offset, length)
         data = self._call_system(_read_once, length, offset)
-        return data if len(data) == length and not self._head else super().read(offset, length)
+        if len(data) == length and not self._head:
+            return data
+        return super().read(offset, length)  # `fill` continues a short read, and puts the head in
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
@@ -389,16 +391,19 @@ class ByteRange:
 
 
 def count_far_bytes(ranges: Iterable[ByteRange]) -> int:
-    """Count the bytes of ranges on other machines, shared bytes once."""
-    ranges_seen: dict[tuple[int, int, int], None] = {}
+    """Count the bytes of ranges on other machines, a range that occurs twice once.
+
+    Computed and assembled ranges count as the ranges that they are made of.
+    """
+    far_ranges: set[tuple[int, int, int]] = set()  # (id of the source, offset, length)
     pending = list(ranges)
     while pending:
         item = pending.pop()
         if item.source.made_of:
             pending.extend(item.source.made_of)
         elif not isinstance(item.source, MemorySource) and item.source.fd() is None:
-            ranges_seen[id(item.source), item.offset, item.length] = None
-    return sum(length for _, _, length in ranges_seen)
+            far_ranges.add((id(item.source), item.offset, item.length))
+    return sum(length for _, _, length in far_ranges)
 
 
 def join_neighbors(parts: Iterable[ByteRange]) -> list[ByteRange]:

@@ -255,7 +255,7 @@ def _read_tile(
 
 
 def _list_positions(axes: list[Axis], start: int, target_start: int) -> list[tuple[int, int]]:
-    """Return the positions of each index of `axes`, (in the source, in the target), in order."""
+    """Return (position in the source, position in the target) for each index of `axes`."""
     positions = [(start, target_start)]
     for size, step, target_step in axes:
         positions = [

@@ -82,11 +82,11 @@ _UNSUPPORTED_ERRORS = frozenset(
 )
 
 
-def _open_files() -> int:
-    """Return the number of open files, from the lowest free descriptor."""
+def _count_open_files() -> int:
+    """Return the number of open files: the lowest free descriptor, or the limit if none is free."""
     try:
         lowest_free = os.open(os.devnull, os.O_RDONLY)
-    except OSError:  # as many as the system allows
+    except OSError:
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else 0
     os.close(lowest_free)
     return lowest_free
@@ -103,7 +103,7 @@ def allow_open_files(extra: int) -> int:
 
     Many systems start with a soft limit of 256 or 1,024, for programs that use `select`.
     """
-    count = _open_files() + extra + _SPARE_FILES
+    count = _count_open_files() + extra + _SPARE_FILES
     if sys.platform != "win32":
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -180,10 +180,10 @@ def lock_holder(fd: int) -> int | None:
 
 def is_running(pid: int) -> bool:
     """Return True if the process is running; False if that cannot be checked safely."""
-    if sys.platform == "win32":
+    if sys.platform == "win32":  # `os.kill` would end the process
         return False
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # only checks the process
     except PermissionError:
         return True
     except (OSError, OverflowError):
@@ -199,27 +199,31 @@ def boot_id() -> str:
 
 
 def remove_unlocked(path: str) -> int | None:
-    """Remove a file that no process has locked; keep it if that is unknown.
+    """Remove a file that no process has locked; keep it if the system has no locks.
 
-    Return the process that has locked it; 0 if unknown, None if it is not locked.
+    Return the process that has locked it (0: an unknown one); None if none has, or that is unknown.
     """
     if sys.platform != "win32":
         mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
         with suppress(OSError):
             fd = os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                is_free = try_lock(fd)
-                if is_free:
+                got_lock = try_lock(fd)
+                if got_lock:
                     os.unlink(path)
-                return lock_holder(fd) or 0 if is_free is False else None
+                if got_lock is False:
+                    return lock_holder(fd) or 0
             finally:
                 os.close(fd)
     return None
 
 
-def make_private_opener(mode: int | None) -> Callable[[str, int], int]:
-    """Return an opener of a private file, until it gets `mode` (None: from the umask)."""
-    return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
+def make_opener(*, is_private: bool) -> Callable[[str, int], int]:
+    """Return an opener for `open` that creates a file with the mode of the umask, or a private one.
+
+    A private file can only be accessed by its owner, until it gets another mode.
+    """
+    return lambda path, flags: os.open(path, flags, 0o600 if is_private else 0o666)
 
 
 def hand_over(path: str, old: os.stat_result) -> None:
@@ -272,20 +276,23 @@ _NO_KERNEL_COPY_ERRORS = frozenset(
 )
 
 _KernelCopy = Callable[[int, int, int, int, int], int]
-
+"""Copies from (descriptor, offset) to (descriptor, position) up to so many bytes; returns them."""
 
 _CLONE_RANGE = 0x4020940D
 """`FICLONERANGE` (linux/fs.h): fails if blocks cannot be shared, and never copies."""
 
 
 def try_sharing_blocks(run: ByteRange, target: int) -> bool:
-    """Try to share one block of a range's file with an empty file; return True if it works."""
+    """Try to share one block of a range's file with an empty file; return True if it works.
+
+    If it does, `copy_bytes` can share the others, too. Only Linux has this call.
+    """
     source = run.source.fd()
     if source is None or not sys.platform.startswith("linux"):
         return False
-    block = -(-run.offset // SHARED) * SHARED
+    first_block = run.offset + -run.offset % SHARED
     try:
-        fcntl.ioctl(target, _CLONE_RANGE, struct.pack("qQQQ", source, block, SHARED, 0))
+        fcntl.ioctl(target, _CLONE_RANGE, struct.pack("qQQQ", source, first_block, SHARED, 0))
     except OSError:
         return False
     return True
@@ -294,8 +301,9 @@ def try_sharing_blocks(run: ByteRange, target: int) -> bool:
 def copy_bytes(source: Source, offset: int, target: int, position: int, length: int) -> None:
     """Copy `length` bytes of `source` at `offset` to descriptor `target` at `position`.
 
-    A kernel copy that fails or moves nothing is not repeated; plain reads are the fallback. They
-    also copy the bytes up to the first block that the two files can share.
+    A kernel copy that fails or moves nothing is not repeated: the next call of `KERNEL_COPIES` is
+    tried, at last plain reads. These also copy the bytes up to the first block that the two files
+    can share.
 
     Raises:
         TruncatedFile: the source ends before.
@@ -304,13 +312,14 @@ def copy_bytes(source: Source, offset: int, target: int, position: int, length: 
     """
     fd = source.fd()
     calls = list(KERNEL_COPIES) if offset >= source.overlaid else []
+    # The file system shares blocks only if a range begins at a block in both files.
+    can_share = (offset - position) % SHARED == 0
     done = 0
     while done < length:
         read_position, write_position = offset + done, position + done
-        # The file system shares blocks only if a range begins at a block.
-        to_block = -read_position % SHARED if (offset - position) % SHARED == 0 else 0
-        if fd is None or not calls or to_block:
-            data = source.read(read_position, min(to_block or BLOCK, length - done))
+        bytes_to_block = -read_position % SHARED if can_share else 0
+        if fd is None or not calls or bytes_to_block:
+            data = source.read(read_position, min(bytes_to_block or BLOCK, length - done))
             write_at(target, data, write_position)
             done += len(data)
             continue
@@ -338,8 +347,8 @@ def _copy_by_sendfile(source: int, offset: int, target: int, position: int, leng
 
 
 KERNEL_COPIES: tuple[_KernelCopy, ...] = tuple(
-    way
-    for call, way in (("copy_file_range", _copy_by_range), ("sendfile", _copy_by_sendfile))
+    copy
+    for call, copy in (("copy_file_range", _copy_by_range), ("sendfile", _copy_by_sendfile))
     if hasattr(os, call)
 )
 """The available system calls, the best first."""

@@ -6,6 +6,7 @@ import hashlib
 import os
 
 _NAME_BYTES = 255
+"""The longest name that common file systems accept."""
 _ENDING_BYTES = 40
 _JOURNAL = ".ckptool-journal"
 UNFINISHED = ".tmp"
@@ -18,11 +19,11 @@ def temporary_name(target: str, ending: str) -> str:
     A name that would become too long is shortened and gets a hash.
     """
     folder, name = os.path.split(target)
-    raw = os.fsencode(name)
-    room = _NAME_BYTES - 1 - _ENDING_BYTES
-    if len(raw) > room:
-        mark = "-" + hashlib.sha256(raw).hexdigest()[:12]
-        name = raw[: room - len(mark)].decode("utf-8", "ignore") + mark
+    encoded = os.fsencode(name)
+    max_length = _NAME_BYTES - len(".") - _ENDING_BYTES
+    if len(encoded) > max_length:
+        hash_suffix = "-" + hashlib.sha256(encoded).hexdigest()[:12]
+        name = encoded[: max_length - len(hash_suffix)].decode("utf-8", "ignore") + hash_suffix
     return os.path.join(folder, f".{name}{ending}")
 
 

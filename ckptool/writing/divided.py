@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from ckptool.core.tree import name_of
 from ckptool.errors import UnreadableFile
-from ckptool.files.atomic import PendingFile, begin_set, plan_parts, refuse_target, shift_progress
+from ckptool.files.atomic import PendingFile, begin_set, plan_files, refuse_target, shift_progress
 from ckptool.files.journal import read_journal
 from ckptool.files.renames import recover_set, rename_all
 from ckptool.files.system import convert_os_errors
@@ -63,7 +63,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
     """
     _check_same_sources(job, group)
     target = os.path.realpath(plan.index)
-    pending_files = plan_parts(target, {file.path: file.size for file in plan.files}, job.mode)
+    pending_files = plan_files(target, {file.path: file.size for file in plan.files}, job.mode)
     shards = pending_files[:-1]  # the last one is the index
     token = group.run_on_first(lambda: _hash_write(plan, job, options))
     complete_names = {  # the name of each complete file until all are renamed, by its target
@@ -226,4 +226,4 @@ def _finish(
     for pending in pending_files:
         pending.check_finished(overwrite=job.may_replace)
     job.check_sources()
-    rename_all(target, [pending.move() for pending in pending_files])
+    rename_all(target, [pending.make_rename() for pending in pending_files])
