@@ -53,34 +53,30 @@ def write_changed(
     """
     if target.output is not None and target.in_place:
         raise UsageError("--output and --in-place cannot be combined", hint="use one of them")
-    target_path, group = target.output, find_group()
-    options_of_result = {  # options that the written bytes may depend on
-        name: value
-        for name, value in click.get_current_context().params.items()
-        if name not in ("workers", "quiet", "as_json")
-    }
-    is_silent = group is not None and group.own > 0  # the first process prints everything
-    screen = Screen(as_json=False, quiet=True) if is_silent else target.screen
-    if is_address(source) and target_path is None:
+    if is_address(source) and target.output is None:
         raise UsageError(
             "the file is remote, so -o is required",
             file=source,
             hint="add -o FILE"
             + ("; remote files cannot be edited in place" if target.in_place else ""),
         )
+    group = find_group()
+    is_silent = group is not None and group.own > 0  # the first process prints everything
+    screen = Screen(as_json=False, quiet=True) if is_silent else target.screen
+    options_of_result = {  # options that the written bytes may depend on
+        name: value
+        for name, value in click.get_current_context().params.items()
+        if name not in ("workers", "quiet", "as_json")
+    }
     with (
-        (opening or (lambda: open_checkpoint(source)))() as checkpoint,
+        opening() if opening else open_checkpoint(source) as checkpoint,
         ExitStack() as opened,
         screen.progress("writing", "reading back") as progress,
     ):
-        sharded = bool(shard_format_of(checkpoint.format))
-        if target.in_place:
-            for file in () if target.force else checkpoint.sources:
+        if target.in_place and not target.force:
+            for file in checkpoint.sources:
                 _refuse_link(file.name)
-            target_path = checkpoint.path  # the index, if it is a folder of shards
-        is_real_path = os.path.isfile(checkpoint.path) or not os.path.exists(source)
-        source_name = checkpoint.path if is_real_path and not sharded else source
-        path = target_path or make_default_target(source_name, word, target.format, sharded=sharded)
+        path = _choose_path(checkpoint, source, target, word)
         changed = change(
             checkpoint, *(opened.enter_context(open_checkpoint(other)) for other in others)
         )
@@ -100,6 +96,22 @@ def write_changed(
         )
     screen.print_receipt(receipt, receipt_lines(receipt))
     return receipt
+
+
+def _choose_path(checkpoint: Checkpoint, source: str, target: OutputOptions, word: str) -> str:
+    """Return the file to write: the given one, the source itself, or one next to it.
+
+    Of a folder of shards, the source itself is its index.
+    """
+    if target.in_place:
+        return checkpoint.path
+    if target.output is not None:
+        return target.output
+    sharded = bool(shard_format_of(checkpoint.format))
+    # A default is named after the opened file, unless this is a shard, or one of a folder.
+    is_real_path = os.path.isfile(checkpoint.path) or not os.path.exists(source)
+    source_name = checkpoint.path if is_real_path and not sharded else source
+    return make_default_target(source_name, word, target.format, sharded=sharded)
 
 
 def _refuse_link(path: str) -> None:

@@ -156,6 +156,7 @@ def average_command(files: tuple[str, ...], target: OutputOptions, **options: An
         raise UsageError("average needs at least two files", hint="ckptool average A B -o mean.pth")
 
     def change(*checkpoints: Checkpoint) -> Checkpoint:
+        """Average the checkpoints."""
         return average(checkpoints, **options)
 
     write_changed(files[0], change, target, word="average", others=files[1:])
@@ -195,6 +196,7 @@ def merge_lora_command(
     """
 
     def change(checkpoint: Checkpoint, *others: Checkpoint) -> Checkpoint:
+        """Merge the adapters into the base."""
         return merge_lora(checkpoint, others, **options)
 
     write_changed(

@@ -85,10 +85,13 @@ class Interrupts:
         raise KeyboardInterrupt
 
 
-_DELAY = 0.5  # seconds before the bar appears
-_REDRAW_INTERVAL = 0.1  # seconds
+_DELAY = 0.5
+"""Seconds before the bar appears."""
+_REDRAW_INTERVAL = 0.1
+"""Seconds between two drawings."""
 _BAR_WIDTH = 24
-_DEFAULT_COLUMNS = 80  # if the terminal does not report its width
+_DEFAULT_COLUMNS = 80
+"""The width of a terminal that does not report it."""
 _MIN_BAR_WIDTH = 4
 """Characters of the narrowest bar; a narrower terminal shows only the text."""
 
@@ -151,7 +154,8 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         width = min(_BAR_WIDTH, columns - len(text) - len("[] "))
         line = text[:columns]
         if width >= _MIN_BAR_WIDTH:
-            line = f"[{'#' * (width * done // total if total else width):-<{width}}] {text}"
+            filled = width * done // total if total else width
+            line = f"[{'#' * filled:-<{width}}] {text}"
         self._stream.write(f"\r{line:<{min(self._drawn_width, columns)}}")
         self._stream.flush()
         self._drawn_width = len(line)
@@ -310,10 +314,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         started = time.monotonic()
         with Interrupts() as interrupts, _print_warnings():
             code = _run_command(arguments, interrupts)
-            remote = sys.modules.get("ckptool.files.remote")
-            if remote and remote.TRAFFIC.requests and os.environ.get("CKPTOOL_DEBUG"):
-                traffic, seconds = remote.TRAFFIC, time.monotonic() - started
-                say([f"{traffic.requests:,} requests, {traffic.bytes:,} bytes, {seconds:.2f} s"])
+            if os.environ.get("CKPTOOL_DEBUG"):
+                _report_traffic(time.monotonic() - started)
             if interrupts.received == signal.SIGINT:
                 with suppress(OSError):
                     print_error("interrupted; no file is left half-written", None)
@@ -323,6 +325,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     finally:
         if collecting:
             gc.enable()
+
+
+def _report_traffic(seconds: float) -> None:
+    """Print the requests and bytes of remote files, if there were any."""
+    remote = sys.modules.get("ckptool.files.remote")
+    if remote and remote.TRAFFIC.requests:
+        traffic = remote.TRAFFIC
+        say([f"{traffic.requests:,} requests, {traffic.bytes:,} bytes, {seconds:.2f} s"])
 
 
 @contextmanager
@@ -428,7 +438,8 @@ def _describe_usage_error(error: click.ClickException) -> tuple[str, str | None]
         verb = context.info_name if context else None
         new_option = RENAMED_OPTIONS.get((verb or "", error.option_name))
         if new_option is not None:
-            return re.split(r" \(?Did you", error.format_message())[0], f"use {new_option} instead"
+            sentence, *_ = re.split(r" \(?Did you", error.format_message())
+            return sentence, f"use {new_option} instead"
         from difflib import get_close_matches
 
         options = error.possibilities or []  # click counts the dashes: it proposes --json for --to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import click
@@ -98,31 +98,38 @@ def command(
         with screen.progress() as progress:
             return doctor(file, like=reference, named=like or "", progress=progress, **options)
 
-    if len(files) == 1:
-        diagnosis = examine(files[0])
-        if fix:
-            diagnosis = _write_fixed_file(
-                diagnosis,
-                output,
-                {option for option in given_options if option in allowed},
-                examine,
-                screen,
-            )
-        set_exit_code(0 if diagnosis.ok else 1)
-        screen.print(diagnosis, diagnosis_lines(diagnosis, screen.look, explain=explain))
+    if len(files) > 1:
+        _examine_several(files, examine, screen, explain=explain)
         return
+    diagnosis = examine(files[0])
+    if fix:
+        allowed_losses = {option for option in given_options if option in allowed}
+        diagnosis = _write_fixed_file(diagnosis, output, allowed_losses, examine, screen)
+    set_exit_code(0 if diagnosis.ok else 1)
+    screen.print(diagnosis, diagnosis_lines(diagnosis, screen.look, explain=explain))
+
+
+def _examine_several(
+    files: Sequence[str], examine: Callable[[str], Diagnosis], screen: Screen, *, explain: bool
+) -> None:
+    """Print the diagnosis of each file, and of an unreadable file the error.
+
+    The exit code is that of the worst file.
+    """
     diagnoses, errors, code = list[Diagnosis](), list[CheckpointError](), 0
     for file in files:
         try:
             diagnosis = examine(file)
         except UnreadableFile as error:
             errors.append(error)
+            code = 2
+            set_exit_code(code)
             print_error(error.sentence, error.hint)
-        else:
-            diagnoses.append(diagnosis)
-        code = 2 if errors else code or int(not diagnosis.ok)
+            continue
+        diagnoses.append(diagnosis)
+        code = code or int(not diagnosis.ok)
         set_exit_code(code)
-        if diagnoses and diagnoses[-1].file == file and not screen.as_json:
+        if not screen.as_json:
             lines = diagnosis_lines(diagnosis, screen.look, explain=explain)
             print_lines(["", *lines] if len(diagnoses) > 1 else lines)
     if screen.as_json:
@@ -144,18 +151,16 @@ def _write_fixed_file(
     plan, target = diagnosis.plan, output or diagnosis.target
     if plan.command is None and diagnosis.ok:
         return diagnosis
-    open_choices = [
-        complaint for complaint in diagnosis.complaints
-        if complaint.severity != "note" and complaint.alternatives and not complaint.commands
-    ]  # fmt: skip
-    if plan.command is None or target is None or open_choices:
-        file = shell(diagnosis.file)
+    leaves_choice = any(
+        complaint.severity != "note" and complaint.alternatives and not complaint.commands
+        for complaint in diagnosis.complaints
+    )
+    if plan.command is None or target is None or leaves_choice:
         message = "no ckptool command fixes it"
-        if open_choices:
+        if leaves_choice:
             message = "several fixes are possible; choose one"
-        raise UsageError(
-            message, file=diagnosis.file, hint=diagnosis.first_command or f"ckptool doctor {file}"
-        )
+        hint = diagnosis.first_command or f"ckptool doctor {shell(diagnosis.file)}"
+        raise UsageError(message, file=diagnosis.file, hint=hint)
     if lost := [option for option in diagnosis.losses if option not in allowed]:
         raise UsageError(
             f"the fix would lose data: {listed(lost)}",
@@ -167,6 +172,7 @@ def _write_fixed_file(
     format = plan.format if output is None else None  # otherwise the extension decides
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
+        """Apply the steps of the plan."""
         return apply_steps(checkpoint, plan.steps, choose_format(checkpoint, target, format))
 
     quiet = Screen(as_json=False, quiet=screen.quiet)

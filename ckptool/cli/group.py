@@ -186,17 +186,19 @@ def _describe_unknown_verb(word: str, known: Sequence[str]) -> str:
     """Return the error about an unknown verb, with the closest known one."""
     from difflib import get_close_matches
 
-    meanings = {synonym: verb for verb, words in _SYNONYMS.items() for synonym in words.split()}
-    meanings |= {name: name for name in (*known, HELP)}
-    meanings |= {alias: verb for alias, (verb, *_) in ALIASES.items()}
+    verb_by_word = {synonym: verb for verb, words in _SYNONYMS.items() for synonym in words.split()}
+    verb_by_word |= {name: name for name in (*known, HELP)}
+    verb_by_word |= {alias: verb for alias, (verb, *_) in ALIASES.items()}
     lower = word.lower().replace("_", "-")
-    close = [lower] if lower in meanings else []
-    close = close or [name for name in meanings if len(lower) > 1 and name.startswith(lower)]
-    close = close or get_close_matches(lower, meanings, n=1, cutoff=0.6)
-    tail = (
-        f"did you mean {meanings[close[0]]!r}?" if close else "'ckptool --help' lists the commands"
-    )
-    return f"unknown command {word!r}: {tail}"
+    close = [lower] if lower in verb_by_word else []
+    if not close and len(lower) > 1:
+        close = [name for name in verb_by_word if name.startswith(lower)]
+    if not close:
+        close = get_close_matches(lower, verb_by_word, n=1, cutoff=0.6)
+    advice = "'ckptool --help' lists the commands"
+    if close:
+        advice = f"did you mean {verb_by_word[close[0]]!r}?"
+    return f"unknown command {word!r}: {advice}"
 
 
 @click.group(

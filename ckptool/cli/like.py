@@ -54,34 +54,30 @@ class Allowing(BriefHelpOption):
         """
         options = {f"--{name.replace('_', '-')}" for name in _ALLOWANCES}
         end = args.index("--") if "--" in args else len(args)
-        bare_positions = [index for index, word in enumerate(args[:end]) if word in options]
+        option_positions = [index for index, word in enumerate(args[:end]) if word in options]
         expanded = [
-            f"{word}={_ALL_KEYS}" if index in bare_positions else word
+            f"{word}={_ALL_KEYS}" if index in option_positions else word
             for index, word in enumerate(args)
         ]
         values, surplus, _ = self.make_parser(ctx).parse_args(args=list(expanded))
+        word_after = {index: args[index + 1] for index in option_positions if index + 1 < len(args)}
         files = values.get("sources")
-        if isinstance(files, tuple):  # of convert: one source and a target suffice
+        if isinstance(files, tuple):
+            # `convert` takes any number of files: those after a source and a target may be globs,
+            # unless they exist.
             surplus = list(files)[1 if values.get("output") else 2 :]
-            bare_positions = [
-                index
-                for index in bare_positions
-                if not os.path.lexists("".join(args[index + 1 : index + 2]))
-            ]
-        candidates = [  # positions of options with a word behind them
-            index
-            for index in bare_positions
-            if args[index + 1 : index + 2] and not args[index + 1].startswith("-")
-        ]
-        # Globs first, then keys, then existing files.
-        candidates.sort(
-            key=lambda index: (
-                not set(_GLOB_CHARACTERS) & set(args[index + 1]),
-                os.path.lexists(args[index + 1]),
-            )
-        )
-        for index in sorted(candidates[: len(surplus)], reverse=True):
-            expanded[index : index + 2] = [f"{args[index]}={args[index + 1]}"]
+            word_after = {
+                index: word for index, word in word_after.items() if not os.path.lexists(word)
+            }
+        candidates = [index for index, word in word_after.items() if not word.startswith("-")]
+
+        def rate(index: int) -> tuple[bool, bool]:
+            """Return the sort key of a word after an option: globs, then keys, then files."""
+            word = word_after[index]
+            return not set(_GLOB_CHARACTERS) & set(word), os.path.lexists(word)
+
+        for index in sorted(sorted(candidates, key=rate)[: len(surplus)], reverse=True):
+            expanded[index : index + 2] = [f"{args[index]}={word_after[index]}"]
         return super().parse_args(ctx, expanded)
 
 
@@ -121,7 +117,7 @@ def allowance_options(*, casts: bool = True) -> Decorator:
 
 @contextmanager
 def hint_with_options() -> Iterator[None]:
-    """Convert a `MatchError` to one sentence with `convert` options as its hint."""
+    """Give a `MatchError` in the block one sentence, and options of `convert` as its hint."""
     try:
         yield
     except MatchError as error:
@@ -132,7 +128,10 @@ def hint_with_options() -> Iterator[None]:
 
 
 def _rename_allowed_keys(remedy: Remedy) -> Remedy:
-    """Return the remedy with its rules applied to its allowed keys."""
+    """Return the remedy with its rules applied to its allowed keys.
+
+    In `convert`, the keys are renamed before they are compared with the model.
+    """
     arguments = dict(remedy.arguments)
     rules, names = arguments.get("rename"), arguments.get("allow_unexpected")
     if isinstance(rules, tuple) and isinstance(names, tuple):

@@ -162,7 +162,7 @@ class Sectioned(Brief):
     """The title of the section that starts, or continues, at the option with this name."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the options, section by section."""
+        """List the options, section by section; an option stays in the section before it."""
         title, sections = "", dict[str, list[tuple[str, str]]]()
         shown = {option.name for option in self.list_shown_params(ctx)}
         for option in self.get_params(ctx):
@@ -231,7 +231,9 @@ def gather_options(
 
         @wraps(function)
         def call(**arguments: Any) -> Any:
-            return function(**{name: make(arguments)}, **arguments)  # the others, after `make`
+            """Call the verb with the value, and with the other arguments."""
+            value = make(arguments)  # which removes its options
+            return function(**{name: value}, **arguments)
 
         return combine_options(*options)(call)
 
@@ -332,7 +334,11 @@ _DESTINATION = click.argument("destination", type=PATH, required=False)
 
 
 def _require_new_file(destination: str, output: str | None, in_place: bool) -> str:
-    """Return the second file, unless the user may have meant to change it too."""
+    """Return the second file as the target, unless the user may have meant to change it too.
+
+    Raises:
+        UsageError: if another target is given, or the file exists.
+    """
     if output is not None or in_place:
         raise UsageError(
             f"two targets are given: {destination}, and -o or --in-place",

@@ -12,13 +12,14 @@ from ckptool.cli.options import PATH, Decorator, gather_options, repeatable
 from ckptool.transforms import Rule, prefix_rule, read_map_file, regex_rule, table_rule
 
 _ORDER = "ckptool.rename.order"
+"""The key in a context's `meta` of the names of all options, in the order of the command line."""
 
 
 class RulesInOrder(BriefHelpOption):
     """A command that keeps the order of different options, which click does not."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words twice, the first time to find the order."""
+        """Parse the words twice, the first time to find the order of the options."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         ctx.meta[_ORDER] = [parameter.name for parameter in order]
         return super().parse_args(ctx, args)
@@ -29,6 +30,7 @@ _RULE_MAKERS: dict[str, Callable[[str], Rule]] = {
     "rename_file": lambda path: table_rule(read_map_file(path), path),
     "prefix": prefix_rule,
 }
+"""By option, the function that makes a rule of its text."""
 
 
 def _make_rules(arguments: dict[str, Any]) -> list[Rule]:

@@ -129,16 +129,19 @@ def _add_config_options(command: Any) -> Any:
 
 
 def _make_option(field: Field[Any], texts: Mapping[str, str]) -> Any:
-    """Return the option of a field, with its default and its help text."""
+    """Return the option of a field, with its default and its help text.
+
+    A flag has no default in the help, but `--no-` if its default is True.
+    """
     name = "force" if field.name == "overwrite" else field.name.replace("_", "-")
-    default = (
-        None if field.name in _DEFAULT_DESCRIPTIONS or field.default is MISSING else field.default
-    )
-    settings: dict[str, Any] = {"default": default, "help": texts.get(field.name, "")}
+    settings: dict[str, Any] = {"default": None, "help": texts.get(field.name, "")}
+    default = None
     if field.name in _DEFAULT_DESCRIPTIONS:
         settings["show_default"] = _DEFAULT_DESCRIPTIONS[field.name]
-    elif default not in (None, ()) and field.type != "bool":
-        settings["show_default"] = True
+    elif field.default is not MISSING:
+        settings["default"] = default = field.default
+        if default not in (None, ()) and field.type != "bool":
+            settings["show_default"] = True
     if field.type == "bool":
         words = f"--{name}/--no-{name}" if default else f"--{name}"
         return click.option(words, field.name, is_flag=True, **settings)
@@ -156,12 +159,13 @@ def _option_type(field: Field[Any]) -> Any:
 
 
 def _read_help_texts() -> dict[str, str]:
-    """Return the text of each field from the docstring, with `lr` written as `--lr`."""
+    """Return the text of each field of `TrainConfig` from its docstring, with `lr` as `--lr`."""
     attributes = (TrainConfig.__doc__ or "").partition("Attributes:\n")[2]  # empty with python -OO
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", attributes, re.MULTILINE)
     names = {name for name, _ in entries}
 
     def format_name(match: re.Match[str]) -> str:
+        """Return a quoted name without its quotes, and as an option if it is one."""
         return f"--{match[1].replace('_', '-')}" if match[1] in names else match[1]
 
     return {
@@ -229,8 +233,8 @@ def command(
 def _print_gpus(before: str | None, screen: Screen) -> None:
     """Print which GPUs of the machine are used; `before` is the earlier CUDA_VISIBLE_DEVICES."""
     require_visible_gpus()
-    now = os.environ[VISIBLE]
-    if read_rank() is not None and (read_rank() or before == now):
+    now, rank = os.environ[VISIBLE], read_rank()
+    if rank is not None and (rank > 0 or before == now):
         return  # the launcher, or rank 0, has printed it
     if before not in (None, now):
         screen.say([f"note: changed {VISIBLE} from {clean(before or '')} to {now}"])
@@ -361,7 +365,8 @@ class EventPrinter(Observer):
                 self._started = event
             if isinstance(event, EpochEnded) and not self._screen.as_json:
                 is_first = not any(isinstance(stored, EpochEnded) for stored in self._events)
-                self._print([heading(self._screen.look)] * is_first + [epoch_line(event)])
+                lines = [heading(self._screen.look)] if is_first else []
+                self._print([*lines, epoch_line(event)])
             elif isinstance(event, (Started, Resumed, Note)):
                 self._screen.say([event_line(event)])
             self._events.append(event)
@@ -369,7 +374,9 @@ class EventPrinter(Observer):
     def _format_progress(self, event: Stepped) -> str:
         """Return the text after the bar: epoch, step, loss and time left."""
         now, total = time.monotonic(), self._total_steps
-        start_time, start_step = self._first_step = self._first_step or (now, event.step)
+        if self._first_step is None:
+            self._first_step = now, event.step
+        start_time, start_step = self._first_step
         seconds_left = None
         if event.step > start_step:
             seconds_per_step = (now - start_time) / (event.step - start_step)
