@@ -112,10 +112,10 @@ class Averager:
 
     def __init__(self) -> None:
         """Make an averager without buffers; torch is imported on the first read."""
-        self._kernels = local()
+        self._kernels_of_thread = local()
         self._ahead = ReadAhead()
-        self._checked: dict[int, Checked] = {}
-        """By the identity of a storage: several tensors may be in it."""
+        self._check_by_storage: dict[int, Checked] = {}
+        """By `id` of a storage, its check of the CRC-32; tensors in one storage share the check."""
 
     def average(
         self,
@@ -134,7 +134,7 @@ class Averager:
         the bytes of a run do not match the CRC-32 that its file states.
         """
         factors = tuple(weights) or (1.0,) * len(runs)
-        mix = _Mix(factors, sum(factors), min(factors) >= 0)
+        mix = _Mix(factors, sum(factors), bounded=min(factors) >= 0)
         return self._make_storage(runs, like, dtype, name, lambda: mix)
 
     def interpolate_on_arc(
@@ -151,11 +151,11 @@ class Averager:
             """Return the weights of the two runs, which depend on the angle between them."""
             self._check_storages(runs)
             cosine = self._kernel_for(runs, dtype).cosine_between(runs)
-            if not abs(cosine) <= PARALLEL:
-                return _Mix((1 - t, t), 1.0, 0 <= t <= 1)
+            if not abs(cosine) <= PARALLEL:  # nearly parallel, or NaN
+                return _Mix((1 - t, t), total=1.0, bounded=0 <= t <= 1)
             angle = math.acos(cosine)
-            arc = math.sin(angle)
-            return _Mix((math.sin(angle - t * angle) / arc, math.sin(t * angle) / arc), 1.0)
+            weights = math.sin(angle - t * angle), math.sin(t * angle)
+            return _Mix(tuple(weight / math.sin(angle) for weight in weights), total=1.0)
 
         return self._make_storage(runs, like, dtype, name, weigh_by_angle)
 
@@ -169,12 +169,14 @@ class Averager:
     ) -> Storage:
         """Return a storage; its bytes are mixed from the runs when they are read.
 
-        `get_mix` is called at the first read, as it may read the runs itself.
+        Key and device are those of `like`. `get_mix` is called when bytes are read, as it may read
+        the runs itself.
         """
         for run in runs:
             storage = run.storage
             if storage is not None and storage.data is not None:
-                self._checked.setdefault(id(storage), check_storage(storage, storage.data))
+                check = check_storage(storage, storage.data)
+                self._check_by_storage.setdefault(id(storage), check)
         count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
         itemsize = BY_NAME[dtype].itemsize
         size = count * itemsize
@@ -208,17 +210,17 @@ class Averager:
     def _check_storages(self, runs: Sequence[Elements]) -> None:
         """Compare the storages of the runs with the checksums in their files, once each."""
         for run in runs:
-            if id(run.storage) in self._checked:
-                self._checked[id(run.storage)].check()
+            if id(run.storage) in self._check_by_storage:
+                self._check_by_storage[id(run.storage)].check()
 
     def _kernel_for(self, runs: Sequence[Elements], target: str) -> _Kernel:
-        """Return this thread's kernel for the dtypes of the runs and the target."""
+        """Return this thread's kernel for the dtypes of the runs and the target; make it once."""
         sources = tuple(dict.fromkeys(run.dtype for run in runs))
-        kernels: dict[Any, _Kernel] = self._kernels.__dict__
-        key = f"{sources} {target}"
-        if key not in kernels:
-            kernels[key] = _Kernel(sources, target)
-        return kernels[key]
+        kernel_by_dtypes: dict[Any, _Kernel] = self._kernels_of_thread.__dict__
+        dtypes = f"{sources} {target}"
+        if dtypes not in kernel_by_dtypes:
+            kernel_by_dtypes[dtypes] = _Kernel(sources, target)
+        return kernel_by_dtypes[dtypes]
 
 
 class _Kernel:
@@ -235,6 +237,7 @@ class _Kernel:
         self._buffers = {name: ElementBuffer(name, CHUNK) for name in sources}
         self._target_bytes = bytearray(CHUNK * BY_NAME[target].itemsize)
         self._target = torch.frombuffer(self._target_bytes, dtype=get_torch_dtype(target))
+        # Sums of narrower numbers do not reach the limit of float64.
         self._may_overflow_sum = not {"float64", "complex128"}.isdisjoint(sources)
         self._sum_buffer = torch.empty(CHUNK, dtype=wide, device="cpu")
         self._addend_buffer = torch.empty(CHUNK, dtype=wide, device="cpu")
@@ -244,20 +247,22 @@ class _Kernel:
 
         A complex number counts as two real ones.
         """
-        count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
-        products = [0.0, 0.0, 0.0]  # of both runs, and of each with itself
+        run_a, run_b = runs
+        count = run_a.data.length // BY_NAME[run_a.dtype].itemsize
+        product = squares_a = squares_b = 0.0
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
-            a, b = self._sum_buffer[:size], self._addend_buffer[:size]
-            a.copy_(self._buffers[runs[0].dtype].read(runs[0], start, size))
-            b.copy_(self._buffers[runs[1].dtype].read(runs[1], start, size))
-            for index, (left, right) in enumerate(((a, b), (a, a), (b, b))):
-                products[index] += float(
-                    _view_as_real(left).flatten() @ _view_as_real(right).flatten()
-                )
-        for norm in map(math.sqrt, products[1:]):
-            products[0] /= norm if norm > SHORT or math.isnan(norm) else 1.0
-        return products[0]
+            wide_a, wide_b = self._sum_buffer[:size], self._addend_buffer[:size]
+            wide_a.copy_(self._buffers[run_a.dtype].read(run_a, start, size))
+            wide_b.copy_(self._buffers[run_b.dtype].read(run_b, start, size))
+            a, b = _view_as_real(wide_a).flatten(), _view_as_real(wide_b).flatten()
+            product += float(a @ b)
+            squares_a += float(a @ a)
+            squares_b += float(b @ b)
+        for norm in (math.sqrt(squares_a), math.sqrt(squares_b)):
+            if not norm <= SHORT:  # a NaN is divided by too, so that the result is NaN
+                product /= norm
+        return product
 
     def mix_elements(
         self, runs: Sequence[Elements], mix: _Mix, start: int, stop: int
@@ -270,17 +275,17 @@ class _Kernel:
         count = stop - start
         mean, target = self._sum_runs(runs, mix, start, count), self._target[:count]
         _view_as_real(mean).div_(mix.total)  # by a complex number there would be no -0.0
-        if self._may_overflow_sum and not bool(
-            mean.isfinite().all()
-        ):  # the sum may be beyond float64
+        if self._may_overflow_sum and not bool(mean.isfinite().all()):
+            # The sum may exceed float64 though the mean fits: sum with weights that add up to
+            # less than 1. A scale that is a power of two changes no digits.
             scale = 2.0 ** math.frexp(sum(map(abs, mix.weights)))[1]
             mean = self._sum_runs(runs, mix, start, count, 1 / scale)
             _view_as_real(mean).div_(mix.total).mul_(scale)
         target.copy_(mean)
+        # A mean between runs that are all of the target dtype fits this dtype.
         if self._has_other_dtypes or not mix.bounded:
-            self._refuse_overflow(
-                _view_as_real(mean), _view_as_real(target).to(_view_as_real(mean).dtype)
-            )
+            wide = _view_as_real(mean)
+            self._refuse_overflow(wide, _view_as_real(target).to(wide.dtype))
         return memoryview(self._target_bytes)[: count * self._target.element_size()]
 
     def _sum_runs(
@@ -301,12 +306,12 @@ class _Kernel:
     def _refuse_overflow(self, mean: torch.Tensor, rounded: torch.Tensor) -> None:
         """Raise `OverflowError` if an element is finite in `mean` but overflows in `rounded`."""
         float_type = FLOATS.get(self._target_dtype)
-        over = mean.isfinite() & ~rounded.isfinite()
-        over |= mean.isfinite() & (mean.abs() > SATURATES.get(self._target_dtype, float("inf")))
+        saturation_limit = SATURATES.get(self._target_dtype, math.inf)
+        overflowed = mean.isfinite() & (~rounded.isfinite() | (mean.abs() > saturation_limit))
         if float_type is not None and not float_type.signed:
-            over |= mean < 0
-        if bool(over.any()):
-            raise OverflowError(f"{float(mean[over].abs().max()):.5g}")
+            overflowed |= mean < 0
+        if bool(overflowed.any()):
+            raise OverflowError(f"{float(mean[overflowed].abs().max()):.5g}")
 
 
 def _view_as_real(elements: torch.Tensor) -> torch.Tensor:
@@ -331,7 +336,9 @@ def make_rows(tensor: TensorRef, count: int, *, zero: bool) -> ByteRange:
     def fill(offset: int, buffer: memoryview) -> None:
         """Write the bytes of the rows from `offset` into `buffer`."""
         begin = offset % width
-        buffer[:] = (make_row() * (len(buffer) // width + 2))[begin : begin + len(buffer)]
+        # Enough rows for the buffer even if it begins and ends inside of a row.
+        rows = make_row() * (len(buffer) // width + 2)
+        buffer[:] = rows[begin : begin + len(buffer)]
 
     return _compute_range(tensor, count * width, fill)
 
@@ -341,8 +348,8 @@ def resample_positions(
 ) -> ByteRange:
     """Return the bytes of position embeddings, resampled from the `old` to the `new` grid.
 
-    The last two dimensions are positions and channels. The first `prefix` positions are kept. Like
-    `resample_abs_pos_embed` of timm: bicubic, antialiased, in float32.
+    The last two dimensions are positions and channels. The first `prefix` positions (such as a
+    class token) are kept. Like `resample_abs_pos_embed` of timm: bicubic, antialiased, in float32.
     """
     width = tensor.shape[-1] or 0
 
@@ -384,6 +391,7 @@ def _average_rows(tensor: TensorRef) -> bytes:
     for start in range(0, count, rows_per_block):
         rows, offset = min(rows_per_block, count - start), tensor.offset + start * tensor.stride[0]
         part = replace(tensor, shape=(rows, *row_shape), offset=offset)
+        # The first load checks the whole storage.
         block = materialize(part).detach() if start else load_checked(part)
         dtype = block.dtype
         total = total + block.double().sum(0)

@@ -44,7 +44,9 @@ def has_same_elements(a: TensorRef, b: TensorRef) -> bool:
     Checksums decide if the file has them. False if a tensor has no plain bytes (`has_content`).
     """
     equal = compare_checksums(a, b)
-    return (a.has_content and b.has_content and has_same_content(a, b)) if equal is None else equal
+    if equal is not None:
+        return equal
+    return a.has_content and b.has_content and has_same_content(a, b)
 
 
 def compare_checksums(a: TensorRef, b: TensorRef) -> bool | None:
@@ -62,7 +64,8 @@ def compare_checksums(a: TensorRef, b: TensorRef) -> bool | None:
         return None
     if storage_a.crc32 == storage_b.crc32:
         return True
-    return False if runs[0].length == storage_a.nbytes else None
+    covers_storage = runs[0].length == storage_a.nbytes
+    return False if covers_storage else None  # the difference may be in other elements
 
 
 def align_runs(a: TensorRef, b: TensorRef) -> tuple[ByteRange, ByteRange] | None:
@@ -81,36 +84,43 @@ def _layout_of(tensor: TensorRef) -> tuple[object, ...]:
     """Return the properties in which two tensors must agree to be compared by bytes."""
     pairs = zip(tensor.shape, tensor.stride, strict=True)
     order = tensor.storage.byteorder if tensor.storage else "little"
+    # The stride of a dimension of size 1 moves nothing.
     return tensor.flags, order, [step for size, step in pairs if size != 1]
 
 
 def _run_of(tensor: TensorRef) -> ByteRange | None:
-    """Return the bytes from the first element to the last, if there are no holes."""
+    """Return the bytes from the first element to the last in memory; None if there are holes.
+
+    Expanded elements are in them once. Elements smaller than a byte must be in row-major order.
+    """
     if tensor.is_contiguous:
         return tensor.data
     if tensor.dtype in PACKED or not tensor.has_content:
         return None
-    once = tensor.unrepeated
-    packed = once.permuted(once.memory_order)
-    return packed.data if packed.is_contiguous else None
+    unrepeated = tensor.unrepeated
+    in_memory_order = unrepeated.permuted(unrepeated.memory_order)
+    return in_memory_order.data if in_memory_order.is_contiguous else None
 
 
 def _has_same_bytes(a: ByteRange, b: ByteRange, on_progress: BytesDone | None) -> bool:
     """Return True if two ranges have equal bytes; compare large ones in two threads."""
-    buffers = local()
+    thread = local()
 
     def compare_step(start: int) -> int:
         """Return the size of the step at `start` if its bytes are equal, else 0."""
         size = min(_STEP_BYTES, a.length - start)
-        if len(buffers.__dict__.get("one", "")) != size:
-            buffers.one, buffers.other = bytearray(size), bytearray(size)
-        a.read_into(memoryview(buffers.one), start)
-        b.read_into(memoryview(buffers.other), start)
-        return size if buffers.one == buffers.other else 0  # views are compared byte by byte
+        # Each thread has two buffers. Only the last step is smaller and needs new ones: whole
+        # arrays are compared at once, memory views byte by byte.
+        if len(getattr(thread, "buffer_a", b"")) != size:
+            thread.buffer_a, thread.buffer_b = bytearray(size), bytearray(size)
+        a.read_into(memoryview(thread.buffer_a), start)
+        b.read_into(memoryview(thread.buffer_b), start)
+        return size if thread.buffer_a == thread.buffer_b else 0
 
     starts = range(0, a.length, _STEP_BYTES)
     is_parallel = a.length >= _MIN_PARALLEL_BYTES and a.source.is_shared and b.source.is_shared
-    for size in (run_in_order if is_parallel else map)(compare_step, starts):
+    sizes = run_in_order(compare_step, starts) if is_parallel else map(compare_step, starts)
+    for size in sizes:
         if not size:
             return False
         if on_progress is not None:
@@ -124,7 +134,7 @@ def _has_same_blocks(a: Iterator[bytes], b: Iterator[bytes], on_progress: BytesD
     while True:
         block_a, block_b = block_a or memoryview(next(a, b"")), block_b or memoryview(next(b, b""))
         count = min(len(block_a), len(block_b))
-        if not count:
+        if not count:  # at least one stream is at its end
             return len(block_a) == len(block_b)
         if bytes(block_a[:count]) != bytes(block_b[:count]):
             return False
@@ -145,7 +155,7 @@ _PIECE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class _FloatFormat:
-    """An IEEE 754 format, sizes in bits; an element consists of `parts` numbers."""
+    """An IEEE 754 format, sizes in bits; a complex element consists of two `parts`."""
 
     width: int
     mantissa: int
@@ -153,8 +163,9 @@ class _FloatFormat:
 
     @property
     def infinity(self) -> int:
-        """The bits of infinity: every bit of the exponent is one."""
-        return (1 << self.width - 1) - (1 << self.mantissa)
+        """The bits of positive infinity: ones in the exponent, zeros in sign and mantissa."""
+        sign_bit, exponent_unit = 1 << self.width - 1, 1 << self.mantissa
+        return sign_bit - exponent_unit
 
     def to_integers(self, piece: bytes) -> array[int]:
         """Return the bits of each number in a block of bytes."""
@@ -164,18 +175,23 @@ class _FloatFormat:
         return numbers
 
     def count_nonfinite(self, piece: bytes) -> tuple[int, int]:
-        """Return the number of NaN and of infinite elements in a block of bytes."""
+        """Return the number of NaN and of infinite elements in a block of bytes.
+
+        A complex element is NaN if a part is NaN. Pieces without both are recognized quickly.
+        """
         size = self.width // 8
-        top = self.infinity >> self.width - 8
-        highest = piece[size - 1 :: size]
-        if not any(code in highest for code in range(256) if code & top == top):
+        exponent_bits = self.infinity >> self.width - 8  # in the highest byte of a number
+        highest_bytes = piece[size - 1 :: size]
+        suspects = (byte for byte in range(256) if byte & exponent_bits == exponent_bits)
+        if not any(byte in highest_bytes for byte in suspects):
             return 0, 0
         numbers = self.to_integers(piece)
         elements = zip(*(numbers[part :: self.parts] for part in range(self.parts)), strict=True)
         infinity, nan, infinite = self.infinity, 0, 0
+        magnitude_mask = ~(1 << self.width - 1)  # all bits but the sign
         for parts, repeats in Counter(elements).items():
-            largest = max(bits & ~(1 << self.width - 1) for bits in parts)
-            nan += repeats * (largest > infinity)
+            largest = max(bits & magnitude_mask for bits in parts)
+            nan += repeats * (largest > infinity)  # ones in the exponent, and a mantissa
             infinite += repeats * (largest == infinity)
         return nan, infinite
 
@@ -209,13 +225,13 @@ def is_infinity_or_zero(ref: TensorRef) -> bool:
 
     The search stops at the first other number. False for complex dtypes and tensors without bytes.
     """
-    form = _FORMAT_BY_DTYPE.get(ref.dtype)
-    if form is None or form.parts > 1 or not ref.has_content:
+    float_format = _FORMAT_BY_DTYPE.get(ref.dtype)
+    if float_format is None or float_format.parts > 1 or not ref.has_content:
         return False
-    sign = 1 << form.width - 1
-    allowed = {0, sign, form.infinity, sign | form.infinity}
+    sign_bit, infinity = 1 << float_format.width - 1, float_format.infinity
+    allowed = {0, sign_bit, infinity, sign_bit | infinity}  # of both signs
     return all(
-        allowed.issuperset(form.to_integers(block[start : start + _PIECE_BYTES]))
+        allowed.issuperset(float_format.to_integers(block[start : start + _PIECE_BYTES]))
         for block in ref.unrepeated.content()
         for start in range(0, len(block), _PIECE_BYTES)
     )
@@ -229,21 +245,21 @@ def count_nonfinite_elements(
     Expanded elements are read once and counted each time. `on_progress` is called with the
     bytes of each block.
     """
-    once = ref.unrepeated
-    if not is_floating(ref.dtype) or not once.numel:
+    unrepeated = ref.unrepeated
+    if not is_floating(ref.dtype) or not unrepeated.numel:
         return 0, 0
     nan = infinite = 0
-    for block in once.content():
+    for block in unrepeated.content():
         for start in range(0, len(block), _PIECE_BYTES):
             piece = block[start : start + _PIECE_BYTES]
             if ref.dtype in _FORMAT_BY_DTYPE:
-                counts = _FORMAT_BY_DTYPE[ref.dtype].count_nonfinite(piece)
-                nan, infinite = nan + counts[0], infinite + counts[1]
+                nan_in_piece, infinite_in_piece = _FORMAT_BY_DTYPE[ref.dtype].count_nonfinite(piece)
+                nan, infinite = nan + nan_in_piece, infinite + infinite_in_piece
             else:
-                nans, infinities = _NONFINITE_CODES[ref.dtype]
-                nan += sum(piece.count(code) for code in nans if code in piece)
-                infinite += sum(piece.count(code) for code in infinities if code in piece)
+                nan_codes, infinity_codes = _NONFINITE_CODES[ref.dtype]
+                nan += sum(piece.count(code) for code in nan_codes if code in piece)
+                infinite += sum(piece.count(code) for code in infinity_codes if code in piece)
         if on_progress is not None:
             on_progress(len(block))
-    times = ref.numel // once.numel
-    return nan * times, infinite * times
+    repeats = ref.numel // unrepeated.numel
+    return nan * repeats, infinite * repeats

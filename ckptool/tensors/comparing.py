@@ -35,7 +35,7 @@ _STAND_INS = {
     **dict.fromkeys(_INTEGERS, "float64"),
     "complex32": "complex64",
 }
-"""Dtypes for the calculation, if torch cannot calculate in the dtype of the elements."""
+"""By dtype that torch cannot calculate in, the dtype to calculate in."""
 COMPARED = frozenset(("float64", "float32", "float16", "bfloat16", *_COMPLEX, *_INTEGERS, *_SMALL))
 """The dtypes with one number per element."""
 
@@ -73,7 +73,7 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """The mismatched elements of all."""
+        """The share of mismatched elements, from 0 to 1; 0.0 if there are no elements."""
         return self.mismatched / self.elements if self.elements else 0.0
 
 
@@ -83,9 +83,10 @@ class Comparer:
     def __init__(
         self, *, atol: float | None = None, rtol: float | None = None, equal_nan: bool = False
     ) -> None:
-        """Ask for `Difference.close` by giving a tolerance; of two, one that is left out is 0.
+        """Set the tolerance for `Difference.close`, which is None if both are left out.
 
-        `equal_nan` makes NaN equal to NaN. Torch is imported when the first tensors are compared.
+        If only one is given, the other is 0. `equal_nan` makes NaN equal to NaN. Torch is imported
+        when the first tensors are compared.
 
         Raises:
             UsageError: a tolerance is negative, or no number.
@@ -95,8 +96,8 @@ class Comparer:
                 raise UsageError(f"{name} is {value}, expected a number of at least 0")
         has_tolerance = atol is not None or rtol is not None
         self._tolerance = _Tolerance(atol or 0.0, rtol or 0.0, equal_nan, has_tolerance)
-        self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
-        """The kernels that no thread uses now, by the two dtypes."""
+        self._idle_kernels: dict[tuple[str, str], list[_Kernel]] = {}
+        """By the two dtypes, the kernels that no thread uses now."""
 
     def compare(
         self, a: TensorRef, b: TensorRef, on_progress: BytesDone | None = None
@@ -118,26 +119,31 @@ class Comparer:
         if not count:
             return _Sums().to_difference(0, has_tolerance=self._tolerance.was_given)
         run_a, run_b = _run_side_by_side(a, b)
-        total, kernels = _Sums(), self._kernels.setdefault((a.dtype, b.dtype), [])
+        total, idle_kernels = _Sums(), self._idle_kernels.setdefault((a.dtype, b.dtype), [])
 
         def compare_block(first: int) -> list[_Sums]:
-            """Return the sums of the chunks in the block from element `first`."""
-            kernel = kernels.pop() if kernels else _Kernel(a.dtype, b.dtype, self._tolerance)
+            """Return the sums of each chunk in the block from element `first`."""
+            # Threads must not share the buffers of a kernel: take an idle one, or make one.
+            kernel = (
+                idle_kernels.pop() if idle_kernels else _Kernel(a.dtype, b.dtype, self._tolerance)
+            )
+            # The results so far spare the kernel calculations that cannot change them.
             kernel.ratio, kernel.close = total.ratio, total.close
             chunks = range(first, min(first + BLOCK, count), CHUNK)
-            results = [
+            sums_of_chunks = [
                 kernel.compare(run_a, run_b, start, min(start + CHUNK, count)) for start in chunks
             ]
-            kernels.append(kernel)
-            return results
+            idle_kernels.append(kernel)
+            return sums_of_chunks
 
         blocks = range(0, count, BLOCK)
-        divided = len(blocks) > 1 and run_a.data.source.is_shared and run_b.data.source.is_shared
+        is_parallel = (
+            len(blocks) > 1 and run_a.data.source.is_shared and run_b.data.source.is_shared
+        )
+        sums_of_blocks = (run_in_order if is_parallel else map)(compare_block, blocks)
         with use_one_thread():
-            for first, results in zip(
-                blocks, (run_in_order if divided else map)(compare_block, blocks), strict=True
-            ):
-                for sums in results:
+            for first, sums_of_chunks in zip(blocks, sums_of_blocks, strict=True):
+                for sums in sums_of_chunks:
                     total.add(sums)
                 if on_progress is not None:
                     on_progress(min(BLOCK, count - first) * a.itemsize)
@@ -145,13 +151,19 @@ class Comparer:
 
 
 def _run_side_by_side(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
-    """Return the elements of both in one order: their common order in memory, or row-major."""
-    if not ((a.is_contiguous and b.is_contiguous) or a.flags or b.flags):
-        runs = align_runs(a, b)
-        if runs is not None and runs[0].length == a.nbytes and a.storage is not None:
-            order = a.storage.byteorder
-            return Elements(a.dtype, runs[0], order), Elements(b.dtype, runs[1], order)
-    return run_of_tensor(a), run_of_tensor(b)
+    """Return the elements of both in one order: their common order in memory, or row-major.
+
+    Memory order saves gathering the elements of tensors that are transposed alike.
+    """
+    both_contiguous = a.is_contiguous and b.is_contiguous
+    if both_contiguous or a.flags or b.flags:
+        return run_of_tensor(a), run_of_tensor(b)
+    runs = align_runs(a, b)
+    # Runs have an expanded element only once, so that they may be shorter.
+    if runs is None or runs[0].length != a.nbytes or a.storage is None:
+        return run_of_tensor(a), run_of_tensor(b)
+    (data_a, data_b), order = runs, a.storage.byteorder
+    return Elements(a.dtype, data_a, order), Elements(b.dtype, data_b, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +187,8 @@ class _Sums:
     nan_b: int = 0
     inf_a: int = 0
     inf_b: int = 0
-    odd: int = 0
-    """NaN or infinite in one, and not the same in the other."""
+    nonfinite_mismatches: int = 0
+    """Elements that are NaN or infinite in one tensor, and not the same in the other."""
     total: float = 0.0
     """Of |a - b|."""
     squares: float = 0.0
@@ -199,7 +211,7 @@ class _Sums:
         self.nan_b += other.nan_b
         self.inf_a += other.inf_a
         self.inf_b += other.inf_b
-        self.odd += other.odd
+        self.nonfinite_mismatches += other.nonfinite_mismatches
         self.total += other.total
         self.squares += other.squares
         self.squares_a += other.squares_a
@@ -229,22 +241,26 @@ class _Sums:
         )
 
     def _relative_norm(self) -> float | None:
-        """Return |a - b| / |a|; NaN if only one side is finite, None if no element is."""
-        if self.odd:
+        """Return |a - b| / |a|, with norms over the elements that are finite in both.
+
+        NaN if another element differs, None if no element is finite in both.
+        """
+        if self.nonfinite_mismatches:
             return math.nan
         if not self.finite:
             return None
-        gap, a = math.sqrt(self.squares), math.sqrt(self.squares_a)
-        if a == 0:
-            return math.inf if gap else 0.0
-        return gap / a
+        norm_of_gap, norm_of_a = math.sqrt(self.squares), math.sqrt(self.squares_a)
+        if norm_of_a == 0:
+            return math.inf if norm_of_gap else 0.0
+        return norm_of_gap / norm_of_a
 
     def _cosine(self) -> float | None:
         """Return the cosine of the angle between a and b; None if a norm is 0 or infinite."""
-        a, b = math.sqrt(self.squares_a), math.sqrt(self.squares_b)
-        if not (0 < a < math.inf and 0 < b < math.inf):
+        norm_of_a, norm_of_b = math.sqrt(self.squares_a), math.sqrt(self.squares_b)
+        if not (0 < norm_of_a < math.inf and 0 < norm_of_b < math.inf):
             return None
-        cosine = self.product / a / b
+        cosine = self.product / norm_of_a / norm_of_b
+        # Rounding may take it beyond 1.
         return max(-1.0, min(1.0, cosine)) if math.isfinite(cosine) else None
 
 
@@ -252,44 +268,48 @@ class _Kernel:
     """The arithmetic on one chunk of a pair of tensors, with reused buffers."""
 
     def __init__(self, a: str, b: str, tolerance: _Tolerance) -> None:
-        """Allocate memory for chunks of these dtypes, which are in `COMPARED`."""
+        """Allocate memory for chunks of the dtypes `a` and `b`, which are in `COMPARED`."""
         require_torch()
         import torch
 
         type_a, type_b = (get_torch_dtype(_STAND_INS.get(dtype, dtype)) for dtype in (a, b))
         self._common_dtype = torch.promote_types(type_a, type_b)
+        is_complex = self._common_dtype.is_complex
+        # Both are integers, and float64 does not have all values of one of them.
         self._has_long_integers = {a, b} <= _INTEGERS and not _LONG_INTEGERS.isdisjoint((a, b))
-        self._can_compare_fast = not (self._common_dtype.is_complex or self._has_long_integers)
-        is_wide = self._common_dtype.is_complex or self._common_dtype == torch.float64
+        self._can_compare_fast = not (is_complex or self._has_long_integers)
+        is_wide = is_complex or self._common_dtype == torch.float64
         chunk_dtype = torch.float64 if is_wide else torch.float32
-        self._wide_dtype = torch.complex128 if self._common_dtype.is_complex else torch.float64
+        self._wide_dtype = torch.complex128 if is_complex else torch.float64
         self._smallest_sum = 1e-300 if is_wide else 1e-33
-        """Sums of squares up to this may have lost some of them."""
+        """Sums of squares up to this are inexact: small squares in them became 0."""
         self._buffers = ElementBuffer(a, CHUNK), ElementBuffer(b, CHUNK)
         self._a, self._b, self._gap = (
             torch.empty(CHUNK, dtype=chunk_dtype, device="cpu") for _ in range(3)
         )
         self._tolerance = tolerance
         self.ratio = 0.0
-        """The largest of the tensor so far: smaller ones need not be calculated."""
+        """The largest |a - b| / |b| of the tensor so far: smaller ones need not be calculated."""
         self.close = True
-        """True if all elements so far are close; otherwise no more are compared."""
+        """True if all elements so far are within the tolerance; if not, it is not checked again."""
 
     def compare(self, a: Elements, b: Elements, start: int, stop: int) -> _Sums:
         """Return the sums over the elements from `start` up to `stop`, at most a chunk."""
         count = stop - start
-        x, y = self._buffers[0].read(a, start, count), self._buffers[1].read(b, start, count)
-        sums = (
-            self._compare_fast(x, y) if self._can_compare_fast else None
-        ) or self._compare_exactly(x, y)
+        buffer_a, buffer_b = self._buffers
+        x, y = buffer_a.read(a, start, count), buffer_b.read(b, start, count)
+        sums = self._compare_fast(x, y) if self._can_compare_fast else None
+        if sums is None:
+            sums = self._compare_exactly(x, y)
         self.ratio, self.close = max(self.ratio, sums.ratio), self.close and sums.close
         return sums
 
     def _compare_fast(self, x: torch.Tensor, y: torch.Tensor) -> _Sums | None:
-        """Return the sums; None if a number or a square is infinite, NaN or too small.
+        """Return the sums over a chunk; None if `_compare_exactly` must compute them.
 
-        Works in float32 or float64, with in-place operations. Each of the three buffers is reused
-        for squares after its numbers were used, and filled again if they are needed once more.
+        This is so if a number or a sum is infinite, NaN or too small for the dtype of the buffers.
+        Each of the three buffers is reused for squares after its numbers were used, and filled
+        again if they are needed once more.
         """
         import torch
 
@@ -309,14 +329,15 @@ class _Kernel:
             return None
         ratio, sums = self.ratio, _Sums()
         if ratio < math.inf:
-            # Squares show if any element can exceed the ratio so far: |a - b|^2 > ratio^2 |b|^2.
-            # They are inexact for small numbers, so close cases are calculated.
+            # `gap` and `b` have squares now. They show if any element can exceed the ratio so far:
+            # |a - b|^2 > ratio^2 |b|^2. Small squares are inexact, so the ratios are calculated
+            # unless the excess is clearly negative (the smallest float32 is 1e-45).
             excess = gap.sub_(b, alpha=min(ratio * ratio, 1e30)).amax().item()
             if not excess < -1e-44:
                 gaps = torch.sub(x.to(a.dtype), b.copy_(y), out=gap).abs_()
                 ratios = gaps.div_(b.abs_()).nan_to_num_(0.0, math.inf)
                 ratio = max(ratio, ratios.amax().item())
-        # From |a - b|^2 = |a|^2 + |b|^2 - 2ab, unless the norms differ and digits are lost.
+        # |a - b|^2 = |a|^2 + |b|^2 - 2ab gives ab, but loses digits if the norms differ much.
         product = (squares_a + squares_b - squares) / 2
         if squares_a > 4 * squares_b or squares_b > 4 * squares_a:
             product = a.copy_(x).mul_(b.copy_(y)).sum().item()
@@ -326,7 +347,7 @@ class _Kernel:
         return sums
 
     def _compare_exactly(self, x: torch.Tensor, y: torch.Tensor) -> _Sums:
-        """Return the sums of any numbers, in float64 or complex128."""
+        """Return the sums over a chunk of any numbers, in float64 or complex128."""
         if self._has_long_integers:  # float64 does not have them all, but it has their differences
             (x_high, x_low), (y_high, y_low) = _split_halves(x), _split_halves(y)
             a, b = _join_halves(x_high, x_low), _join_halves(y_high, y_low)
@@ -348,7 +369,7 @@ class _Kernel:
             nan_b=int(nan_b.sum()),
             inf_a=int((a.isinf() & ~nan_a).sum()),
             inf_b=int((b.isinf() & ~nan_b).sum()),
-            odd=int((~finite & ~is_equal).sum()),
+            nonfinite_mismatches=int((~finite & ~is_equal).sum()),
             close=close,
         )
         if sums.finite:
@@ -364,7 +385,10 @@ class _Kernel:
     def _is_close(
         self, x: torch.Tensor, y: torch.Tensor, gap: torch.Tensor | None, b: torch.Tensor
     ) -> bool:
-        """Return `torch.allclose` of x and y; `gap` is |a - b| if it is in their type."""
+        """Return `torch.allclose` of x and y; True if the result for the tensor is known already.
+
+        `gap` is |a - b|, or None if it must not be used, and `b` is y in the same dtype.
+        """
         import torch
 
         tolerance = self._tolerance
@@ -372,6 +396,8 @@ class _Kernel:
             return True
         if gap is not None and (self._has_long_integers or gap.dtype == self._common_dtype):
             excess = gap.sub(b.abs().mul_(tolerance.rtol).add_(tolerance.atol)).amax().item()
+            # Torch would get long integers in float64, where different ones may be equal. For other
+            # dtypes it decides the doubtful cases.
             if excess <= 0 or self._has_long_integers:
                 return excess <= 0
         x, y = x.to(self._common_dtype), y.to(self._common_dtype)
@@ -379,10 +405,10 @@ class _Kernel:
 
 
 def _split_halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper and the lower 32 bits of 64-bit integers."""
+    """Return the upper and the lower 32 bits of integers of at most 64 bits."""
     import torch
 
-    if numbers.dtype == vars(torch).get("uint64"):
+    if numbers.dtype == vars(torch).get("uint64"):  # torch cannot shift its bits
         bits = numbers.view(torch.int64)
         return (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
     bits = numbers.to(torch.int64)
@@ -390,5 +416,5 @@ def _split_halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _join_halves(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return float64 numbers made of an upper and a lower half, rounded once."""
+    """Return float64 numbers made of upper and lower 32 bits, rounded once."""
     return high.double().mul_(1 << 32).add_(low)

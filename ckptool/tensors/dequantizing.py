@@ -69,27 +69,27 @@ def dequantize(
     Raises:
         UnknownLayout: if the scheme or its layout is not supported, or not completely stated.
     """
-    packed, dequantize_layout = state[name], _LAYOUTS.get(quantized.scheme)
-    match packed:
+    weight, dequantize_layout = state[name], _LAYOUTS.get(quantized.scheme)
+    match weight:
         case (TensorRef() as codes, bias) if str(name).endswith(PACKED):
             return {"weight": _dequantize_tensor(codes)} | ({} if bias is None else {"bias": bias})
     companions = {key.rpartition(".")[2]: state[key] for key in quantized.companions}
-    if dequantize_layout is None or not companions:
-        return {"": _dequantize_tensor(packed)}
-    if not all(map(is_plain, (packed, *companions.values()))):
+    if dequantize_layout is None or not companions:  # the tensor itself contains its scales
+        return {"": _dequantize_tensor(weight)}
+    if not all(map(is_plain, (weight, *companions.values()))):
         raise UnknownLayout("its parts are not plain tensors")
-    plain = to_plain_key(quantized.scheme, name)
-    if plain.removesuffix("weight") + "pre_quant_scale" in state:  # of NVIDIA's ModelOpt
+    plain_key = to_plain_key(quantized.scheme, name)
+    if plain_key.removesuffix("weight") + "pre_quant_scale" in state:  # of NVIDIA's ModelOpt
         raise UnknownLayout("pre_quant_scale next to it scales the input of its layer")
-    return {"": dequantize_layout(Parts(name, state, packed, companions, plain, config, file))}
+    return {"": dequantize_layout(Parts(name, state, weight, companions, plain_key, config, file))}
 
 
 def can_dequantize(
-    state: Mapping[Any, Any], name: str, found: Quantized, config: QuantizationConfig
+    state: Mapping[Any, Any], name: str, quantized: Quantized, config: QuantizationConfig
 ) -> bool:
     """Return True if `dequantize` supports the quantized weight at `name`."""
     try:
-        return bool(dequantize(state, name, found, config))
+        return bool(dequantize(state, name, quantized, config))
     except UnknownLayout:
         return False
 
@@ -101,47 +101,58 @@ def _dequantize_fp8(parts: Parts) -> TensorRef:
     in it, or one for each block of 128 x 128, cut at the edges. `weight_dequant` of DeepSeek-V3
     (inference/kernel.py) rounds the same product to bfloat16.
     """
-    rivals = find_rival_scales(parts.state, parts.name, "fp8 with scales")
-    if len(rivals) > 1:
-        raise UnknownLayout(f"the file has two scales for it: {listed(rivals)}")
+    scale_keys = find_rival_scales(parts.state, parts.name, "fp8 with scales")
+    if len(scale_keys) > 1:
+        raise UnknownLayout(f"the file has two scales for it: {listed(scale_keys)}")
     refuse_entries(parts, "weight_g_idx", "weight_zero_point")
     weight, scale = parts.weight, next(iter(parts.companions.values()))
     if scale.dtype not in _FP8_SCALES:
         raise UnknownLayout(f"its scale is {scale.dtype}, which is not supported")
-    shape, scales = weight.sizes, scale.sizes
-    if scale.numel == 1:
-        block = shape
-    elif scales in (shape[:1], (*shape[:1], *[1] * (len(shape) - 1))):
-        block = (1, *shape[1:])
-    elif len(shape) == 2 and scales == tuple(-(-size // _BLOCK) for size in shape):
-        block = (_BLOCK, _BLOCK)
-    elif len(shape) == 2 and scales[:1] == shape[:1] and block_sizes(shape, scales):
-        block = block_sizes(shape, scales)
-    else:
-        raise UnknownLayout
-    refuse_other_scheme(parts, shape, scales, 8, "float")
-    stated = parts.config.entries.get("weight_block_size")
-    if scale.numel > 1 and isinstance(stated, list) and [*block] != stated:
+    shape = weight.sizes
+    block = _find_fp8_block(shape, scale.sizes)
+    refuse_other_scheme(parts, shape, scale.sizes, 8, "float")
+    stated_block = parts.config.entries.get("weight_block_size")
+    if scale.numel > 1 and isinstance(stated_block, list) and [*block] != stated_block:
         parts.refuse_contradiction()
 
-    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return codes times the scale of their block, for a range of elements."""
         factors = expand_blocks(tables[0].float(), shape, block, start, stop)
         return read_elements(weight, start, stop).float() * factors
 
-    return compute_tensor(weight, shape, (scale,), numbers)
+    return compute_tensor(weight, shape, (scale,), compute_elements)
+
+
+def _find_fp8_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the blocks that have one scale each, for scales of the shape `scales`.
+
+    Raises:
+        UnknownLayout: if the shapes do not fit.
+    """
+    if prod(scales) == 1:
+        return shape
+    if scales in (shape[:1], (*shape[:1], *[1] * (len(shape) - 1))):
+        return (1, *shape[1:])
+    if len(shape) == 2 and scales == tuple(-(-size // _BLOCK) for size in shape):
+        return (_BLOCK, _BLOCK)
+    # Columns in groups of any size, but each row has its own scales.
+    block = block_sizes(shape, scales) if len(shape) == 2 and scales[:1] == shape[:1] else ()
+    if not block:
+        raise UnknownLayout
+    return block
 
 
 def _dequantize_bitsandbytes_8bit(parts: Parts) -> TensorRef:
     """Dequantize as `int8_vectorwise_dequant` of bitsandbytes: rows times 1/127 of their SCB.
 
     Raises:
-        UnknownLayout: if `weight_format` states that the rows are in tiles for a GPU.
+        UnknownLayout: if `weight_format` is not 0, plain rows: others are in tiles for a GPU.
     """
-    weight, scale, layout = parts.weight, parts["SCB"], parts.get("weight_format")
+    weight, scale, weight_format = parts.weight, parts["SCB"], parts.get("weight_format")
     shape = weight.sizes
     if weight.dtype != "int8" or not shape or not _is_vector(scale, shape[0]):
         raise UnknownLayout
-    if layout is not None and any(layout.read() if layout.numel == 1 else b"?"):
+    if weight_format is not None and (weight_format.numel != 1 or any(weight_format.read())):
         raise UnknownLayout
 
     def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -158,60 +169,70 @@ def _dequantize_bitsandbytes_4bit(parts: Parts) -> TensorRef:
     An element is its entry of `quant_map` times the `absmax` of its block. With nested maps
     `absmax` is quantized, a byte a block, after subtracting `nested_offset`.
     """
-    weight, facts = parts.weight, _read_quant_state(parts.companions)
-    code_map, absmax = parts.get("quant_map"), parts["absmax"]
-    shape, block = facts.get("shape", 0), facts.get("blocksize", 0)
+    weight, quant_state = parts.weight, _read_quant_state(parts.companions)
+    quant_map, absmax = parts.get("quant_map"), parts["absmax"]
+    shape, block = quant_state.get("shape", 0), quant_state.get("blocksize", 0)
     if not (isinstance(shape, list) and all(map(is_count, shape)) and is_count(block) and block):
         raise UnknownLayout
     if len(shape) > _MAX_DIMENSIONS:
         raise UnknownLayout
-    blocks = -(-prod(shape) // block)
-    if CHUNK % block or weight.nbytes != -(-prod(shape) // 2) or not _is_vector(code_map, 16):
+    block_count = -(-prod(shape) // block)
+    # A chunk must consist of whole blocks.
+    if CHUNK % block or weight.nbytes != -(-prod(shape) // 2) or not _is_vector(quant_map, 16):
         raise UnknownLayout
-    outer, outer_codes = parts.get("nested_absmax"), parts.get("nested_quant_map")
-    size, offset = facts.get("nested_blocksize", 0), facts.get("nested_offset", 0)
-    if not _is_vector(absmax, blocks, "float32" if outer is None else "uint8"):
+    nested_absmax, nested_map = parts.get("nested_absmax"), parts.get("nested_quant_map")
+    nested_block = quant_state.get("nested_blocksize", 0)
+    nested_offset = quant_state.get("nested_offset", 0)
+    if not _is_vector(absmax, block_count, "float32" if nested_absmax is None else "uint8"):
         raise UnknownLayout
-    tensors = [code_map, absmax]
-    if outer is not None:
-        if not (is_count(size) and size and isinstance(offset, float)):
+    tensors = [quant_map, absmax]
+    if nested_absmax is not None:
+        if not (is_count(nested_block) and nested_block and isinstance(nested_offset, float)):
             raise UnknownLayout
-        if not (_is_vector(outer, -(-blocks // size)) and _is_vector(outer_codes, 256)):
+        nested_count = -(-block_count // nested_block)
+        if not (_is_vector(nested_absmax, nested_count) and _is_vector(nested_map, 256)):
             raise UnknownLayout
-        tensors += [outer, outer_codes]
+        tensors += [nested_absmax, nested_map]
 
     def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """Look the codes of the range up in `quant_map`, and scale them by block."""
         import torch
 
-        code_values, block_scales, *outer_tables = tables
+        value_by_code, block_scales, *nested_tables = tables
         raw = weight.data.read(start // 2, -(-stop // 2) - start // 2)
         pairs = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         codes = torch.stack((pairs >> 4, pairs & 15), 1).flatten()[: stop - start]
-        first_block, last_block = start // block, -(-stop // block)
-        scales = block_scales[first_block:last_block]
-        if outer_tables:  # the scales are codes themselves
-            outer_scales, scale_values = outer_tables
-            outer_index = torch.arange(first_block, last_block, device="cpu") // size
-            factors = torch.index_select(outer_scales, 0, outer_index)
-            scales = torch.index_select(scale_values, 0, scales.int()) * factors + offset
-        values = torch.index_select(code_values, 0, codes.int())
+        first_block, end_block = start // block, -(-stop // block)
+        scales = block_scales[first_block:end_block]
+        if nested_tables:  # the scales are codes themselves, in blocks of `nested_block`
+            scales_of_scales, scale_by_code = nested_tables
+            nested_index = torch.arange(first_block, end_block, device="cpu") // nested_block
+            factors = torch.index_select(scales_of_scales, 0, nested_index)
+            scales = torch.index_select(scale_by_code, 0, scales.int()) * factors + nested_offset
+        values = torch.index_select(value_by_code, 0, codes.int())
         return values * scales.repeat_interleave(block)[: stop - start]
 
     return compute_tensor(weight, tuple(shape), tensors, compute_elements)
 
 
 def _dequantize_tensor(tensor: Any) -> TensorRef:
-    """Dequantize a tensor of torch or torchao that contains its scales, as their `dequantize`."""
+    """Dequantize a tensor of torch or torchao that contains its scales, as their `dequantize`.
+
+    Raises:
+        UnknownLayout: for any other tensor.
+    """
     parts = (tensor.parts if isinstance(tensor, TensorRef) else None) or {}
     match parts:
         case {"quantizer": (Global(name="per_tensor_affine"), float(scale), int(zero))} if (
-            -(1 << 31) <= zero < 1 << 31
+            -(1 << 31) <= zero < 1 << 31  # it is subtracted from 32-bit integers
         ):
-            return compute_blocks(_integers(tensor), scale, zero, tensor.sizes, tensor)
+            return compute_blocks(_view_integers(tensor), scale, zero, tensor.sizes, tensor)
         case {"quantizer": (Global(), TensorRef() as scales, TensorRef() as zeros, int(axis))}:
-            block = tuple(1 if at == axis else size for at, size in enumerate(tensor.sizes))
-            return compute_blocks(_integers(tensor), scales, zeros, block, tensor)
+            # One scale for each index of the axis: a block has all other dimensions.
+            block = tuple(
+                1 if dimension == axis else size for dimension, size in enumerate(tensor.sizes)
+            )
+            return compute_blocks(_view_integers(tensor), scales, zeros, block, tensor)
         case {"type": Global(name=name), "state": {**state}}:
             return _dequantize_class(name, state)
         case _:
@@ -219,19 +240,28 @@ def _dequantize_tensor(tensor: Any) -> TensorRef:
 
 
 def _dequantize_torchao(parts: Parts) -> TensorRef:
-    """Dequantize a tensor that torchao's `flatten_tensor_state_dict` took apart."""
-    entry = parts.config.header.get(parts.plain)
+    """Dequantize a tensor that torchao's `flatten_tensor_state_dict` divided into several keys.
+
+    An entry of the file's `__metadata__` has its class, its fields, and the names of its tensors.
+    """
+    entry = parts.config.header.get(parts.plain_key)
     match entry:
-        case {"_type": str(name), "_data": {**fields}, "_tensor_data_names": [*names]}:
-            stem = parts.name.rpartition(".")[2].removesuffix("qdata")
-            tensors = {field: parts[f"{stem}{field}"] for field in names if field != "qdata"}
+        case {"_type": str(name), "_data": {**fields}, "_tensor_data_names": [*tensor_names]}:
+            prefix = parts.name.rpartition(".")[2].removesuffix("qdata")
+            tensors = {
+                field: parts[f"{prefix}{field}"] for field in tensor_names if field != "qdata"
+            }
             return _dequantize_class(name, {**fields, **tensors, "qdata": parts.weight})
         case _:
             raise UnknownLayout("no entry of its file's __metadata__ states its class")
 
 
 def _dequantize_class(name: str, state: Mapping[Any, Any]) -> TensorRef:
-    """Dequantize a tensor of the torchao class `name` with the attributes `state`."""
+    """Dequantize a tensor of the torchao class `name` with the attributes `state`.
+
+    Raises:
+        UnknownLayout: for another class, or if it scales the input of its layer.
+    """
     match state:
         case {
             "qdata": TensorRef() as codes,
@@ -243,22 +273,29 @@ def _dequantize_class(name: str, state: Mapping[Any, Any]) -> TensorRef:
             raise UnknownLayout(f"ckptool does not know the layout of this {printable(str(name))}")
 
 
-def _integers(tensor: TensorRef) -> TensorRef:
-    """Return the integers of a quantized tensor of torch, in row-major order."""
-    codes = replace(tensor, dtype=CODES.get(tensor.dtype, tensor.dtype), kind="strided", parts=None)
-    storage = codes.storage
-    if codes.dtype == tensor.dtype or storage is None or storage.data is None:
+def _view_integers(tensor: TensorRef) -> TensorRef:
+    """Return the integers of a quantized tensor of torch, in row-major order.
+
+    A tensor without integers or bytes is returned unchanged, and `compute_blocks` refuses it.
+    """
+    storage = tensor.storage
+    if tensor.dtype not in CODES or storage is None or storage.data is None:
         return tensor
+    codes = replace(tensor, dtype=CODES[tensor.dtype], kind="strided", parts=None)
     if codes.is_contiguous:
         return codes
+    # Gathered when it is read; its CRC-32 is not known.
     data = codes.row_major
     storage = replace(storage, data=data, nbytes=data.length, crc32=None)
     return replace(codes, storage=storage, stride=row_major_strides(codes.sizes), offset=0)
 
 
 def _read_quant_state(companions: Mapping[str, TensorRef]) -> dict[str, Any]:
-    """Return the JSON object in `quant_state.bitsandbytes__nf4`; {} if it is damaged."""
-    texts = [one for name, one in companions.items() if name.startswith("bitsandbytes__")]
+    """Return the JSON object in the companion `bitsandbytes__nf4` or `bitsandbytes__fp4`.
+
+    {} if it is missing or damaged.
+    """
+    texts = [text for name, text in companions.items() if name.startswith("bitsandbytes__")]
     if len(texts) != 1 or texts[0].nbytes > _MAX_JSON:
         return {}
     try:

@@ -59,6 +59,7 @@ class LiveTree:
         self.containers: dict[int, Any] = {}
         """The original dict, list or tuple of a container, by the `id` of the container."""
         self._made: dict[int, tuple[Any, Any]] = {}
+        """By `id` of an object, the object (so that its `id` is not reused) and its node."""
 
     def make_node(self, original: Any) -> Any:
         """Return the node of the tree for an object; make it if it is new."""
@@ -74,7 +75,7 @@ class LiveTree:
             node = self.fill_mapping(original, OrderedMap())
         elif kind is list:
             node = []
-            self._made[id(original)] = original, node
+            self._made[id(original)] = original, node  # first: an item may contain the list
             node.extend(self.make_child(index, item) for index, item in enumerate(original))
         elif kind is tuple:
             node = tuple([self.make_child(index, item) for index, item in enumerate(original)])
@@ -85,8 +86,11 @@ class LiveTree:
         return self._made.setdefault(id(original), (original, node))[1]
 
     def fill_mapping(self, original: Mapping[Any, Any], mapping: dict[Any, Any]) -> dict[Any, Any]:
-        """Fill `mapping` with nodes for the items and attributes of a mapping."""
-        self._made[id(original)] = original, mapping
+        """Fill `mapping` with nodes for the items of a mapping, and return it.
+
+        An `OrderedMap` gets the attributes too, such as `_metadata` of a state dict.
+        """
+        self._made[id(original)] = original, mapping  # first: an item may contain the mapping
         for key, value in original.items():
             mapping[self.make_key(key)] = self.make_child(key, value)
         if isinstance(mapping, OrderedMap):
@@ -115,7 +119,7 @@ class LiveTree:
         return self.register_leaf(original, LiveObject(original))
 
     def register_leaf(self, original: Any, leaf: Any) -> Any:
-        """Record `leaf` as the node of `original`, and return it."""
+        """Record `leaf` as the node of `original`, unless it has one, and return `leaf`."""
         self.originals[id(leaf)] = original
         self._made.setdefault(id(original), (original, leaf))
         return leaf
@@ -245,13 +249,18 @@ class _Frozen(LiveTree):
         """Start with an empty tree; `replacements` maps an `id` to a replacement."""
         super().__init__()
         self._storage_by_memory: dict[tuple[int, str], Storage] = {}
+        """By the address of torch's storage and the dtype of its elements."""
         self._replacements = replacements
         self._file = file
         self._open_tuples: set[int] = set()
-        """The identities of the tuples around the current object."""
+        """The `id` of each tuple around the current object."""
 
     def make_node(self, original: Any) -> Any:
-        """Return the node for an object; refuse huge integers and tuples in themselves."""
+        """Return the node for an object, or for its replacement.
+
+        Raises:
+            NotRepresentable: it is a huge integer, or a tuple that contains itself.
+        """
         if type(original) is int and original.bit_length() > _MAX_INTEGER_BITS:
             self._refuse(original, f"has {original.bit_length():,} bits, more than torch can read")
         original = self._replacements.get(id(original), original)
@@ -307,12 +316,15 @@ class _Frozen(LiveTree):
         return self._refuse(original) if number is None else self.make_node(number)
 
     def _refuse(self, node: Any, fact: str = "is not plain data") -> NoReturn:
-        """Raise the error that an object is not plain data, with its path and a remedy."""
-        kind, last_key = type(node), self.path[-1]
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        name = last_key if isinstance(last_key, str) and last_key.isidentifier() else "value"
+        """Raise the error that an object is not plain data, with its path and a remedy.
+
+        The remedy calls the object by its key, or `value` if that is not an identifier.
+        """
+        cls, key = type(node), self.path[-1]
+        module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+        name = key if isinstance(key, str) and key.isidentifier() else "value"
         raise NotRepresentable(
-            f"{self._place}: {module}{kind.__qualname__} {fact}",
+            f"{self._place}: {module}{cls.__qualname__} {fact}",
             file=self._file,
             hint=f"save {_suggest_expression(node, name)} instead",
         )
@@ -362,7 +374,7 @@ class _Frozen(LiveTree):
         return self._freeze_strided(plain.resolve_conj().resolve_neg())
 
     def _freeze_strided(self, tensor: torch.Tensor, **fields: Any) -> TensorRef:
-        """Return a reference to a strided tensor over its storage; `fields` are its fields."""
+        """Return a reference to a strided tensor over its storage; `fields` are further fields."""
         import torch
 
         dtype = dtype_name(tensor)
@@ -397,11 +409,14 @@ class _Frozen(LiveTree):
     def _freeze_sparse(
         self, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], **fields: Any
     ) -> TensorRef:
-        """Return a reference to a sparse tensor, made of component tensors and fields."""
+        """Return a reference to a sparse tensor; `tensors` are its components by name.
+
+        The parts are the arguments of `_rebuild_sparse_tensor`, which has further `fields`.
+        """
         shape = tuple(tensor.shape)
         parts = {
             "layout": Opaque(Global("torch.serialization", "_get_layout"), (str(tensor.layout),)),
-            **{name: self._freeze_tensor(part) for name, part in tensors.items()},
+            **{name: self._freeze_tensor(component) for name, component in tensors.items()},
             "size": shape,
             **fields,
         }
@@ -431,9 +446,12 @@ def _sort_items(items: set[Any]) -> list[Any]:
 
 
 def _to_plain_number(node: Any) -> Any:
-    """Return the Python number or string of a numpy scalar; None for other objects."""
-    kinds = ((kind.__module__, kind.__name__) for kind in type(node).__mro__)
-    number = node.item() if ("numpy", "generic") in kinds else None
+    """Return the Python number or string of a numpy scalar; None for other objects.
+
+    numpy is not imported: its scalars are recognized by the name of their base class.
+    """
+    class_names = {(cls.__module__, cls.__name__) for cls in type(node).__mro__}
+    number = node.item() if ("numpy", "generic") in class_names else None
     return number if type(number) in (bool, int, float, complex, str, bytes) else None
 
 

@@ -24,26 +24,31 @@ class Factors:
     up: TensorRef
     scale: float
     magnitude: TensorRef | None = None
-    """DoRA's."""
+    """The length of each row of the weight in DoRA; None without DoRA."""
     transposed: bool = False
     """True if the weight is (in, out)."""
 
     @property
     def shape(self) -> tuple[int | None, ...] | None:
-        """The shape of the product; None of matrices, or kernels, that do not fit each other."""
+        """The shape of `up @ down`; None if the two do not fit each other or `magnitude`.
+
+        Factors of a convolution have up to three kernel dimensions, in `up` all of size 1.
+        """
         down, up = self.down.shape, self.up.shape
-        count = up[:1] if self.magnitude is None else (self.magnitude.numel,)
-        same = len(up) == len(down) in (2, 3, 4, 5) and up[1] == down[0] and count == up[:1]
-        return (up[0], *down[1:]) if same and all(size == 1 for size in up[2:]) else None
+        if not len(up) == len(down) in (2, 3, 4, 5) or up[1] != down[0]:
+            return None
+        if self.magnitude is not None and self.magnitude.numel != up[0]:
+            return None
+        return (up[0], *down[1:]) if all(size == 1 for size in up[2:]) else None
 
     def needs_transpose(self, shape: Sequence[int | None]) -> bool | None:
-        """Return whether the product must be transposed to fit `shape`; None if it is square."""
-        product_shape = self.shape
-        return (
-            None
-            if len(shape) == 2 and product_shape == (*shape[::-1],) == (*shape,)
-            else (*shape,) != product_shape
-        )
+        """Return True if only the transposed product can have the shape `shape` of a weight.
+
+        None if the product is square: its shape does not show its order.
+        """
+        if len(shape) == 2 and self.shape == tuple(shape[::-1]) == tuple(shape):
+            return None
+        return tuple(shape) != self.shape
 
 
 class Merger:
@@ -56,17 +61,19 @@ class Merger:
     def merge(
         self, weight: TensorRef, other: TensorRef | None, added: Sequence[Factors]
     ) -> Storage:
-        """Return the weight (or `other` in its place) with all factors added.
+        """Return the storage of `weight` with all factors added, computed when it is read.
+
+        With `other` the factors are added to its values; dtype, key and device are of `weight`.
 
         Raises:
             TorchMissing: torch is not installed.
         """
         if weight.storage is None:
             raise NotRepresentable("an adapter cannot be merged into a tensor without bytes")
-        start = weight if other is None else other
-        used = [start, *(one for each in added for one in (each.down, each.up))]
+        base = weight if other is None else other
+        used = [base, *(tensor for factors in added for tensor in (factors.down, factors.up))]
         return self._wholes.compute_storage(
-            weight, used, lambda: _merge_factors(start, weight, added)
+            weight, used, lambda: _merge_factors(base, added, dtype=weight.dtype)
         )
 
 
@@ -78,18 +85,22 @@ def _load_float(ref: TensorRef) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _merge_factors(start: TensorRef, weight: TensorRef, added: Sequence[Factors]) -> torch.Tensor:
-    """Return the weight plus its factors, with the operations of PEFT in their order."""
-    total = before = _load_float(start)
+def _merge_factors(base: TensorRef, added: Sequence[Factors], *, dtype: str) -> torch.Tensor:
+    """Return `base` plus the factors in `dtype`, with the operations of PEFT in their order.
+
+    Raises:
+        NotRepresentable: a number that was finite is infinite or NaN after merging.
+    """
+    total = before = _load_float(base)
     for factors in added:
         total = total + _multiply_factors(factors, total)
         if factors.magnitude is not None:
-            turned = _is_transposed(factors, total.shape)
-            total = _rescale_rows(total, factors.magnitude, is_transposed=turned)
-    merged = total.to(get_torch_dtype(weight.dtype))
+            is_transposed = _is_transposed(factors, total.shape)
+            total = _rescale_rows(total, factors.magnitude, is_transposed=is_transposed)
+    merged = total.to(get_torch_dtype(dtype))
     if bool((before.isfinite() & ~merged.double().isfinite()).any()):
         raise NotRepresentable(
-            f"a merged weight is infinite or NaN in {weight.dtype}, its dtype in the base",
+            f"a merged weight is infinite or NaN in {dtype}, its dtype in the base",
             hint="check that all values of the adapter are finite, or widen the base with "
             "ckptool cast BASE --dtype float32",
         )
@@ -97,13 +108,20 @@ def _merge_factors(start: TensorRef, weight: TensorRef, added: Sequence[Factors]
 
 
 def _is_transposed(factors: Factors, shape: Sequence[int]) -> bool:
-    """Return True if the product must be transposed, by shape or, if square, by configuration."""
+    """Return True if the product must be transposed to be added to a weight of `shape`.
+
+    The shapes decide; if the weight is square, the configuration of the adapter.
+    """
     by_shape = factors.needs_transpose(shape)
     return factors.transposed if by_shape is None else by_shape
 
 
 def _multiply_factors(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
-    """Return the scaled product of the factors, in the shape of `weight`."""
+    """Return the scaled product of the factors, in the shape of `weight`.
+
+    The product of factors of a convolution is the kernel that does both convolutions, as PEFT
+    computes it.
+    """
     import torch
 
     down, up = _load_float(factors.down), _load_float(factors.up)
@@ -118,17 +136,21 @@ def _multiply_factors(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
         flat: torch.Tensor = up.flatten(1) @ down.flatten(1)
         return flat.view(weight.shape) * factors.scale
     convolve: Any = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}[down.dim()]
-    convolved: torch.Tensor = convolve(down.transpose(0, 1), up).transpose(0, 1)
-    return convolved * factors.scale
+    kernel: torch.Tensor = convolve(down.transpose(0, 1), up).transpose(0, 1)
+    return kernel * factors.scale
 
 
 def _rescale_rows(
     weight: torch.Tensor, magnitude: TensorRef, *, is_transposed: bool
 ) -> torch.Tensor:
-    """Return the weight with each row scaled to the length that DoRA learned."""
+    """Return the weight with each row scaled to the length that DoRA learned.
+
+    `is_transposed`: the rows of the layer are the columns of `weight`.
+    """
     import torch
 
     rows = weight.T if is_transposed else weight
+    # Two functions, as in PEFT, so that the results have the same bits.
     if rows.dim() == 2:
         lengths = torch.linalg.norm(rows, dim=1)
     else:

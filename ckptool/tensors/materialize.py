@@ -42,8 +42,10 @@ def require_torch() -> None:
         ) from error
 
 
-_LOCK, _THREADS_BEFORE = Lock(), list[int]()
-"""The numbers of threads before each running `use_one_thread`, under the lock."""
+_THREADS_BEFORE: list[int] = []
+"""The number of torch's threads at the start of each running `use_one_thread`."""
+_THREADS_LOCK = Lock()
+"""Guards `_THREADS_BEFORE` and torch's number of threads."""
 
 
 @contextmanager
@@ -59,16 +61,16 @@ def use_one_thread() -> Iterator[None]:
     require_torch()
     import torch
 
-    with _LOCK:
+    with _THREADS_LOCK:
         _THREADS_BEFORE.append(torch.get_num_threads())
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        with _LOCK:  # The first entry is the number before all calls: the last call restores it.
-            torch.set_num_threads(
-                _THREADS_BEFORE.pop(1) if len(_THREADS_BEFORE) > 1 else _THREADS_BEFORE.pop()
-            )
+        # Calls may overlap and end in any order. The last one that ends restores the first entry,
+        # the number before all of them; every other entry is 1.
+        with _THREADS_LOCK:
+            torch.set_num_threads(_THREADS_BEFORE.pop())
 
 
 def get_torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
@@ -91,7 +93,7 @@ def get_torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
 
 
 def check_float_dtype(dtype: torch.dtype | str | None) -> str | None:
-    """Return the bare name of a requested floating dtype: `float16`; None for None.
+    """Return torch's name of a requested floating dtype, such as `float16`; None for None.
 
     Raises:
         UsageError: torch has no floating dtype with this name.
@@ -125,7 +127,7 @@ def set_attributes(instance: Any, attributes: Mapping[Any, Any], where: str) -> 
     for name, value in attributes.items():
         if isinstance(name, str) and name[:2] != "__" and not hasattr(type(instance), name):
             setattr(instance, name, value)
-        elif name not in vars(instance):  # a jagged tensor has been given its own already
+        elif name not in vars(instance):  # torch has set those of a jagged tensor already
             refused.append(str(name))
     if refused:
         names, kind = listed(refused), type(instance).__name__
@@ -161,33 +163,33 @@ class Placement:
                 hint="give a string, a torch.device, a dict of tags, a function, or None",
             )
         self._map_location: Any = map_location
-        self._checked: set[str] = set()
-        """Devices that are known to be available."""
+        self._available_devices: set[str] = set()
+        """Devices that were checked and are available."""
 
     def target_of(self, tag: str) -> str | None:
         """Return the device for storages saved on `tag`; None if a function decides."""
-        where = self._map_location
-        if isinstance(where, Mapping):
-            return str(where.get(tag, tag))
-        if where is None:
+        map_location = self._map_location
+        if isinstance(map_location, Mapping):
+            return str(map_location.get(tag, tag))
+        if map_location is None:
             return tag
-        return where if isinstance(where, str) else None
+        return map_location if isinstance(map_location, str) else None
 
     def check_device(self, tag: str, *, name: str, file: str | None) -> None:
         """Raise `DeviceError` if the target device is not available, before any data is read."""
         target = self.target_of(tag)
-        if target is None or target in self._checked:
+        if target is None or target in self._available_devices:
             return
         import torch
 
         empty = torch.empty(0, device="cpu").untyped_storage()
         _restore_storage(empty, target, tag=tag, name=name, file=file)
-        self._checked.add(target)
+        self._available_devices.add(target)
 
     def place(
         self, storage: torch.UntypedStorage, tag: str, *, name: str, file: str | None
     ) -> torch.UntypedStorage:
-        """Move a storage from the CPU's memory to its target device."""
+        """Move a storage that was saved on `tag` from the CPU's memory to its target device."""
         target = self.target_of(tag)
         if target is not None:
             return _move_storage(storage, target)
@@ -220,7 +222,7 @@ def _restore_storage(
 
 
 def _to_untyped(storage: Any) -> torch.UntypedStorage:
-    """Return the untyped storage of a storage that a function returned."""
+    """Return the untyped storage of a typed or untyped one that `map_location` returned."""
     import torch
 
     untyped = getattr(storage, "_untyped_storage", storage)
@@ -263,21 +265,22 @@ class StorageReader:
 
         One storage has one span, which grows to contain all announced spans.
         """
-        span_so_far = self._spans.setdefault(id(storage), (0, 0))
-        if not span[1]:  # an empty tensor
+        start_so_far, stop_so_far = self._spans.setdefault(id(storage), (0, 0))
+        start, stop = span
+        if not stop:  # an empty tensor
             return
-        start, stop = span[0] - span[0] % _ALIGNMENT, span[1]
-        if span_so_far[1]:
-            start, stop = min(start, span_so_far[0]), max(stop, span_so_far[1])
+        start -= start % _ALIGNMENT
+        if stop_so_far:
+            start, stop = min(start, start_so_far), max(stop, stop_so_far)
         self._spans[id(storage)] = (start, stop)
 
     def get(
         self, storage: Storage, dtype: str, *, device: str, name: str, cast: bool = True
     ) -> tuple[torch.UntypedStorage, int]:
-        """Return the storage for elements of `dtype`, and the index of its first element.
+        """Return torch's storage for elements of `dtype`, and the index of its first element.
 
-        `cast` allows the requested change of floating dtypes. If bytes must change for a dtype,
-        each dtype gets its own storage.
+        The index counts from the start of the storage in the file. `cast` allows the requested
+        change of floating dtypes. If bytes must change for a dtype, each dtype has its own storage.
 
         Raises:
             DeviceError: the device is not available on this machine.
@@ -312,8 +315,8 @@ class StorageReader:
     ) -> torch.UntypedStorage:
         """Return the bytes `start` to `stop` of a storage: mapped, or read and swapped.
 
-        `swap` is the size of the units with reversed bytes, or 1. For the meta device, or without
-        data in the file, the storage has no bytes.
+        `swap` is the size of the units in which bytes must be reversed; 1 if they are in order. For
+        the meta device, or without data in the file, the storage has no bytes.
         """
         import torch
 
@@ -430,14 +433,17 @@ def _make_quantized(
     if type(axis) is not int or not 0 <= axis < len(ref.shape):
         raise ValueError(f"its axis {axis!r} is not one of its {len(ref.shape)} dimensions")
     if isinstance(scales, list):  # of torch 1.4
-        is_integer = name == "per_channel_affine"
+        is_integer = name == "per_channel_affine"  # the other scheme has zero points of float
         scales = torch.tensor(scales, dtype=torch.float64 if is_integer else torch.float32)
         zero_points = torch.tensor(zero_points, dtype=torch.int64 if is_integer else torch.float32)
     if not scales.numel() == zero_points.numel() == ref.shape[axis]:
         raise ValueError(f"it has {scales.numel()} scales for {ref.shape[axis]} channels")
-    shape = [count or 0 if dimension == axis else 0 for dimension, count in enumerate(ref.shape)]
+    # torch checks the channels of an empty tensor too, but needs no memory for it: a stride of zero
+    # may give a small storage an enormous shape.
+    empty_shape = [0] * len(ref.shape)
+    empty_shape[axis] = scales.numel()
     return torch._empty_per_channel_affine_quantized(
-        shape,  # no memory is taken for a shape that a zero stride may have made enormous
+        empty_shape,
         scales=scales.to(device),
         zero_points=zero_points.to(device),
         axis=axis,
@@ -510,12 +516,12 @@ def _check_nested(
         raise ValueError("its sizes, strides and offsets are inconsistent")
     rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
     for size, stride, offset in rows:
-        scalar = not isinstance(size, list)  # components without dimensions
-        steps = [] if scalar else list(zip(size, stride, strict=True))
-        if offset < 0 or any(count < 0 or step < 0 for count, step in steps):
+        is_scalar = not isinstance(size, list)  # a component without dimensions
+        dimensions = [] if is_scalar else list(zip(size, stride, strict=True))
+        if offset < 0 or any(count < 0 or step < 0 for count, step in dimensions):
             raise ValueError("a component has a negative size, stride or offset")
-        if all(count for count, _ in steps):
-            last = offset + sum((count - 1) * step for count, step in steps)
+        if all(count for count, _ in dimensions):  # others have no elements
+            last = offset + sum((count - 1) * step for count, step in dimensions)
             if last >= buffer.numel():
                 raise ValueError(f"a component reaches element {last:,} of {buffer.numel():,}")
 
@@ -537,20 +543,24 @@ def _make_jagged(state: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
-    """Raise ValueError if offsets or lengths do not fit the values."""
+    """Raise ValueError if offsets or lengths do not fit the values.
+
+    `ragged` is the ragged dimension of the jagged tensor, which has the batch as dimension 0. The
+    values have no batch dimension.
+    """
     if type(ragged) is not int or not 1 <= ragged <= values.dim() or offsets.dim() != 1:
         raise ValueError(f"its ragged dimension {ragged!r} does not exist")
-    starts = offsets.tolist()
+    starts = offsets.tolist()  # of the components, and the end of the last one
     ends = starts[1:]
     if lengths is not None:
         counts = lengths.tolist()
-        ends = [begin + count for begin, count in zip(starts, counts, strict=False)]
+        ends = [start + count for start, count in zip(starts, counts, strict=False)]
         if len(counts) != len(starts) - 1 or any(count < 0 for count in counts):
             raise ValueError("its lengths do not fit its offsets")
-    extent = values.shape[ragged - 1]
-    rising = all(start <= end for start, end in zip(starts, ends, strict=False))
-    if not starts or starts[0] < 0 or not rising or max((*ends, *starts)) > extent:
-        raise ValueError(f"its offsets exceed the {extent:,} rows of its values")
+    row_count = values.shape[ragged - 1]
+    is_rising = all(start <= end for start, end in zip(starts, ends, strict=False))
+    if not starts or starts[0] < 0 or not is_rising or max((*ends, *starts)) > row_count:
+        raise ValueError(f"its offsets exceed the {row_count:,} rows of its values")
 
 
 def materialize(
@@ -607,9 +617,9 @@ class Materializer:
     def make_tensor(self, ref: TensorRef, name: str = "", *, cast: bool = True) -> torch.Tensor:
         """Return the tensor of `ref`, always the same object for the same `ref`.
 
-        A numpy array becomes a tensor. A subclass that has a storage becomes a plain tensor with
-        its attributes from the file. `name` is for messages; `cast` allows the requested change of
-        floating dtypes.
+        A numpy array becomes a tensor. A subclass with a storage becomes a plain tensor with its
+        attributes from the file, and so does a DTensor of which this file has all. `name` is for
+        messages; `cast` allows the requested change of floating dtypes.
 
         Raises:
             DeviceError: its device is not available; the message has a remedy.
@@ -660,7 +670,7 @@ class Materializer:
         is_cast = cast and BY_NAME[ref.dtype].floating
         dtype_name = (self._requested_dtype if is_cast else None) or ref.dtype
         dtype = get_torch_dtype(dtype_name, file=_file_of(ref))
-        # The scales of a quantized tensor are no weights: they keep their type.
+        # The scales of a quantized tensor are not weights: they keep their dtype.
         parts = self._load_parts(ref, name, cast=cast and ref.kind != "quantized")
         storage, offset = None, 0
         if ref.storage is not None:
@@ -671,6 +681,7 @@ class Materializer:
         try:
             if storage is None:
                 return _wrap_layers(_assemble_parts(ref, parts, dtype), ref)
+            # As torch rebuilds tensors: an empty one is set to the storage.
             if ref.kind == "quantized":
                 tensor = _make_quantized(ref, parts["quantizer"], dtype, storage.device)
             else:
@@ -724,29 +735,32 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attribut
 
 
 def _wrap_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Wrap a tensor in its Parameter layers, innermost first; leave out unknown classes.
+    """Wrap a tensor in its Parameter layers, innermost first; leave out those of subclasses.
 
-    A tensor that is no Parameter only gets its `requires_grad`.
+    A tensor that is not a Parameter only gets its `requires_grad`.
     """
     import torch
 
     if not ref.is_parameter:
         return tensor.requires_grad_() if ref.requires_grad else tensor
     for layer in ref.wrapping:
-        if layer.kind != "type":
+        if layer.kind != "type":  # "type" is the layer of a subclass
             tensor = torch.nn.Parameter(tensor, layer.requires_grad)
     return tensor
 
 
 def is_one_part(ref: TensorRef) -> bool:
-    """Return True if the file has a part of a tensor, and only its class can use the part."""
+    """Return True if only its class can make the tensor: this file may have a part of it.
+
+    So it is with a subclass without a storage, unless one tensor in it is the whole.
+    """
     return ref.kind == "subclass" and ref.storage is None and ref.whole is None
 
 
 def only_part_error(ref: TensorRef, name: str) -> UnsupportedFormat:
     """Return the error for a distributed tensor or a subclass that cannot be made."""
-    shown = ref.class_name.rpartition(".")[2]
-    if not ref.is_spread:
+    class_name = ref.class_name.rpartition(".")[2]
+    if not ref.is_spread:  # a subclass in one process, for example of torchao
         return UnsupportedFormat(
             f"{describe_name(name)} is a {ref.class_name}, which only its class can assemble",
             file=_file_of(ref),
@@ -754,7 +768,8 @@ def only_part_error(ref: TensorRef, name: str) -> UnsupportedFormat:
             ".dequantize() before saving",
         )
     return UnsupportedFormat(
-        f"{describe_name(name)} is a {shown}, distributed over ranks; this file has only one part",
+        f"{describe_name(name)} is a {class_name}, distributed over ranks; "
+        "this file has only one part",
         file=_file_of(ref),
         hint="gather it before saving (full_tensor(), get_model_state_dict with full_state_dict), "
         "or read this part with ckptool.open(FILE)[NAME].local.torch()",
@@ -779,8 +794,11 @@ def _creation_error(ref: TensorRef, name: str, error: Exception) -> Exception:
 
 
 def _file_of(ref: TensorRef) -> str | None:
-    """Return the name of the file that has the data of a tensor, if there is one."""
+    """Return the name of the file with the data of a tensor, or of the first of its components.
+
+    None if it has no data.
+    """
     if ref.storage is not None:
         return ref.storage.data.source.name if ref.storage.data else None
-    inside = next(ref.tensors_inside(), None)
-    return None if inside is None else _file_of(inside)
+    component = next(ref.tensors_inside(), None)
+    return None if component is None else _file_of(component)

@@ -30,7 +30,9 @@ _T = TypeVar("_T")
 
 _NO_NUMBERS = ("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "qint8", "quint8", "qint32")
 _BIAS = {"uint64": 1 << 63}
-"""The offset of the numbers of a dtype, because torch computes with signed ones."""
+"""By dtype, the offset of its numbers: torch gets them minus this, because it lacks unsigned ones.
+
+Numbers of dtypes that are not listed have the offset 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,8 @@ class Measurer:
         if bins < 1:
             raise UsageError(f"a histogram cannot have {bins} bins")
         self._bins = bins
-        self._kernels: dict[str, list[_Kernel]] = {}
-        """The kernels that no thread uses now, by dtype."""
+        self._idle_kernels: dict[str, list[_Kernel]] = {}
+        """By dtype, the kernels that no thread uses now."""
 
     def measure(self, ref: TensorRef, on_progress: BytesDone | None = None) -> Measures:
         """Return the statistics of a tensor; `on_progress` is called with the bytes done.
@@ -171,21 +173,24 @@ class Measurer:
         reason = find_obstacle(ref)
         if reason is not None:
             raise UsageError(f"this tensor has no statistics ({reason})")
-        once, left = ref.unrepeated, ref.nbytes
+        unrepeated, unreported_bytes = ref.unrepeated, ref.nbytes
 
         def report_elements(count: int) -> None:
-            """Report elements that one of the two passes has finished."""
-            nonlocal left
-            done = min(left, count * once.itemsize // 2)
-            left -= done
+            """Report elements that one of the two passes has finished: half of their bytes."""
+            nonlocal unreported_bytes
+            done = min(unreported_bytes, count * ref.itemsize // 2)
+            unreported_bytes -= done
             if on_progress is not None and done:
                 on_progress(done)
 
         require_torch()
         with use_one_thread():
-            measures = self._measure_run(run_of_tensor(once), once.numel, report_elements)
-        report_elements(2 * ref.numel)
-        return measures if once is ref else measures.repeat(ref.numel // max(once.numel, 1))
+            run = run_of_tensor(unrepeated)
+            measures = self._measure_run(run, unrepeated.numel, report_elements)
+        report_elements(2 * ref.numel)  # repeated elements, or a second pass that was not needed
+        if unrepeated is ref:
+            return measures
+        return measures.repeat(ref.numel // max(unrepeated.numel, 1))
 
     def _measure_run(self, run: Elements, count: int, on_elements: BytesDone) -> Measures:
         """Return the statistics of a run of `count` elements, read twice.
@@ -194,26 +199,29 @@ class Measurer:
         elements need no second pass.
         """
         extent, moments = _Extent(), Moments()
-        for part in self._map_chunks(_Kernel.measure_extent, run, count, on_elements):
-            extent.add(part)
+        for chunk_extent in self._map_chunks(_Kernel.measure_extent, run, count, on_elements):
+            extent.add(chunk_extent)
         low, high, finite = extent.low, extent.high, extent.finite
-        counted = {"zeros": extent.zeros, "nan": extent.nan, "infinite": extent.infinite}
+        counts = {"zeros": extent.zeros, "nan": extent.nan, "infinite": extent.infinite}
         if not finite:
-            return Measures(count, None, None, None, None, **counted, norm=0.0, histogram=None)
+            return Measures(count, None, None, None, None, **counts, norm=0.0, histogram=None)
         if low == high:
             mean, std, norm = float(low), 0.0, abs(float(low)) * math.sqrt(finite)
-            counts = [finite if index == self._bins // 2 else 0 for index in range(self._bins)]
+            bins = [0] * self._bins
+            bins[self._bins // 2] = finite
         else:
             axis = _Axis(run.dtype, low, high, self._bins, all_finite=finite == count)
-            work = partial(_Kernel.measure_moments, axis=axis)
-            for block in self._map_chunks(work, run, count, on_elements):
-                moments.add(block)
-            scaled_mean = moments.mean + float(axis.base) * axis.scale
+            measure_moments = partial(_Kernel.measure_moments, axis=axis)
+            for chunk_moments in self._map_chunks(measure_moments, run, count, on_elements):
+                moments.add(chunk_moments)
+            # The moments are of `(element - base) * scale`; undo both.
             mean = float(axis.base + moments.mean / axis.scale)
-            std, counts = math.sqrt(moments.squares / finite) / axis.scale, moments.bins
+            std, bins = math.sqrt(moments.squares / finite) / axis.scale, moments.bins
+            # The sum of squares is that of the distances from the mean, plus n times mean squared.
+            scaled_mean = moments.mean + float(axis.base) * axis.scale
             norm = math.sqrt(moments.squares + finite * scaled_mean * scaled_mean) / axis.scale
-        histogram = Histogram(low, high, tuple(counts))
-        return Measures(count, low, high, mean, std, **counted, norm=norm, histogram=histogram)
+        histogram = Histogram(low, high, tuple(bins))
+        return Measures(count, low, high, mean, std, **counts, norm=norm, histogram=histogram)
 
     def _map_chunks(
         self,
@@ -222,22 +230,26 @@ class Measurer:
         count: int,
         on_elements: BytesDone,
     ) -> Iterator[_T]:
-        """Yield the result of `work` for each chunk, in order; threads share a large run."""
-        kernels = self._kernels.setdefault(run.dtype, [])
+        """Yield the result of `work` for each chunk, in order; threads share a large run.
+
+        `work` gets a kernel, the run, and the first and the end element of the chunk.
+        `on_elements` is called with the number of elements of each block that is done.
+        """
+        idle_kernels = self._idle_kernels.setdefault(run.dtype, [])
 
         def work_on_block(first: int) -> list[_T]:
             """Return the results for the chunks of the block from element `first`."""
-            kernel = kernels.pop() if kernels else _Kernel(run.dtype)
+            # Threads must not share the buffers of a kernel: take an idle one, or make one.
+            kernel = idle_kernels.pop() if idle_kernels else _Kernel(run.dtype)
             chunks = range(first, min(first + BLOCK, count), CHUNK)
             results = [work(kernel, run, start, min(start + CHUNK, count)) for start in chunks]
-            kernels.append(kernel)
+            idle_kernels.append(kernel)
             return results
 
         blocks = range(0, count, BLOCK)
-        divided = len(blocks) > 1 and run.data.source.is_shared
-        for first, results in zip(
-            blocks, (run_in_order if divided else map)(work_on_block, blocks), strict=True
-        ):
+        is_parallel = len(blocks) > 1 and run.data.source.is_shared
+        results_of_blocks = (run_in_order if is_parallel else map)(work_on_block, blocks)
+        for first, results in zip(blocks, results_of_blocks, strict=True):
             yield from results
             on_elements(min(BLOCK, count - first))
 
@@ -245,17 +257,23 @@ class Measurer:
 class _Axis:
     """The scale of a histogram in float64: `(element - base) * scale`.
 
-    The base of 64-bit integers is the smallest one, because float64 has 53 bits. The scale keeps
-    the squares of huge numbers, as in a damaged file, within float64.
+    The base of 64-bit integers is the smallest one, because float64 has only 53 bits: so close
+    integers stay different. The scale keeps the squares of huge numbers, as in a damaged file,
+    within float64.
     """
 
     def __init__(
         self, dtype: str, low: Number, high: Number, bins: int, *, all_finite: bool
     ) -> None:
-        """Divide the range from `low` to `high` into `bins`; `all_finite` if no element is NaN."""
+        """Divide the range from `low` to `high` into `bins` bins of equal width.
+
+        `all_finite` is True if the tensor has neither NaN nor infinities.
+        """
         self.base = 0
         if dtype in ("int64", "uint64"):
-            self.base = int(low) if high - low < 1 << 63 else _BIAS.get(dtype, 0)
+            # torch subtracts the base as int64, which must have all results.
+            base_fits = high - low < 1 << 63
+            self.base = int(low) if base_fits else _BIAS.get(dtype, 0)
         self.scale = 2.0**-600 if max(abs(low), abs(high)) > 2.0**500 else 1.0
         self.low = float(low - self.base) * self.scale
         self.width = (float(high - self.base) * self.scale - self.low) / bins
@@ -272,11 +290,12 @@ class _Kernel:
 
         self._bias = _BIAS.get(dtype, 0)
         """The number to add to each read number, because torch reads another dtype."""
-        seen_as, prepare = _list_preparations().get(dtype, (None, None))
-        self._to_numbers = prepare
-        """Converts read elements to numbers that torch can calculate with; None if they are."""
+        seen_as, self._to_numbers = _list_preparations().get(dtype, (None, None))
+        """The dtype to read as (None: its own), and the function that makes numbers that torch can
+        calculate with from the read elements (None: they are such numbers)."""
         self._buffer = ElementBuffer(dtype, CHUNK, seen_as=seen_as)
         self._wide_buffer = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+        # The position of an element on the axis, in bins, and the index of its bin.
         self._position_buffer = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
         self._bin_buffer = torch.empty(CHUNK, dtype=torch.int32, device="cpu")
         self._last_chunk: tuple[Elements, int, torch.Tensor] | None = None
@@ -294,16 +313,17 @@ class _Kernel:
             if not numbers.numel():
                 return _Extent(nan=nan, infinite=infinite)
             low, high = _find_extremes(numbers)
-        low, high = low + self._bias, high + self._bias
+        low, high = low + self._bias, high + self._bias  # `numbers` are the elements minus the bias
         zeros = self._count_zeros(numbers) if low <= 0 <= high else 0
         return _Extent(low, high, numbers.numel(), zeros, nan, infinite)
 
     def _count_zeros(self, numbers: torch.Tensor) -> int:
-        """Return the number of zeros; with a bias, zero is stored as -bias."""
+        """Return the number of zero elements; `numbers` are the elements minus the bias."""
         import torch
 
         if numbers.is_floating_point():
-            if float(numbers.abs().min()) > 0:  # twice as fast as counting, and usually so
+            # Twice as fast as counting, and most chunks of floats have no zero.
+            if float(numbers.abs().min()) > 0:
                 return 0
         elif self._bias:
             numbers = numbers.ne(-self._bias)
@@ -313,10 +333,10 @@ class _Kernel:
         """Return the moments, on an axis, of the finite elements from `start` up to `stop`."""
         import torch
 
-        numbers = self._read(run, start, stop)
+        numbers = self._read(run, start, stop)  # the elements minus the bias
         if not axis.all_finite:
             numbers = numbers.masked_select(numbers.isfinite())
-        if axis.base != self._bias:
+        if axis.base != self._bias:  # make them the elements minus the base
             numbers = numbers - (axis.base - self._bias)
         count = numbers.numel()
         if not count:
@@ -335,9 +355,10 @@ class _Kernel:
 
     def _read(self, run: Elements, start: int, stop: int) -> torch.Tensor:
         """Return a chunk as numbers; a tensor of one chunk is read once for both passes."""
-        last_chunk = self._last_chunk
-        if last_chunk is not None and last_chunk[0] is run and last_chunk[1] == start:
-            return last_chunk[2]
+        if self._last_chunk is not None:
+            last_run, last_start, last_numbers = self._last_chunk
+            if last_run is run and last_start == start:
+                return last_numbers
         self._last_chunk = None
         numbers = self._buffer.read(run, start, stop - start)
         if self._to_numbers is not None:
@@ -366,15 +387,19 @@ def _to_magnitudes(parts: torch.Tensor) -> torch.Tensor:
 def _list_preparations() -> dict[
     str, tuple[torch.dtype | None, Callable[[torch.Tensor], torch.Tensor]]
 ]:
-    """Return, for dtypes that torch cannot calculate in, the dtype to read and a conversion."""
+    """Return, by dtype that torch cannot calculate in, the dtype to read it as and a conversion.
+
+    None as a dtype: read it as its own. The conversion makes numbers from the read elements.
+    """
     import torch
 
-    small = [name for name in FLOATS if BY_NAME[name].itemsize == 1]
+    small_floats = [name for name in FLOATS if BY_NAME[name].itemsize == 1]
     return {
-        **dict.fromkeys([*small, "float16"], (None, torch.Tensor.float)),
-        "bool": (torch.uint8, lambda bits: bits.clamp(max=1)),
+        **dict.fromkeys([*small_floats, "float16"], (None, torch.Tensor.float)),
+        "bool": (torch.uint8, lambda bits: bits.clamp(max=1)),  # a damaged file may have others
         "uint16": (torch.int16, lambda bits: bits.int() & 0xFFFF),
         "uint32": (torch.int32, lambda bits: bits.long() & 0xFFFFFFFF),
+        # To invert the highest bit is to subtract `_BIAS` and to read the result as signed.
         "uint64": (torch.int64, lambda bits: bits ^ -(1 << 63)),
         "complex32": (torch.float16, _to_magnitudes),
         "complex64": (torch.float32, _to_magnitudes),

@@ -25,6 +25,7 @@ _MAX_INTEGERS = 64
 """Integers in a tensor that states a shape or a word."""
 _SCALE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 _INDEX_DTYPES = ("int32", "int64")
+_FLOAT32_SIZE = BY_NAME["float32"].itemsize
 _FP4 = [sign * one for sign in (1.0, -1.0) for one in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 """The numbers of e2m1, by their codes."""
 CONFIG_HINT = "put the config.json of the model into the folder of the file"
@@ -47,10 +48,12 @@ class Parts:
     name: str
     """The key of the codes."""
     state: Mapping[Any, Any]
+    """The state dict that has the weight."""
     weight: TensorRef
+    """The codes."""
     companions: Mapping[str, TensorRef]
     """The companions, by the last parts of their keys."""
-    plain: str
+    plain_key: str
     """The key of the plain weight."""
     config: QuantizationConfig
     file: str
@@ -59,10 +62,10 @@ class Parts:
     @property
     def stem(self) -> str:
         """The key of its layer, with a dot at the end."""
-        return self.plain.removesuffix("weight")
+        return self.plain_key.removesuffix("weight")
 
     def __getitem__(self, ending: str) -> TensorRef:
-        """Return a companion.
+        """Return the companion with a key that ends with `ending`.
 
         Raises:
             UnknownLayout: if the file does not have it.
@@ -72,7 +75,7 @@ class Parts:
         return self.companions[ending]
 
     def get(self, ending: str) -> TensorRef | None:
-        """Return a companion, or None."""
+        """Return the companion with a key that ends with `ending`; None if there is none."""
         return self.companions.get(ending)
 
     def require_floats(self, ending: str) -> TensorRef:
@@ -98,10 +101,10 @@ class Parts:
         return tensor
 
     def require_size(self, key: str, entries: Mapping[str, Any] | None = None) -> int:
-        """Return a positive integer of the configuration, or of `entries` in it.
+        """Return the positive integer at `key` of the configuration, or of `entries` if given.
 
         Raises:
-            UnknownLayout: if it has no positive integer `key`.
+            UnknownLayout: if it has no positive integer at `key`.
         """
         value = (self.config.entries if entries is None else entries).get(key)
         if not (is_count(value) and value):
@@ -117,19 +120,23 @@ class Parts:
         tensor = self[ending]
         if tensor.dtype not in ("uint8", "int32", "int64") or tensor.numel > _MAX_INTEGERS:
             raise UnknownLayout
-        size, raw = tensor.itemsize, tensor.read()
-        elements = (raw[at : at + size] for at in range(0, len(raw), size))
-        integers = [int.from_bytes(one, "little", signed=size > 1) for one in elements]
+        size, content = tensor.itemsize, tensor.read()
+        elements = (content[at : at + size] for at in range(0, len(content), size))
+        integers = [int.from_bytes(raw, "little", signed=size > 1) for raw in elements]
         if not all(map(is_count, integers)):
             raise UnknownLayout
         return integers
 
     def read_text(self, ending: str) -> str:
-        """Return the text of a companion with its characters as integers."""
-        characters = self.read_integers(ending)
-        if not all(character < 128 for character in characters):
+        """Return the text of a companion that has its ASCII codes as integers.
+
+        Raises:
+            UnknownLayout: if an integer is not an ASCII code.
+        """
+        codes = self.read_integers(ending)
+        if not all(code < 128 for code in codes):
             raise UnknownLayout
-        return "".join(map(chr, characters))
+        return "".join(map(chr, codes))
 
     def refuse_contradiction(self) -> NoReturn:
         """Raise `UnknownLayout` because shapes and configuration differ."""
@@ -169,30 +176,34 @@ def read_rows(tensor: TensorRef, count: int, first: int, last: int) -> torch.Ten
 def read_planes(
     weight: TensorRef, start: int, stop: int, shifts: Sequence[int], bits: int
 ) -> torch.Tensor:
-    """Return the codes from `start` up to `stop` of a tensor whose elements have several each.
+    """Return the codes from `start` up to `stop` of a tensor with several codes in each element.
 
-    The first codes are those at `shifts[0]` in every element, then those at `shifts[1]`.
+    A plane has one code of every element: the first plane those at `shifts[0]`, the next one those
+    at `shifts[1]`. Codes count plane after plane.
     """
     import torch
 
-    count, planes = weight.numel, []
-    for plane in range(start // count, -(-stop // count)):
-        first, last = max(start - plane * count, 0), min(stop - plane * count, count)
-        planes.append(read_elements(weight, first, last) >> shifts[plane] & ((1 << bits) - 1))
-    return torch.cat(planes)
+    size_of_plane, code_mask = weight.numel, (1 << bits) - 1
+    codes = []
+    for plane in range(start // size_of_plane, -(-stop // size_of_plane)):
+        first_of_plane = plane * size_of_plane
+        first, end = max(start - first_of_plane, 0), min(stop - first_of_plane, size_of_plane)
+        codes.append(read_elements(weight, first, end) >> shifts[plane] & code_mask)
+    return torch.cat(codes)
 
 
 def unpack_bits(raw: torch.Tensor, bits: int) -> torch.Tensor:
     """Return rows of codes as int32 from rows of bytes: a bit stream, the lowest bits first."""
     import torch
 
-    size = bits // gcd(bits, 8)
-    groups = raw.view(len(raw), -1, size).int()  # of whole codes in whole bytes
+    # The fewest bytes that have only whole codes: 3 bytes for 3 bits (8 codes).
+    bytes_per_group = bits // gcd(bits, 8)
+    groups = raw.view(len(raw), -1, bytes_per_group).int()
     codes = []
-    for at in range(0, 8 * size, bits):
-        byte, shift = divmod(at, 8)
+    for bit in range(0, 8 * bytes_per_group, bits):
+        byte, shift = divmod(bit, 8)
         code = groups[..., byte] >> shift
-        if shift + bits > 8:
+        if shift + bits > 8:  # the upper bits of the code are in the next byte
             code = code | groups[..., byte + 1] << (8 - shift)
         codes.append(code & ((1 << bits) - 1))
     return torch.stack(codes, -1).view(len(raw), -1)
@@ -214,10 +225,10 @@ def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def check_group_index(parts: Parts, index: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the group of each column of a weight, as int64.
+    """Return `index`, the group of each column of a weight, as int64.
 
     Raises:
-        CorruptFile: if one is not below `count`, the number of groups.
+        CorruptFile: if a group does not exist; `count` is the number of groups.
     """
     if not bool(((index >= 0) & (index < count)).all()):
         fact = f"{printable(parts.name)!r}: its g_idx has groups beyond the {count:,} of its scales"
@@ -226,34 +237,40 @@ def check_group_index(parts: Parts, index: torch.Tensor, count: int) -> torch.Te
 
 
 def block_sizes(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the blocks with one scale each; () if the shapes do not divide."""
+    """Return the shape of the blocks with one scale each: shape [4, 6], scales [4, 2] -> (1, 3).
+
+    () if the numbers of scales do not divide the sizes of the tensor.
+    """
     if prod(scales) == 1:
         return shape
     if len(scales) != len(shape) or not all(scales):
         return ()
     pairs = list(zip(shape, scales, strict=True))
-    return (
-        tuple(whole // count for whole, count in pairs) if not any(a % b for a, b in pairs) else ()
-    )
+    if any(size % count for size, count in pairs):
+        return ()
+    return tuple(size // count for size, count in pairs)
 
 
 def expand_blocks(
     table: torch.Tensor, shape: Sequence[int], block: Sequence[int], start: int, stop: int
 ) -> torch.Tensor:
-    """Return the entry in `table` of the block of each element from `start` up to `stop`.
+    """Return the entry of `table` for each element from `start` up to `stop` of a tensor.
 
-    Unlike `table[index]` torch's `index_select` does not wait for other threads.
+    The tensor has `shape` and is divided into blocks of the shape `block`, smaller at the edges.
+    `table` has an entry for each block, in row-major order.
     """
     import torch
 
     dtype = torch.int32 if prod(shape) < 1 << 31 else torch.int64
-    left = torch.arange(start, stop, dtype=dtype, device="cpu")
-    blocks = torch.zeros_like(left)
-    for size, length, step in zip(shape, block, row_major_strides(tuple(shape)), strict=True):
-        index = left // step
-        left = left - index * step
-        blocks = blocks * -(-size // length) + index // length
-    return torch.index_select(table, 0, blocks)
+    remainders = torch.arange(start, stop, dtype=dtype, device="cpu")
+    block_numbers = torch.zeros_like(remainders)
+    for size, length, stride in zip(shape, block, row_major_strides(tuple(shape)), strict=True):
+        index = remainders // stride  # in this dimension
+        remainders = remainders - index * stride
+        blocks_in_dimension = -(-size // length)
+        block_numbers = block_numbers * blocks_in_dimension + index // length
+    # Unlike `table[block_numbers]`, `index_select` does not wait for other threads.
+    return torch.index_select(table, 0, block_numbers)
 
 
 def rearrange(weight: TensorRef, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorRef:
@@ -273,9 +290,10 @@ def compute_blocks(
     block: tuple[int, ...],
     whole: TensorRef | None = None,
 ) -> TensorRef:
-    """Return codes minus a zero point, times a scale, each for a block of the tensor.
+    """Return codes minus a zero point, times a scale, computed when they are read.
 
-    `whole` is the quantized tensor with the codes, if its elements are in another order.
+    A number as `scale` or `zero` is for all codes; a tensor has one for each block of the shape
+    `block`. `whole` is the quantized tensor that `codes` were gathered from, if it is another.
     """
     if not is_plain(codes) or len(block) != len(codes.shape):
         raise UnknownLayout
@@ -283,14 +301,18 @@ def compute_blocks(
     pairs = list(zip(block, shape, strict=True))
     if not all(is_count(length) and length and not size % length for length, size in pairs):
         raise UnknownLayout
-    blocks = prod(size // length for length, size in pairs)
-    tables = [one for one in (scale, zero) if one is not None and not isinstance(one, (float, int))]
-    if not all(is_plain(one) and one.numel == blocks for one in tables):
+    block_count = prod(size // length for length, size in pairs)
+    tables = [
+        table
+        for table in (scale, zero)
+        if table is not None and not isinstance(table, (float, int))
+    ]
+    if not all(is_plain(table) and table.numel == block_count for table in tables):
         raise UnknownLayout
     if isinstance(scale, TensorRef) and scale.dtype not in (*_SCALE_DTYPES, "float8_e8m0fnu"):
         raise UnknownLayout(f"its scale is {scale.dtype}, which is not supported")
 
-    def numbers(start: int, stop: int, loaded: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_elements(start: int, stop: int, loaded: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return codes minus zero points, times scales, for a range of elements."""
         import torch
 
@@ -302,8 +324,9 @@ def compute_blocks(
         wide = torch.float64 if scale.dtype == "float64" else torch.float32
         return (elements.float() - (zeros[0].float() if zeros else 0)) * factors.to(wide)
 
-    others = [] if whole is None or whole.is_contiguous else [whole]
-    return compute_tensor(codes, shape, tables, numbers, others)
+    # The storage of gathered codes has no CRC-32, so that of the whole tensor is checked instead.
+    checked_only = [] if whole is None or whole.is_contiguous else [whole]
+    return compute_tensor(codes, shape, tables, compute_elements, checked_only)
 
 
 def compute_rows(
@@ -318,7 +341,8 @@ def compute_rows(
 ) -> TensorRef:
     """Like `compute_tensor`, but by whole rows, a multiple of `row_multiple` at a time.
 
-    `compute_row_range(first, stop, tables)` returns the rows from `first` up to `stop`.
+    `compute_row_range(first, end, tables)` returns the rows from `first` up to `end`. Rows are
+    those of the tensor as a matrix with its last dimension as columns.
     """
     columns = shape[-1]
     unit = row_multiple * columns
@@ -347,10 +371,10 @@ def compute_tensor(
 ) -> TensorRef:
     """Return a float32 tensor in place of a weight, with elements computed when they are read.
 
-    `numbers(start, stop, tables)` computes the elements from `start`, a multiple of `step`, up to
-    `stop`; each once if they are read in order. `prepare` makes the `tables` from the elements of
-    `parts`, once for all ranges; they stay in memory until the last element was read. The CRC-32 of
-    `parts` and of `checked_only` is verified.
+    `compute_elements(start, stop, tables)` computes the elements from `start`, a multiple of
+    `step`, up to `stop`; each once if they are read in order. `prepare` makes the `tables` from the
+    elements of `parts`, once for all ranges; they stay in memory until the last element was read.
+    The CRC-32 of `parts` and of `checked_only` is verified.
     """
     weight_storage, data, count = weight.storage, weight.data, prod(shape)
     storages = {id(tensor.storage): tensor.storage for tensor in (*parts, *checked_only)}.values()
@@ -376,17 +400,18 @@ def compute_tensor(
             for check in storage_checks:
                 check.check()
             tables = tables or prepare([read_elements(tensor, 0, tensor.numel) for tensor in parts])
-            for start, stop, part, skipped in iterate_chunks(offset, buffer, 4, count, step):
+            chunks = iterate_chunks(offset, buffer, _FLOAT32_SIZE, count, step)
+            for start, stop, room, skipped in chunks:
                 if start != last_start:
-                    chunk = bytearray((stop - start) * 4)
+                    chunk = bytearray((stop - start) * _FLOAT32_SIZE)
                     elements = torch.frombuffer(chunk, dtype=torch.float32)
                     elements.copy_(compute_elements(start, stop, tables))
                     last_start = start
-                part[:] = chunk[skipped : skipped + len(part)]
-            if offset + len(buffer) == count * 4:
+                room[:] = chunk[skipped : skipped + len(room)]
+            if offset + len(buffer) == count * _FLOAT32_SIZE:  # the end: release the memory
                 tables, last_start, chunk = (), -1, bytearray()
 
-    source = make_computed_range((data,), count * 4, fill)
+    source = make_computed_range((data,), count * _FLOAT32_SIZE, fill)
     storage = Storage(
         weight_storage.key,
         source,

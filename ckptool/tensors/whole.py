@@ -25,6 +25,7 @@ class Wholes:
     def __init__(self) -> None:
         """Start with no computed tensor."""
         self._last: tuple[object, memoryview] | None = None
+        """The `fill` function of the storage that was computed last, and its bytes."""
         self._lock = Lock()
 
     def compute_storage(
@@ -48,9 +49,10 @@ class Wholes:
             """Write the bytes from `offset` into `buffer`; compute the tensor if it is new."""
             with self._lock:
                 if self._last is None or self._last[0] is not fill:
-                    self._last = None
+                    self._last = None  # releases the memory before `make` needs more
                     self._last = fill, _view_bytes(make())
-                buffer[:] = self._last[1][offset : offset + len(buffer)]
+                _, computed = self._last
+                buffer[:] = computed[offset : offset + len(buffer)]
 
         sources = [tensor.storage.data for tensor in used if tensor.storage and tensor.storage.data]
         return Storage(
@@ -63,6 +65,7 @@ class Wholes:
 
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order."""
     import torch
 
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

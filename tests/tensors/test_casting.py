@@ -66,8 +66,8 @@ def patterns(name):
     edges = [
         sign * math.nextafter(value, toward)
         for limit in (*TOO_LARGE.values(), *(kind.largest for kind in FLOATS.values()),
-                      *(2.0**kind.lowest for kind in FLOATS.values()),
-                      *(2.0 ** (kind.lowest - 1) for kind in FLOATS.values()))
+                      *(2.0**kind.smallest_exponent for kind in FLOATS.values()),
+                      *(2.0 ** (kind.smallest_exponent - 1) for kind in FLOATS.values()))
         for value in (limit,)
         for toward in (0.0, value, INF)
         for sign in (1, -1)
@@ -200,7 +200,7 @@ def test_a_storage_without_bytes_stays_one():
 
 def test_torch_is_wanted_only_when_bytes_are():
     caster, _ = cast(torch.ones(3), "float16")
-    assert not hasattr(caster._kernels, "own")
+    assert not hasattr(caster._kernel_of_thread, "kernel")
 
 
 @pytest.mark.parametrize("blocks", [None, 1000, 4 << 20])
