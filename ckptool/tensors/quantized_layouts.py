@@ -45,7 +45,7 @@ _ACTIVATION_SCALES = {"input_scale", "output_scale"}
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Families of transformers with layers (`Conv1D`) that keep their weights as [in, out]."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The four bits of a word of AWQ, counted from the lowest, that each of its eight rows has."""
+"""For each of the eight rows in a word of AWQ, its group of four bits, counted from the lowest."""
 _HQQ_SHIFTS: dict[str, tuple[int, Sequence[int]]] = {
     "8bit_u8": (8, (0,)),
     "4bit_u8": (4, (4, 0)),
@@ -53,7 +53,7 @@ _HQQ_SHIFTS: dict[str, tuple[int, Sequence[int]]] = {
     "2bit_u8": (2, (6, 4, 2, 0)),
     "1bit_u8": (1, range(7, -1, -1)),
 }
-"""By `packing`: the bits of a code, and the shifts of each tenth, half, ... of the rows."""
+"""By `packing`: the bits of a code, and the shift of each plane of codes (see `read_planes`)."""
 _MXFP4_GROUP = 32
 """Columns that share an exponent."""
 _MLX_BITS = (2, 3, 4, 5, 6, 8)
@@ -68,82 +68,110 @@ _COMPRESSED_FORMATS = {
 def dequantize_quanto(parts: Parts) -> TensorRef:
     """Dequantize as optimum-quanto does: codes times their scale, minus a shift.
 
-    Packed codes are rows of groups, the first rows in the low bits. Only a bias shows the shape of
-    their weight: it has an element for each row of a linear layer.
+    Codes of 8 bits have no shift. Smaller ones are packed.
+    """
+    if parts.name.endswith("._data._data"):
+        return _dequantize_packed_quanto(parts)
+    weight, scale = parts.weight, parts.require_floats("_scale")
+    block = block_sizes(weight.sizes, scale.sizes)
+    has_other_companions = len(parts.companions.keys() - _ACTIVATION_SCALES) > 1
+    if weight.dtype == "uint8" or has_other_companions or not block:
+        raise UnknownLayout
+    return compute_blocks(weight, scale, None, block)
+
+
+def _dequantize_packed_quanto(parts: Parts) -> TensorRef:
+    """Dequantize the codes of 2 or 4 bits of optimum-quanto: a matrix with a group in each row.
+
+    The first rows are in the low bits. Only a bias shows the shape of the weight: it has an element
+    for each row of a linear layer.
     """
     weight, scale, shift = parts.weight, parts.require_floats("_scale"), parts.get("_shift")
-    if not parts.name.endswith("._data._data"):
-        block = block_sizes(weight.sizes, scale.sizes)
-        if (
-            weight.dtype == "uint8"
-            or len(parts.companions.keys() - _ACTIVATION_SCALES) > 1
-            or not block
-        ):
-            raise UnknownLayout
-        return compute_blocks(weight, scale, None, block)
     groups, bias = scale.sizes[0] if scale.shape else 0, parts.state.get(parts.stem + "bias")
-    bits = [width for width in (2, 4) if weight.sizes[:1] == (-(-groups * width // 8),)]
-    if len(bits) != 1 or len(weight.shape) != 2 or shift is None or weight.dtype != "uint8":
+    possible_bits = [bits for bits in (2, 4) if weight.sizes[:1] == (-(-groups * bits // 8),)]
+    if len(possible_bits) != 1 or len(weight.shape) != 2 or weight.dtype != "uint8":
         raise UnknownLayout
-    if not {scale.sizes, shift.sizes} == {(groups, 1)} or scale.dtype != shift.dtype:
+    if shift is None or shift.dtype != scale.dtype:
+        raise UnknownLayout
+    if not scale.sizes == shift.sizes == (groups, 1):
         raise UnknownLayout
     rows = bias.numel if isinstance(bias, TensorRef) and len(bias.shape) == 1 else 0
     if not rows or groups % rows:
         raise UnknownLayout("its shape is not known: it has no bias, which would show its rows")
-    size, shifts = weight.sizes[1], range(0, 8, bits[0])
+    [bits], group_size = possible_bits, weight.sizes[1]
+    shifts = range(0, 8, bits)
 
     def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the plain numbers of a range of elements."""
-        first, last = start // size, -(-stop // size)
+        first_group, end_group = start // group_size, -(-stop // group_size)
+        skipped = start - first_group * group_size  # elements of the first group before `start`
         factors, offsets = (
-            table[first:last].repeat_interleave(size)[start - first * size : stop - first * size]
+            table[first_group:end_group].repeat_interleave(group_size)[skipped:][: stop - start]
             for table in tables
         )
-        return factors * read_planes(weight, start, stop, shifts, bits[0]) - offsets
+        return factors * read_planes(weight, start, stop, shifts, bits) - offsets
 
-    return compute_tensor(weight, (rows, groups * size // rows), (scale, shift), compute_elements)
+    shape = (rows, groups * group_size // rows)
+    return compute_tensor(weight, shape, (scale, shift), compute_elements)
 
 
 def dequantize_mlx(parts: Parts) -> TensorRef:
-    """Dequantize as MLX does in its affine mode: codes times a scale plus a bias."""
+    """Dequantize as MLX does in its affine mode: codes times a scale plus a bias.
+
+    The configuration has `bits`, `group_size` and `mode` of all layers, and entries for layers with
+    others.
+    """
     weight = parts.weight
     scales, biases = parts.require_floats("scales"), parts.require_floats("biases")
-    stated = parts.config.entries
-    own = stated.get(parts.stem.removesuffix("."))
-    stated = {**stated, **own} if isinstance(own, Mapping) else stated
-    bits, size = (parts.require_size(key, stated) for key in ("bits", "group_size"))
-    for layer, entries in () if own else stated.items():  # shapes show only bits * group size
+    settings = parts.config.entries
+    settings_of_layer = settings.get(parts.stem.removesuffix("."))
+    if isinstance(settings_of_layer, Mapping):
+        settings = {**settings, **settings_of_layer}
+    bits, group_size = (parts.require_size(key, settings) for key in ("bits", "group_size"))
+    if not settings_of_layer:
+        _refuse_doubtful_bits(parts, bits, group_size)
+    if bits not in _MLX_BITS or not weight.shape:
+        raise UnknownLayout(f"{bits} bits are not supported")
+    *outer_shape, words = weight.sizes
+    columns, rows = words * 32 // bits, prod(outer_shape)
+    if settings.get("mode", "affine") != "affine" or scales.sizes != biases.sizes:
+        raise UnknownLayout
+    has_whole_words = columns % 8 == 0 and words * 32 % bits == 0
+    if scales.sizes != (*outer_shape, columns // group_size) or columns % group_size:
+        parts.refuse_contradiction()
+    if not has_whole_words:
+        parts.refuse_contradiction()
+
+    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of rows."""
+        codes = unpack_bits(read_rows(weight, rows, first, last), bits)
+        scale, bias = (
+            table.view(rows, -1)[first:last].repeat_interleave(group_size, 1) for table in tables
+        )
+        return scale * codes + bias
+
+    return compute_rows(weight, (*outer_shape, columns), (scales, biases), compute_row_range)
+
+
+def _refuse_doubtful_bits(parts: Parts, bits: int, group_size: int) -> None:
+    """Refuse a weight that may have the bits that the configuration of MLX states for a layer.
+
+    This is so if the file has no layer of the stated name (its keys were renamed), and the shapes
+    are the same: they show only bits times group size.
+
+    Raises:
+        UnknownLayout: if there is such a layer in the configuration.
+    """
+    for layer, entries in parts.config.entries.items():
         match entries:
             case {"bits": int(other_bits), "group_size": int(other_size)} if (
-                other_bits * other_size == bits * size
+                other_bits * other_size == bits * group_size
                 and other_bits != bits
                 and f"{layer}.scales" not in parts.state
             ):
                 raise UnknownLayout(
                     f"config.json has {other_bits} bits for {layer}, which may be this layer"
                 )
-    if bits not in _MLX_BITS or not weight.shape:
-        raise UnknownLayout(f"{bits} bits are not supported")
-    *outer, words = weight.sizes
-    columns = words * 32 // bits
-    if stated.get("mode", "affine") != "affine" or scales.sizes != biases.sizes:
-        raise UnknownLayout
-    if (
-        scales.sizes != (*outer, columns // size)
-        or columns % size
-        or (columns % 8, words * 32 % bits) != (0, 0)
-    ):
-        parts.refuse_contradiction()
-
-    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the plain numbers of a range of rows."""
-        codes = unpack_bits(read_rows(weight, prod(outer), first, last), bits)
-        scale, bias = (
-            table.view(prod(outer), -1)[first:last].repeat_interleave(size, 1) for table in tables
-        )
-        return scale * codes + bias
-
-    return compute_rows(weight, (*outer, columns), (scales, biases), compute_row_range)
 
 
 def dequantize_int8(parts: Parts) -> TensorRef:
@@ -158,68 +186,77 @@ def dequantize_int8(parts: Parts) -> TensorRef:
 
 
 def dequantize_compressed_tensors(parts: Parts) -> TensorRef:
-    """Dequantize `weight_packed` as compressed-tensors does: packed integers, or pairs of fp4.
+    """Dequantize `weight_packed` as compressed-tensors does: packed integers, or pairs of fp4."""
+    packed, scale = parts.weight, parts["weight_scale"]
+    if packed.dtype != "uint8":
+        return _dequantize_packed_integers(parts)
+    if len(packed.shape) == 2:
+        rows, pairs = packed.sizes
+        refuse_other_scheme(parts, (rows, pairs * 2), scale.sizes, 4, "float")
+    if scale.dtype == "uint8":  # MXFP4
+        return _multiply_fp4(parts, (scale,), 32, powers_of_two)
+    global_scale = parts["weight_global_scale"]  # NVFP4
+    if global_scale.sizes != (1,):
+        raise UnknownLayout
+    return _multiply_fp4(
+        parts, (scale, global_scale), 16, lambda scales, divisor: scales.float() / divisor.float()
+    )
 
-    Integers are bit streams along a row, zero points along a column, both shifted to be positive.
-    For a bit width that does not divide 32 its versions write different layouts.
+
+def _dequantize_packed_integers(parts: Parts) -> TensorRef:
+    """Dequantize packed integers of compressed-tensors: codes minus zero points, times scales.
+
+    Codes are bit streams along a row, zero points along a column; both are stored with an offset
+    that makes them positive. For a bit width that does not divide 32 the versions of the library
+    write different layouts, so only 2, 4 and 8 bits are supported.
     """
     packed, scale = parts.weight, parts["weight_scale"]
-    if packed.dtype == "uint8":
-        if len(packed.shape) == 2:
-            unpacked = (packed.sizes[0], packed.sizes[1] * 2)
-            refuse_other_scheme(parts, unpacked, scale.sizes, 4, "float")
-        if scale.dtype == "uint8":  # MXFP4
-            return _multiply_fp4(parts, (scale,), 32, powers_of_two)
-        whole = parts["weight_global_scale"]  # NVFP4
-        if whole.sizes != (1,):
-            raise UnknownLayout
-        return _multiply_fp4(parts, (scale, whole), 16, lambda own, all: own.float() / all.float())
     shape = tuple(parts.read_integers("weight_shape"))
     rows, columns = shape if len(shape) == 2 else (0, 0)
-    fitting = [
+    possible_bits = [
         bits for bits in (2, 4, 8) if packed.sizes == (rows, -(-columns * bits // 32)) and columns
     ]
-    if packed.dtype != "int32" or len(fitting) != 1:
+    if packed.dtype != "int32" or len(possible_bits) != 1:
         raise UnknownLayout("weight_shape does not fit weight_packed with 2, 4 or 8 bits")
-    [bits], groups = fitting, scale.sizes[1] if len(scale.shape) == 2 else 1
+    [bits], groups = possible_bits, scale.sizes[1] if len(scale.shape) == 2 else 1
     scale = parts.require_floats("weight_scale")
-    zero, order = parts.get("weight_zero_point"), parts.require_indexes("weight_g_idx")
-    offset = 1 << bits - 1
+    zero, group_index = parts.get("weight_zero_point"), parts.require_indexes("weight_g_idx")
     refuse_other_scheme(parts, (rows, columns), scale.sizes, bits, "int")
     if scale.sizes not in ((rows, groups), (1,)) or columns % max(groups, 1):
         raise UnknownLayout
-    if zero is not None and (
-        zero.dtype != "int32" or zero.sizes != (-(-rows * bits // 32), groups)
-    ):
+    packed_zero_shape = (-(-rows * bits // 32), groups)
+    if zero is not None and (zero.dtype != "int32" or zero.sizes != packed_zero_shape):
         raise UnknownLayout
-    if order is not None and order.sizes != (columns,):
+    if group_index is not None and group_index.sizes != (columns,):
         raise UnknownLayout
-    tables = [scale, *(one for one in (zero, order) if one is not None)]
+    companions = [tensor for tensor in (scale, zero, group_index) if tensor is not None]
 
-    def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def prepare(loaded: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the scales, the zero points and the group of each column."""
         import torch
 
-        scales, *more = tables
-        zeros, index = (
-            torch.tensor([[offset]], device="cpu"),
-            torch.arange(columns, device="cpu") // (columns // groups),
-        )
+        scales, *optional = loaded
+        # The offset of the codes is the zero point if there are none in the file.
+        zeros = torch.tensor([[1 << bits - 1]], device="cpu")
         if zero is not None:
-            words = more.pop(0).view(-1, groups).t().contiguous()
+            words = optional.pop(0).view(-1, groups).t().contiguous()
             zeros = unpack_bits(words.view(torch.uint8), bits)[:, :rows].t()
-        if order is not None and bool((more[0] >= 0).all()):  # else it is not in use
-            index = check_group_index(parts, more[0], groups)
-        return scales.view(-1, groups).expand(rows, -1), zeros.expand(rows, groups), index
+        group_of_column = torch.arange(columns, device="cpu") // (columns // groups)
+        if group_index is not None:
+            [stored_index] = optional
+            if bool((stored_index >= 0).all()):  # the library writes -1 if it is not in use
+                group_of_column = check_group_index(parts, stored_index, groups)
+        return scales.view(-1, groups).expand(rows, -1), zeros.expand(rows, groups), group_of_column
 
     def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the plain numbers of a range of rows."""
-        scales, zeros, index = tables
+        scales, zeros, group_of_column = tables
         codes = unpack_bits(read_rows(packed, rows, first, last), bits)[:, :columns]
-        less = zeros[first:last].index_select(1, index)
-        return (codes - less) * scales[first:last].float().index_select(1, index)
+        offsets = zeros[first:last].index_select(1, group_of_column)
+        factors = scales[first:last].float().index_select(1, group_of_column)
+        return (codes - offsets) * factors
 
-    return compute_rows(packed, (rows, columns), tables, compute_row_range, prepare=prepare)
+    return compute_rows(packed, (rows, columns), companions, compute_row_range, prepare=prepare)
 
 
 def refuse_other_scheme(
@@ -227,10 +264,12 @@ def refuse_other_scheme(
 ) -> None:
     """Refuse a weight that contradicts the configuration of compressed-tensors next to it.
 
-    `number` is `int` or `float`. A configuration has one scheme or several, each for some layers.
+    `shape` is that of the plain weight, `scales` that of its scales, and `number` `int` or `float`.
+    A configuration has one scheme or several, each for some layers; one that fits is sufficient.
+    Without a configuration of compressed-tensors nothing is refused.
 
     Raises:
-        UnknownLayout: if no scheme of the configuration has these bits and scales.
+        UnknownLayout: if no scheme fits, or the configuration has an unknown format.
     """
     match parts.config.entries:
         case {"config_groups": {**groups}} if parts.config.method.lower() == "compressed-tensors":
@@ -240,21 +279,21 @@ def refuse_other_scheme(
     for name in (entries.get("format") for entries in (parts.config.entries, *schemes)):
         if name is not None and not (isinstance(name, str) and name in _COMPRESSED_FORMATS):
             raise UnknownLayout(f"format {printable(str(name))} is not known")
-    if parts.config.entries.get("transform_config"):
+    if parts.config.entries.get("transform_config"):  # rotates the weights before quantization
         raise UnknownLayout(f"{parts.config.where} states a transform_config")
-    stated = [one for scheme in schemes if isinstance(one := scheme.get("weights"), Mapping)]
-    if not any(
-        weights.get("num_bits", bits) == bits
-        and weights.get("type", number) == number
-        and ("weight_zero_point" in parts.companions or weights.get("symmetric", True))
-        and (
-            "weight_g_idx" in parts.companions
-            or weights.get("actorder") not in ("group", "dynamic")
-        )
-        and _fits_strategy(weights, shape, scales)
-        for weights in stated
-    ):
-        parts.refuse_contradiction()
+    has_zero_point = "weight_zero_point" in parts.companions
+    has_group_index = "weight_g_idx" in parts.companions
+    for weights in (scheme.get("weights") for scheme in schemes):
+        if (
+            isinstance(weights, Mapping)
+            and weights.get("num_bits", bits) == bits
+            and weights.get("type", number) == number
+            and (has_zero_point or weights.get("symmetric", True))
+            and (has_group_index or weights.get("actorder") not in ("group", "dynamic"))
+            and _fits_strategy(weights, shape, scales)
+        ):
+            return
+    parts.refuse_contradiction()
 
 
 def refuse_entries(parts: Parts, *endings: str) -> None:
@@ -271,17 +310,22 @@ def refuse_entries(parts: Parts, *endings: str) -> None:
 def _fits_strategy(
     weights: Mapping[str, Any], shape: tuple[int, ...], scales: tuple[int, ...]
 ) -> bool:
-    """Return True if the `strategy` of compressed-tensors gives a weight scales of this shape."""
+    """Return True if the `strategy` of compressed-tensors gives a weight scales of this shape.
+
+    `weights` is the configuration of the weights in a scheme, `shape` the shape of the plain
+    weight. A strategy that is not known fits.
+    """
     match weights:
         case {"strategy": "tensor"}:
             return prod(scales) == 1
         case {"strategy": "channel"}:
-            rows = (shape[:1], (*shape[:1], *[1] * (len(shape) - 1)))  # also of convolutions
-            return scales in (*rows, (*shape[:-1], 1))
+            one_per_row = (shape[:1], (*shape[:1], *[1] * (len(shape) - 1)), (*shape[:-1], 1))
+            return scales in one_per_row
         case {"strategy": "block", "block_structure": [*block]} if len(block) == len(shape):
-            return scales == tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
-        case {"group_size": int(size)} if size > 0:
-            return scales == (*shape[:-1], shape[-1] // size)
+            pairs = zip(shape, block, strict=True)
+            return scales == tuple(-(-size // length) for size, length in pairs)
+        case {"group_size": int(group_size)} if group_size > 0:
+            return scales == (*shape[:-1], shape[-1] // group_size)
         case _:
             return True
 
@@ -289,29 +333,32 @@ def _fits_strategy(
 def _multiply_fp4(
     parts: Parts,
     scales: Sequence[TensorRef],
-    size: int,
-    factors_of: Callable[..., torch.Tensor],
+    group_size: int,
+    compute_factors: Callable[..., torch.Tensor],
 ) -> TensorRef:
     """Return pairs of fp4 numbers, the first one in the low bits, times the factor of their group.
 
-    `scales[0]` has an element for each group of `size`; `factors_of` combines all `scales`.
+    `scales` is one tensor with exponents (MXFP4), or one with fp8 scales and one with a scale of
+    the whole weight (NVFP4). The first has an element for each group of `group_size` columns.
+    `compute_factors` takes the loaded tensors and returns the factors of the groups.
     """
-    packed = parts.weight
-    if len(packed.shape) != 2 or packed.dtype != "uint8" or packed.sizes[1] * 2 % size:
+    packed, (scales_of_groups, *scale_of_weight) = parts.weight, scales
+    if len(packed.shape) != 2 or packed.dtype != "uint8" or packed.sizes[1] * 2 % group_size:
         raise UnknownLayout
-    rows, half = packed.sizes
-    if scales[0].sizes != (rows, 2 * half // size):
+    rows, columns = packed.sizes[0], packed.sizes[1] * 2
+    if scales_of_groups.sizes != (rows, columns // group_size):
         raise UnknownLayout
-    if scales[0].dtype != ("uint8" if len(scales) == 1 else "float8_e4m3fn"):
+    if scales_of_groups.dtype != ("float8_e4m3fn" if scale_of_weight else "uint8"):
         raise UnknownLayout
 
     def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the plain numbers of a range of rows."""
-        factors = factors_of(tables[0].view(rows, -1)[first:last], *tables[1:])
-        pairs = unpack_bits(read_rows(packed, rows, first, last), 4)
-        return decode_fp4(pairs) * factors.repeat_interleave(size, 1)
+        loaded_scales, *loaded_scale_of_weight = tables
+        factors = compute_factors(loaded_scales.view(rows, -1)[first:last], *loaded_scale_of_weight)
+        codes = unpack_bits(read_rows(packed, rows, first, last), 4)
+        return decode_fp4(codes) * factors.repeat_interleave(group_size, 1)
 
-    return compute_rows(packed, (rows, 2 * half), scales, compute_row_range)
+    return compute_rows(packed, (rows, columns), scales, compute_row_range)
 
 
 def dequantize_gptq(parts: Parts) -> TensorRef:
@@ -321,7 +368,88 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
     points along the rows of `qzeros`. The first version of the format stores zero points minus one.
     """
     weight, scales, qzeros = parts.weight, parts.require_floats("scales"), parts["qzeros"]
-    order, config = parts.require_indexes("g_idx"), parts.config
+    group_index, config = parts.require_indexes("g_idx"), parts.config
+    version = _read_gptq_version(config)
+    if group_index is None and config.entries.get("desc_act"):
+        raise UnknownLayout(f"g_idx is missing, although {config.where} states desc_act")
+    if not len(weight.shape) == len(scales.shape) == len(qzeros.shape) == 2:
+        raise UnknownLayout
+    (words, rows), groups = weight.sizes, scales.sizes[0]
+    bits = parts.require_size("bits")
+    columns = words * 32 // bits if group_index is None else group_index.numel
+    if group_index is not None and config.entries.get("dynamic"):  # other bits for some layers
+        bits = words * 32 // max(columns, 1)
+    if bits not in (2, 3, 4, 8) or {weight.dtype, qzeros.dtype} != {"int32"}:
+        raise UnknownLayout
+    is_one_group = config.entries.get("group_size") == -1
+    group_size = columns if is_one_group else parts.require_size("group_size")
+    if scales.sizes[1] != rows or qzeros.sizes != (groups, -(-rows * bits // 32)):
+        parts.refuse_contradiction()
+    if group_index is None and groups != -(-columns // group_size):
+        parts.refuse_contradiction()
+    # The library packs 32 codes of 3 bits into 3 words.
+    if words != -(-columns * bits // 32) or (bits == 3 and (rows % 32 or words % 3)):
+        parts.refuse_contradiction()
+    transposed = rearrange(weight, (rows, words), (1, rows))
+
+    def prepare(loaded: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the scales, the zero points and the group of each column.
+
+        Raises:
+            NotRepresentable: if libraries differ in how they read a zero point or `g_idx`.
+        """
+        import torch
+
+        loaded_scales, packed_zeros, *optional = loaded
+        zeros = unpack_bits(packed_zeros.view(groups, -1).view(torch.uint8), bits)[:, :rows]
+        if version == "gptq":
+            zeros = zeros + 1
+            if bool((zeros >> bits).any()):  # 0 - 1 was stored as the largest code
+                raise NotRepresentable(
+                    f"{printable(parts.name)!r}: a zero point is 0, which the first version of "
+                    "GPTQ cannot state: libraries differ in what they read",
+                    file=parts.file,
+                )
+        group_of_column = in_order = torch.arange(columns, device="cpu") // group_size
+        if group_index is not None:
+            [stored_index] = optional
+            group_of_column = check_group_index(parts, stored_index, groups)
+        if config.entries.get("desc_act") is False and not torch.equal(group_of_column, in_order):
+            raise NotRepresentable(
+                f"{printable(parts.name)!r}: its g_idx does not list the columns in the order "
+                "that they are "
+                f"in, but {config.where} states desc_act false: libraries differ in what they read",
+                file=parts.file,
+            )
+        return loaded_scales.view(groups, rows), zeros, group_of_column
+
+    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the plain numbers of a range of rows."""
+        scale, zeros, group_of_column = tables
+        codes = unpack_bits(read_rows(transposed, rows, first, last), bits)[:, :columns]
+        offsets, factors = (
+            table[:, first:last].index_select(0, group_of_column).t() for table in (zeros, scale)
+        )
+        return (codes - offsets) * factors.float()
+
+    companions = [scales, qzeros, *([] if group_index is None else [group_index])]
+    return compute_rows(
+        weight,
+        (rows, columns),
+        companions,
+        compute_row_range,
+        prepare=prepare,
+        checked_only=[weight],
+    )
+
+
+def _read_gptq_version(config: QuantizationConfig) -> str:
+    """Return the version of the GPTQ format that the configuration states: gptq or gptq_v2.
+
+    Raises:
+        UnknownLayout: if it states another method or version, or the model may have its weights
+            transposed.
+    """
     if config.method.lower() != "gptq" or config.model_type in _TRANSPOSED:
         raise _unstated_error(config, "gptq")
     if config.where in SEPARATE_CONFIGS and not config.model_type:
@@ -331,71 +459,14 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
     version = find_entry(config.entries, VERSION_KEYS) or "gptq"
     if version not in ("gptq", "gptq_v2") or config.entries.get("is_marlin_format"):
         raise UnknownLayout(f"checkpoint_format {printable(str(version))} is not known")
-    if order is None and config.entries.get("desc_act"):
-        raise UnknownLayout(f"g_idx is missing, although {config.where} states desc_act")
-    if not len(weight.shape) == len(scales.shape) == len(qzeros.shape) == 2:
-        raise UnknownLayout
-    (words, rows), (groups, width) = weight.sizes, scales.sizes
-    bits = parts.require_size("bits")
-    columns = words * 32 // bits if order is None else order.numel
-    if order is not None and config.entries.get("dynamic"):  # other bits for some layers
-        bits = words * 32 // max(columns, 1)
-    if bits not in (2, 3, 4, 8) or {weight.dtype, qzeros.dtype} != {"int32"}:
-        raise UnknownLayout
-    size = columns if config.entries.get("group_size") == -1 else parts.require_size("group_size")
-    fits = width == rows and qzeros.sizes == (groups, -(-rows * bits // 32))
-    fits = fits and (order is not None or groups == -(-columns // size))
-    if not fits or words != -(-columns * bits // 32) or (bits == 3 and (rows % 32 or words % 3)):
-        parts.refuse_contradiction()
-    transposed = rearrange(weight, (rows, words), (1, rows))
-
-    def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return scales, zero points with their offset, and the group of each column, checked."""
-        import torch
-
-        zeros = unpack_bits(tables[1].view(groups, -1).view(torch.uint8), bits)[:, :rows]
-        if version == "gptq":
-            zeros = zeros + 1
-            if bool((zeros >> bits).any()):
-                raise NotRepresentable(
-                    f"{printable(parts.name)!r}: a zero point is 0, which the first version of "
-                    "GPTQ cannot state: libraries differ in what they read",
-                    file=parts.file,
-                )
-        in_order = torch.arange(columns, device="cpu") // size
-        index = in_order if order is None else check_group_index(parts, tables[2], groups)
-        if config.entries.get("desc_act") is False and not torch.equal(index, in_order):
-            raise NotRepresentable(
-                f"{printable(parts.name)!r}: its g_idx does not list the columns in the order "
-                "that they are "
-                f"in, but {config.where} states desc_act false: libraries differ in what they read",
-                file=parts.file,
-            )
-        return tables[0].view(groups, rows), zeros, index
-
-    def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the plain numbers of a range of rows."""
-        scale, zeros, index = tables
-        codes = unpack_bits(read_rows(transposed, rows, first, last), bits)[:, :columns]
-        offsets, factors = (
-            table[:, first:last].index_select(0, index).t() for table in (zeros, scale)
-        )
-        return (codes - offsets) * factors.float()
-
-    return compute_rows(
-        weight,
-        (rows, columns),
-        (scales, qzeros, *([] if order is None else [order])),
-        compute_row_range,
-        prepare=prepare,
-        checked_only=[weight],
-    )
+    return str(version)
 
 
 def dequantize_awq(parts: Parts) -> TensorRef:
     """Dequantize as autoawq does (`dequantize_gemm`): codes minus zero points, times scales.
 
-    A word has eight rows of a linear layer at one column, in the order of `_AWQ_ORDER`.
+    A word of 32 bits has the codes of eight rows of a linear layer in one column, in the order of
+    `_AWQ_ORDER`.
     """
     weight, scales, qzeros = parts.weight, parts.require_floats("scales"), parts["qzeros"]
     if parts.config.method.lower() != "awq":
@@ -408,37 +479,37 @@ def dequantize_awq(parts: Parts) -> TensorRef:
     version = parts.config.entries.get("version", "gemm")
     if {weight.dtype, qzeros.dtype} != {"int32"} or str(version).lower() != "gemm":
         raise UnknownLayout(f"version {printable(str(version))} is not known")
-    size = parts.require_size("group_size") if groups > 1 else columns
-    is_one_group = parts.config.entries.get("group_size") in (None, -1, columns)
+    group_size = parts.require_size("group_size") if groups > 1 else columns
+    states_one_group = parts.config.entries.get("group_size") in (None, -1, columns)
     if (
         parts.config.entries.get("bits", 4) != 4
-        or groups * size != columns
-        or (groups == 1 and not is_one_group)
+        or groups * group_size != columns
+        or (groups == 1 and not states_one_group)
     ):
         parts.refuse_contradiction()
     if rows != words * 8 or qzeros.sizes != (groups, words):
         parts.refuse_contradiction()
     transposed = rearrange(weight, (words, columns), (1, words))
-    shifts = [4 * at for at in _AWQ_ORDER]
+    shifts = [4 * position for position in _AWQ_ORDER]  # of the eight rows in a word
 
-    def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the scales, and the zero points unpacked in the order of AWQ."""
+    def prepare(loaded: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the scales and the unpacked zero points, each by group and row."""
         import torch
 
-        packed = (
-            tables[1].view(groups, words, 1)
-            >> torch.tensor(shifts, dtype=torch.int32, device="cpu")
-            & 15
-        )
-        return tables[0].view(groups, rows), packed.view(groups, rows)
+        loaded_scales, packed_zeros = loaded
+        shifts_of_rows = torch.tensor(shifts, dtype=torch.int32, device="cpu")
+        zeros = packed_zeros.view(groups, words, 1) >> shifts_of_rows & 15
+        return loaded_scales.view(groups, rows), zeros.view(groups, rows)
 
     def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the plain numbers of a range of rows."""
+        """Return the plain numbers of a range of rows, a multiple of the eight rows in a word."""
         import torch
 
         packed = read_rows(transposed, words, first // 8, last // 8).view(torch.int32)
         codes = torch.stack([packed >> shift & 15 for shift in shifts], 1).view(-1, columns)
-        scale, zeros = (table[:, first:last].t().repeat_interleave(size, 1) for table in tables)
+        scale, zeros = (
+            table[:, first:last].t().repeat_interleave(group_size, 1) for table in tables
+        )
         return (codes - zeros) * scale.float()
 
     return compute_rows(
@@ -457,17 +528,20 @@ def dequantize_nvfp4(parts: Parts) -> TensorRef:
 
     ComfyUI uses the same keys, but stores the scales in tiles for a GPU.
     """
-    scale, whole = parts["weight_scale"], parts["weight_scale_2"]
-    if "comfy_quant" in parts.companions or whole.numel != 1:
+    scale, scale_of_weight = parts["weight_scale"], parts["weight_scale_2"]
+    if "comfy_quant" in parts.companions or scale_of_weight.numel != 1:
         raise UnknownLayout
-    return _multiply_fp4(parts, (scale, whole), 16, lambda own, all: own.float() * all.float())
+    return _multiply_fp4(
+        parts, (scale, scale_of_weight), 16, lambda scales, factor: scales.float() * factor.float()
+    )
 
 
 def dequantize_mxfp4(parts: Parts) -> TensorRef:
     """Dequantize as transformers does (`convert_moe_packed_tensors`): pairs of fp4 numbers.
 
     Blocks [experts, features, groups, 16] and exponents [experts, features, groups] become a tensor
-    [experts, columns, features]: 32 columns for each group, two of them in a byte.
+    [experts, columns, features]: 32 columns for each group, two of them in a byte, the first one in
+    the low bits.
     """
     blocks, [scales] = parts.weight, parts.companions.values()
     if parts.config.method.lower() != "mxfp4":
@@ -475,25 +549,33 @@ def dequantize_mxfp4(parts: Parts) -> TensorRef:
     if len(blocks.shape) != 4 or blocks.sizes != (*scales.sizes, 16) or scales.dtype != "uint8":
         raise UnknownLayout
     experts, features, groups, _ = blocks.sizes
-    half = groups * 16
-    transposed = rearrange(blocks, (experts, half, features), (features * half, 1, half))
+    pair_count = groups * 16  # of each feature of an expert
+    transposed = rearrange(
+        blocks, (experts, pair_count, features), (features * pair_count, 1, pair_count)
+    )
 
-    def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        exponents = tables[0].view(experts, features, groups).transpose(1, 2)
-        return (exponents.reshape(experts * groups, features),)
+    def prepare(loaded: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the exponents with a row for each group of each expert."""
+        [exponents] = loaded
+        by_group = exponents.view(experts, features, groups).transpose(1, 2)
+        return (by_group.reshape(experts * groups, features),)
 
     def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return plain numbers; a row of the result is a column of one expert."""
+        """Return plain numbers; a row of the result is a column of one expert.
+
+        `first` and `last` are even: a row of `transposed` has the pairs of two rows.
+        """
         import torch
 
-        pairs = read_rows(transposed, experts * half, first // 2, last // 2)
+        [exponents] = tables
+        pairs = read_rows(transposed, experts * pair_count, first // 2, last // 2)
         codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1, features)
-        index = torch.arange(first, last, device="cpu") // _MXFP4_GROUP
-        return decode_fp4(codes) * powers_of_two(tables[0].index_select(0, index))
+        group_of_row = torch.arange(first, last, device="cpu") // _MXFP4_GROUP
+        return decode_fp4(codes) * powers_of_two(exponents.index_select(0, group_of_row))
 
     return compute_rows(
         blocks,
-        (experts, 2 * half, features),
+        (experts, 2 * pair_count, features),
         (scales,),
         compute_row_range,
         row_multiple=2,
@@ -505,30 +587,27 @@ def dequantize_mxfp4(parts: Parts) -> TensorRef:
 def dequantize_hqq(parts: Parts) -> TensorRef:
     """Dequantize as HQQ does (`Quantizer.dequantize`): codes minus zeros, times scales.
 
-    The highest bits of packed codes are the first rows. Zeros and scales belong to the rows, or the
-    columns, of the matrix of groups; `shape` is the shape of the weight.
+    The codes are a matrix with a group in each row, or in each column. Its first rows are in the
+    highest bits of `weight`, whose last rows may be filled up. `shape` is the shape of the result.
     """
     weight, zero, scale = parts.weight, parts.require_floats("zero"), parts.require_floats("scale")
     shape, packing = tuple(parts.read_integers("shape")), parts.read_text("packing")
     dtype = parts.read_text("compute_dtype").removeprefix("torch.")
-    if any(
-        parts.read_integers(one) != [0] for one in ("view_as_float", "quant_scale", "quant_zero")
-    ):
+    flags = ("view_as_float", "quant_scale", "quant_zero")  # each one changes the layout
+    if any(parts.read_integers(flag) != [0] for flag in flags):
         raise UnknownLayout
     if packing not in _HQQ_SHIFTS or len(weight.shape) != 2 or dtype not in _HQQ_TYPES:
         raise UnknownLayout(f"packing {printable(packing)} as {printable(dtype)} is not known")
     bits, shifts = _HQQ_SHIFTS[packing]
     packed_rows, columns = weight.sizes
     rows, remainder = divmod(prod(shape), max(columns, 1))
-    if (
-        remainder
-        or not columns
-        or weight.dtype != ("int32" if bits == 3 else "uint8")
-        or zero.sizes != scale.sizes
-    ):
+    if not shape or not columns or remainder:
+        raise UnknownLayout
+    if weight.dtype != ("int32" if bits == 3 else "uint8") or zero.sizes != scale.sizes:
         raise UnknownLayout
     block = block_sizes((rows, columns), scale.sizes)
-    if not block or not 0 <= packed_rows * len(shifts) - rows < len(shifts) or not shape:
+    padding_rows = packed_rows * len(shifts) - rows
+    if not block or not 0 <= padding_rows < len(shifts):
         raise UnknownLayout
 
     def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -290,9 +290,9 @@ class _Kernel:
 
         self._bias = _BIAS.get(dtype, 0)
         """The number to add to each read number, because torch reads another dtype."""
-        seen_as, self._to_numbers = _list_preparations().get(dtype, (None, None))
-        """The dtype to read as (None: its own), and the function that makes numbers that torch can
-        calculate with from the read elements (None: they are such numbers)."""
+        seen_as, to_numbers = _list_preparations().get(dtype, (None, None))
+        self._to_numbers = to_numbers
+        """Converts read elements to numbers that torch can calculate with; None if they are."""
         self._buffer = ElementBuffer(dtype, CHUNK, seen_as=seen_as)
         self._wide_buffer = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
         # The position of an element on the axis, in bins, and the index of its bin.
