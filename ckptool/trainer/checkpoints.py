@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from ckptool.trainer.strategies.base import DIVERGED, StepResult, Strategy
 from ckptool.trainer.tuning import get_random_state, restore_random_state, seed_all
 from ckptool.words import listed
 
-_NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
+_CHECKPOINT_NAME = re.compile(r"(last|best|step-(?P<step>\d{8,}))(\.pth)?")
 
 
 @dataclass
@@ -89,32 +90,48 @@ class TrainingProgress:
         self.skipped_here = 0
 
 
+class _FoundCheckpoint(NamedTuple):
+    """A checkpoint in a folder; of those with the same step, a higher priority is newer."""
+
+    path: str
+    step: int | None
+    modified: int
+    priority: int
+
+
 def list_checkpoints(folder: str) -> list[tuple[str, int | None]]:
     """Return the checkpoints of a folder with their steps, newest first.
 
     They are ordered by step, or by time if one has no step; checkpoints of the same step come in
     the order `last`, `step-*`, `best`.
     """
-    entries = []
+    checkpoints = []
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-        if name := _NAME.fullmatch(entry.name):
-            step = int(name[2]) if name[2] else _read_counter(entry.path, "step")
-            order = ("best", "step", "last").index(entry.name[:4])
-            entries.append((step, entry.stat().st_mtime_ns, order, entry.path))
-    is_by_time = any(step is None for step, *_ in entries)
-    entries.sort(key=lambda row: (row[1] if is_by_time else row[0] or 0, row[2]), reverse=True)
-    return [(path, step) for step, *_, path in entries]
+        match = _CHECKPOINT_NAME.fullmatch(entry.name)
+        if match is not None:
+            step = int(match["step"]) if match["step"] else _read_counter(entry.path, "step")
+            priority = ("best", "step", "last").index(entry.name[:4])
+            modified = entry.stat().st_mtime_ns
+            checkpoints.append(_FoundCheckpoint(entry.path, step, modified, priority))
+    has_all_steps = all(found.step is not None for found in checkpoints)
+    main_order = "step" if has_all_steps else "modified"
+    checkpoints.sort(key=attrgetter(main_order, "priority"), reverse=True)
+    return [(found.path, found.step) for found in checkpoints]
 
 
 def _read_counter(path: str, key: str) -> int | None:
-    """Return a count that a checkpoint has under a key, or None."""
-    values = os.path.join(path, sharded.VALUES)
+    """Return the count at the top of a checkpoint under a key, for example `step`.
+
+    None if there is none, or the checkpoint cannot be read.
+    """
+    values = os.path.join(path, sharded.VALUES)  # in a sharded checkpoint, which is a folder
     try:
         with ckptool.open(values if os.path.exists(values) else path) as checkpoint:
             number = checkpoint.root.get(key) if isinstance(checkpoint.root, dict) else None
     except CheckpointError:
         return None
-    return number if type(number) is int and number >= 0 else None
+    is_count = type(number) is int and number >= 0  # a bool is not one
+    return number if is_count else None
 
 
 @contextmanager
@@ -131,24 +148,26 @@ def hold_run_folder(folder: str) -> Iterator[None]:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise TargetExists("is a file, not a folder", file=folder, hint="give a folder as --out")
     with hold_folder_lock(folder):
-        recover_folders(folder, _NAME, sharded.VALUES)
+        recover_folders(folder, _CHECKPOINT_NAME, last_file=sharded.VALUES)
         yield
 
 
-class _NotWritten(Exception):
-    pass
+class _TrialEnded(Exception):
+    """Ends the block of an atomic write, which then removes its file."""
 
 
 def require_writable(folder: str, size: int = 1) -> None:
-    """Write a file of `size` bytes in the folder and remove it before it gets its name.
+    """Check by a trial that a file of `size` bytes can be written in the folder.
+
+    The file is removed before it gets its name, so that an existing checkpoint is unchanged.
 
     Raises:
         WriteError: it cannot be written.
         FileBusy: another process is changing the file.
     """
     target = os.path.join(folder, "last.pth")
-    with suppress(_NotWritten), open_atomic_output(target, size, overwrite=True):
-        raise _NotWritten
+    with suppress(_TrialEnded), open_atomic_output(target, size, overwrite=True):
+        raise _TrialEnded  # the space is reserved at the beginning of the block
 
 
 def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bool = False) -> None:
@@ -166,14 +185,16 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
     Raises:
         TrainingError: there are other checkpoints, which are named.
     """
-    parent = origin and os.path.realpath(os.path.dirname(os.path.abspath(origin)))
-    is_within = origin is not None and parent == os.path.realpath(folder)
-    origin = origin and os.path.realpath(origin)
+    origin_path = origin_folder = None
+    if origin is not None:
+        origin_path = os.path.realpath(origin)
+        origin_folder = os.path.realpath(os.path.dirname(os.path.abspath(origin)))
+    is_within = origin_folder == os.path.realpath(folder)
     others = [
         path
-        for path, reached_step in list_checkpoints(folder)
-        if os.path.realpath(path) != origin
-        and not (is_within and reached_step is not None and reached_step <= step)
+        for path, saved_step in list_checkpoints(folder)
+        if os.path.realpath(path) != origin_path
+        and not (is_within and saved_step is not None and saved_step <= step)
     ]
     if overwrite:
         for path in others:
@@ -191,14 +212,14 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
 
 
 def remove_numbered(folder: str, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints `step-*`."""
-    numbered = [
-        match
-        for match in map(_NAME.fullmatch, os.listdir(folder))
-        if match is not None and match[2]
-    ]
-    for match in sorted(numbered, key=lambda name: int(name[2]))[:-keep]:
-        remove_checkpoint(os.path.join(folder, match[0]))
+    """Remove all but the last `keep` checkpoints `step-*`; `keep` is at least 1."""
+    step_by_name = {
+        name: int(match["step"])
+        for name in os.listdir(folder)
+        if (match := _CHECKPOINT_NAME.fullmatch(name)) is not None and match["step"]
+    }
+    for name in sorted(step_by_name, key=step_by_name.__getitem__)[:-keep]:
+        remove_checkpoint(os.path.join(folder, name))
 
 
 def remove_checkpoint(path: str) -> None:
@@ -211,36 +232,48 @@ def remove_checkpoint(path: str) -> None:
 
 
 def estimate_size(strategy: Strategy) -> int:
-    """Return the approximate size of a checkpoint, with the future state of the optimizer."""
+    """Return the approximate size of a checkpoint, with the future state of the optimizer.
+
+    That state has a tensor of the parameter's size for each moment: two with Adam and AdamW.
+    """
     config = strategy.config
     moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
-    copies = 1 + int(config.ema is not None)
-    parameters = sum(
-        tensor.numel() * tensor.element_size() for tensor in strategy.module.parameters()
-    )
-    buffers = sum(tensor.numel() * tensor.element_size() for tensor in strategy.module.buffers())
-    return parameters * (copies + moments) + buffers * copies
+    models = 1 if config.ema is None else 2  # the moving average is a second one
+    parameters_size = sharded.count_bytes(list(strategy.module.parameters()))
+    buffers_size = sharded.count_bytes(list(strategy.module.buffers()))
+    return parameters_size * (models + moments) + buffers_size * models
 
 
-def _make_contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
-    """Return the object that user scripts save: the module, or its state dict."""
-    if kind == "module":
+def _make_script_contents(save: str, strategy: Strategy, epoch: int) -> Any:
+    """Return the object that a user's script would pass to `torch.save`, by the option `save`.
+
+    `module`: the model in its wrapper; `wrapped`: state dicts with the wrapper's keys; `unwrapped`:
+    only the model's state dict, without "module.".
+    """
+    if save == "module":
         return strategy.gather_module()
     model, optimizer = strategy.gather_state()
-    if kind == "wrapped":
-        return {"epoch": values["epoch"], "state_dict": model, "optim_dict": optimizer}
-    if strategy.model is not strategy.module:
+    if save == "wrapped":
+        return {"epoch": epoch, "state_dict": model, "optim_dict": optimizer}
+    if strategy.model is not strategy.module:  # it has a wrapper
         nn.modules.utils.consume_prefix_in_state_dict_if_present(model, "module.")
     return {"state_dict_model": model}
 
 
 def _pickle(contents: Any, write: Callable[[bytes], object]) -> None:
-    """Pass the bytes of `torch.save`, with torch's device tags, to `write`."""
+    """Pass the bytes of `torch.save`, with torch's device tags, to `write`.
+
+    Raises:
+        OSError: `write` raised it.
+        TrainingError: an object cannot be pickled.
+    """
+    output = SimpleNamespace(write=write, flush=lambda: None)  # torch needs only these methods
     try:
-        torch.save(contents, SimpleNamespace(write=write, flush=lambda: None))
-    except Exception as error:  # of any class in the module
+        torch.save(contents, output)
+    except Exception as error:  # pickling raises errors of any class
+        # After an error of `write` torch raises another one: that it cannot end the file.
         os_error = error if isinstance(error, OSError) else error.__context__
-        if isinstance(os_error, OSError):  # torch raises that it cannot end the file
+        if isinstance(os_error, OSError):
             raise os_error from error
         raise TrainingError(
             f"the module cannot be pickled: {error}",
@@ -248,12 +281,20 @@ def _pickle(contents: Any, write: Callable[[bytes], object]) -> None:
         ) from error
 
 
-_NUMERIC_OPTIONS = (
+_WEIGHT_OPTIONS = (
     *("data", "target", "model", "loss", "sync_batchnorm", "dtype", "seed", "batch_size"),
     *("accumulate", "optimizer", "lr", "momentum", "weight_decay", "schedule", "step_size"),
     *("gamma", "warmup", "amp", "clip", "ema"),
 )
 """The options that change the weights of a run, not its place or length."""
+
+
+class _ChangedOption(NamedTuple):
+    """An option that differs between the saved run and this one."""
+
+    name: str
+    saved: Any
+    current: Any
 
 
 class Checkpoints:
@@ -268,13 +309,13 @@ class Checkpoints:
         strategy: Strategy,
         batches: Batches,
         observer: Observer,
-        belongings: dict[str, Any],
+        extra_values: dict[str, Any],
     ) -> None:
-        """Store the parts of the run; every `full` checkpoint gets the values in `belongings`."""
+        """Store the parts of the run; every `full` checkpoint gets the `extra_values` by key."""
         self._config, self._strategy, self._observer = config, strategy, observer
-        self._batches, self._belongings = batches, belongings
+        self._batches, self._extra_values = batches, extra_values
         self._ranks = strategy.world.ranks
-        self._saved_at = time.monotonic()
+        self._numbered_at = time.monotonic()  # the last `step-*`, or the start
 
     @contextmanager
     def begin_run(self) -> Iterator[TrainingProgress]:
@@ -296,7 +337,8 @@ class Checkpoints:
             self._ranks.run_on_first(lambda: stack.enter_context(hold_run_folder(self._config.out)))
             if self._config.save == "module":
                 module = self._strategy.gather_module()
-                self._ranks.run_on_first(lambda: _pickle(module, len))
+                # A trial: `len` takes the bytes and drops them.
+                self._ranks.run_on_first(lambda: _pickle(module, write=len))
             size = estimate_size(self._strategy)
             self._ranks.run_on_first(lambda: require_writable(self._config.out, size))
             yield self._start_or_resume()
@@ -305,33 +347,35 @@ class Checkpoints:
         """Resume from the checkpoint of `resume`, if any, and return the progress of the run."""
         origin = self._choose_origin()
         progress = TrainingProgress() if origin is None else self._restore(origin)
-        out = self._config.out
-        is_auto = self._config.resume == "auto"  # the checkpoints there are of this run
-        overwrite = self._config.overwrite and not (is_auto and origin)
-        if overwrite or not is_auto:
-            self._ranks.run_on_first(
-                lambda: require_one_run(out, origin=origin, step=progress.step, overwrite=overwrite)
-            )
+        out, overwrite = self._config.out, self._config.overwrite
+        is_auto = self._config.resume == "auto"  # all checkpoints in `out` are of this run
+        if is_auto and (origin is not None or not overwrite):
+            return progress
+        self._ranks.run_on_first(
+            lambda: require_one_run(out, origin=origin, step=progress.step, overwrite=overwrite)
+        )
         return progress
 
     @property
     def is_due(self) -> bool:
         """True if `save_seconds` have passed since the last numbered checkpoint."""
         seconds = self._config.save_seconds
-        return seconds is not None and time.monotonic() - self._saved_at >= seconds
+        return seconds is not None and time.monotonic() - self._numbered_at >= seconds
 
     def write_numbered(self, progress: TrainingProgress) -> None:
         """Write the checkpoint of this step, and remove the oldest ones beyond `keep`."""
         self.write(f"step-{progress.step:08d}", progress)
-        self._saved_at = time.monotonic()
+        self._numbered_at = time.monotonic()
         self._ranks.run_on_first(lambda: remove_numbered(self._config.out, self._config.keep))
 
     def path(self, name: str) -> str:
-        """Return the path of `last`, `best` or a numbered checkpoint."""
+        """Return the path of `last`, `best` or a numbered checkpoint; with `sharded` a folder."""
         return os.path.join(self._config.out, name if self._config.sharded else f"{name}.pth")
 
     def write(self, name: str, progress: TrainingProgress) -> None:
-        """Write `last`, `best` or a numbered checkpoint; a file replaces a folder of that name.
+        """Write `last`, `best` or a numbered checkpoint, by the options `sharded` and `save`.
+
+        A file `last.pth` replaces a folder `last` of earlier steps, and the reverse.
 
         Raises:
             TrainingError: a weight is infinite or NaN.
@@ -342,23 +386,25 @@ class Checkpoints:
                 f"a weight is not finite after step {progress.step}: {name} was not written",
                 hint=DIVERGED,
             )
+        strategy = self._strategy
+        # One process trains in a script that connected several: then only the first is saved.
+        random_states = self._ranks.collect(get_random_state())[: strategy.world.size]
         values = {
             "epoch": progress.epoch,
             "step": progress.step,
-            **self._strategy.tuning.state(),
-            "rng": self._ranks.collect(get_random_state())[: self._strategy.world.size],
+            **strategy.tuning.state(),
+            "rng": random_states,
             "sampler": {**asdict(self._batches), "position": progress.position},
             "progress": asdict(progress),
-            **self._belongings,
+            **self._extra_values,
         }
-        strategy = self._strategy
         if self._config.sharded:
             optimizer = strategy.tuning.optimizer
             sharded.write_folder(path, strategy.module, optimizer, values, self._ranks)
         elif self._config.save == "full":
             ckptool.save(path, model=strategy.model, optimizer=strategy.tuning.optimizer, **values)
         else:
-            contents = _make_contents(self._config.save, strategy, values)
+            contents = _make_script_contents(self._config.save, strategy, progress.epoch)
 
             def write() -> None:
                 """Write a file of `torch.save`, atomically."""
@@ -366,8 +412,8 @@ class Checkpoints:
                     _pickle(contents, output.write)
 
             self._ranks.run_on_first(write)
-        other = path.removesuffix(".pth") if path.endswith(".pth") else f"{path}.pth"
-        self._ranks.run_on_first(lambda: remove_checkpoint(other))
+        other_form = os.path.join(self._config.out, f"{name}.pth" if self._config.sharded else name)
+        self._ranks.run_on_first(lambda: remove_checkpoint(other_form))
         self._observer.tell(Saved(path, progress.epoch, progress.step))
 
     def _choose_origin(self) -> str | None:
@@ -381,23 +427,29 @@ class Checkpoints:
         return path
 
     def _find_newest(self, resume: str) -> tuple[str | None, list[str]]:
-        """Return the newest undamaged checkpoint in a folder or `auto`, or None, and notes."""
+        """Return the newest undamaged checkpoint that `resume` names, and notes for the user.
+
+        `resume` is a folder of checkpoints, or "auto" for that of this run, which may have none:
+        then the checkpoint is None. Any other path is a checkpoint itself, and returned unchecked.
+        """
         is_auto = resume == "auto"
-        out = self._config.out if is_auto else resume
+        folder = self._config.out if is_auto else resume
         problems: list[str] = []
-        for path, _ in list_checkpoints(out):
+        for path, _ in list_checkpoints(folder):
             problem = sharded.find_damage(path)
             if problem is None:
                 return path, [f"skipped {text}" for text in problems]
             problems.append(problem)
         if not (problems or is_auto):
             return resume, []
-        if problems and not (self._config.overwrite and is_auto):
+        starts_over = is_auto and self._config.overwrite
+        if problems and not starts_over:
             raise TrainingError(
-                f"no checkpoint in {out} is readable: {problems[0]}",
+                f"no checkpoint in {folder} is readable: {problems[0]}",
                 hint="salvage a file with ckptool convert --salvage, or start over with --force",
             )
-        return None, [f"{out} has no checkpoint to resume from: training starts from the beginning"]
+        note = f"{folder} has no checkpoint to resume from: training starts from the beginning"
+        return None, [note]
 
     def _restore(self, path: str) -> TrainingProgress:
         """Fill the model and the tuning from `path`, and return the progress of the saved run.
@@ -447,7 +499,10 @@ class Checkpoints:
             sharded.load_optimizer(path, module, optimizer)
 
     def _read_progress(self, values: Mapping[str, Any], path: str) -> TrainingProgress:
-        """Return the saved progress; of a file without it, the start of its epoch."""
+        """Return the saved progress; for a file without it, the start of its `epoch`, or of 0.
+
+        Counters of another version of ckptool are left out.
+        """
         if "progress" in values:
             known = {field.name for field in fields(TrainingProgress)}
             return TrainingProgress(
@@ -457,7 +512,7 @@ class Checkpoints:
         return TrainingProgress(epoch=epoch, step=epoch * self._batches.steps)
 
     def _fill_model(self, path: str, values: Mapping[str, Any]) -> list[str]:
-        """Fill model and optimizer; return `["optimizer"]` if the file lacks its state.
+        """Fill model and optimizer; return `["optimizer"]` if the file lacks a state that fits.
 
         Raises:
             MatchError: the weights do not fit; the hint names the options of the saved run.
@@ -465,38 +520,49 @@ class Checkpoints:
         try:
             self._load_weights(path, self._strategy.tuning.optimizer)
             return []
-        except (MatchError, NotFound):  # raised again below if it is the model's
+        except (MatchError, NotFound):  # it may be the optimizer's: try again without it
             pass
         try:
             self._load_weights(path, None)
         except MatchError as error:
-            words = [
-                f"--{name} {shlex.quote(then)}"
-                for name, then, _ in self._find_changed_options(values, ("model", "data", "dtype"))
-            ]
-            report = error.report
-            if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
-                words = ["--dtype float64"]  # the weights fit, but would be rounded
-            match = f"compare them with ckptool match {shlex.quote(path)} --like module:factory"
-            error.advise(f"use {' '.join(words)}, as in the checkpoint" if words else match)
-            error.message = "; ".join(error.message.splitlines())
-            error.args = (error.message,)
+            self._explain_misfit(error, path, values)
             raise
         return ["optimizer"]
 
+    def _explain_misfit(self, error: MatchError, path: str, values: Mapping[str, Any]) -> None:
+        """Write the message of an error in one line, and give it a hint.
+
+        The hint names the options of the saved run that decide whether its weights fit.
+        """
+        changed = self._find_changed_options(values, ("model", "data", "dtype"))
+        arguments = [f"--{option.name} {shlex.quote(option.saved)}" for option in changed]
+        report = error.report
+        if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
+            arguments = ["--dtype float64"]  # the weights fit, but would be rounded
+        match = f"compare them with ckptool match {shlex.quote(path)} --like module:factory"
+        error.advise(f"use {' '.join(arguments)}, as in the checkpoint" if arguments else match)
+        error.message = "; ".join(error.message.splitlines())
+        error.args = (error.message,)
+
     def _find_changed_options(
         self, values: Mapping[str, Any], names: Iterable[str]
-    ) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the options that differ from the saved run: name, saved and current value."""
+    ) -> Iterator[_ChangedOption]:
+        """Yield those of the named options that differ from the saved run.
+
+        An option that the saved run does not have is not yielded.
+        """
         saved = values.get("config", {})
-        for name, current in ((name, getattr(self._config, name)) for name in names):
+        for name in names:
+            current = getattr(self._config, name)
             if saved.get(name, current) != current:
-                yield name, saved[name], current
+                yield _ChangedOption(name, saved[name], current)
 
     def _reseed(self, values: Mapping[str, Any], progress: TrainingProgress) -> list[str]:
-        """Restore the random state of each process if as many processes saved it.
+        """Restore the random state of each process; return `["rng"]` if that is not possible.
 
-        Else use new seeds: with the first ones the run would draw the same numbers again.
+        It is not possible if another number of processes saved theirs. Then each process gets a
+        new seed, which depends on the step: with the seed of the start it would draw the same
+        numbers again.
         """
         world = self._strategy.world
         states = values.get("rng", [])
@@ -508,16 +574,18 @@ class Checkpoints:
 
     def _report_differences(self, values: Mapping[str, Any], progress: TrainingProgress) -> None:
         """Report changed options; restart the epoch if its batches differ from the saved run."""
-        is_by_length = self._config.schedule in ("linear", "cosine")
-        names = (*_NUMERIC_OPTIONS, *(("epochs", "max_steps") if is_by_length else ()))
+        names = [*_WEIGHT_OPTIONS]
+        if self._config.schedule in ("linear", "cosine"):  # the rate is 0 at the end of the run
+            names += ["epochs", "max_steps"]
         changes = [
-            f"{name} {saved} -> {current}"
-            for name, saved, current in self._find_changed_options(values, names)
+            f"{option.name} {option.saved} -> {option.current}"
+            for option in self._find_changed_options(values, names)
         ]
         if changes:
             self._observer.tell(Note(f"options differ from the saved run: {', '.join(changes)}"))
-        sampler = values.get("sampler", {})
-        if progress.position and not asdict(self._batches).items() <= sampler.items():
+        saved_batches = values.get("sampler", {})
+        has_same_batches = asdict(self._batches).items() <= saved_batches.items()
+        if progress.position and not has_same_batches:
             progress.begin_epoch()
             self._observer.tell(
                 Note(f"epoch {progress.epoch + 1} is restarted, because its batches have changed")

@@ -89,46 +89,55 @@ def write_folder(
     Raises:
         WriteError: nothing is written; `path` is unchanged, or the next run restores it.
     """
-    names = _name_parameters(model)
-    state = {
+    name_of = _name_parameters(model)
+    state = {  # the tensors, which DCP writes
         "state_dict": model.state_dict(),
         "optimizer": {
-            names[value]: dict(state_of_parameter)
-            for value, state_of_parameter in optimizer.state.items()
+            name_of[parameter]: dict(parameter_state)
+            for parameter, parameter_state in optimizer.state.items()
         },
         **({"ema": values["ema"]} if "ema" in values else {}),
     }
-    values_left = {name: value for name, value in values.items() if name != "ema"}
-    values_left[_GROUPS] = [
-        {**group, "params": [names[value] for value in group["params"]]}
+    other_values = {key: value for key, value in values.items() if key != "ema"}
+    other_values[_GROUPS] = [
+        {**group, "params": [name_of[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     with open_atomic_folder(
-        path, _count_bytes(state), last_file=VALUES, run_first=ranks.run_on_first, rank=ranks.own
-    ) as new:
+        path, count_bytes(state), last_file=VALUES, run_first=ranks.run_on_first, rank=ranks.own
+    ) as new_folder:
         with ranks.raise_on_all_ranks(), convert_os_errors(path):
-            _write_shards(state if ranks.own == 0 else _select_shards(state), new)
-        ckptool.save(os.path.join(new, VALUES), **values_left)
+            # Every process has the tensors that are not sharded; only rank 0 writes these.
+            _write_shards(state if ranks.own == 0 else _select_shards(state), new_folder)
+        ckptool.save(os.path.join(new_folder, VALUES), **other_values)
 
 
-def _count_bytes(state: Mapping[str, Any]) -> int:
-    """Return the size of all tensors, with the shards of the other processes."""
-    tensors = (tensor for tensor in tree_leaves(state) if isinstance(tensor, torch.Tensor))
+def count_bytes(tree: Any) -> int:
+    """Return the size of all tensors in a tree; a sharded tensor counts with all its shards."""
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _select_shards(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with only its sharded tensors; rank 0 writes the other ones."""
-    shards = {
-        name: _select_shards(value) if isinstance(value, dict) else value
-        for name, value in state.items()
-        if isinstance(value, dict) or is_dtensor(value)
-    }
-    return {name: value for name, value in shards.items() if not isinstance(value, dict) or value}
+    """Return a tree of dicts with only its sharded tensors, without dicts that become empty."""
+    selected = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            shards = _select_shards(value)
+            if shards:
+                selected[key] = shards
+        elif is_dtensor(value):
+            selected[key] = value
+    return selected
 
 
 def _write_shards(state: dict[str, Any], path: str) -> None:
-    """Write the tensors of this process with DCP; an error of the system is raised itself."""
+    """Write the tensors of this process with DCP into the folder `path`.
+
+    Raises:
+        OSError: the system refused; DCP wraps this error in its own.
+        WriteError: DCP failed for another reason.
+    """
     try:
         _import_dcp().save(state, storage_writer=_import_dcp().FileSystemWriter(path))
     except _import_dcp().CheckpointException as error:
@@ -141,7 +150,8 @@ def _write_shards(state: dict[str, Any], path: str) -> None:
 def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the values that `write_folder` stored; every process calls it.
 
-    If the folder has a moving average of the same tensors, it is read as `average` is sharded.
+    The stored moving average is the value `ema`, sharded like the tensors of `average`, the one
+    of this run. It is left out if it has other keys or shapes.
 
     Raises:
         CorruptFile: a file of the folder is missing or damaged.
@@ -149,12 +159,13 @@ def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any
     """
     metadata = _read_metadata(path)
     values: dict[str, Any] = ckptool.load(os.path.join(path, VALUES))
-    del values[_GROUPS]
-    stored = {
-        name: tuple(tensor.size) for name, tensor in _tensors_of_section(metadata, "ema").items()
+    del values[_GROUPS]  # added by `write_folder`, for `load_optimizer`
+    stored_shapes = {
+        key: tuple(entry.size) for key, entry in _tensors_of_section(metadata, "ema").items()
     }
-    if stored and stored == {name: tuple(tensor.shape) for name, tensor in average.items()}:
-        values["ema"] = {name: torch.empty_like(tensor) for name, tensor in average.items()}
+    live_shapes = {key: tuple(tensor.shape) for key, tensor in average.items()}
+    if stored_shapes and stored_shapes == live_shapes:
+        values["ema"] = {key: torch.empty_like(tensor) for key, tensor in average.items()}
         _read_shards({"ema": values["ema"]}, path)
     return values
 
@@ -166,20 +177,20 @@ def load_model(path: str, model: nn.Module) -> None:
         CorruptFile: a file of the folder is missing or damaged.
         MatchError: it is of another architecture; the model is unchanged.
     """
+    # Tensors without data stand for the stored ones: a match needs only names, shapes and dtypes.
     stored = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
-        for name, tensor in _tensors_of_section(_read_metadata(path), "state_dict").items()
+        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for key, entry in _tensors_of_section(_read_metadata(path), "state_dict").items()
     }
     fitting, report = ckptool.match(stored, model)
     refusal = Allowance().refusal_error(report)
     if refusal is not None:
         raise refusal
-    name_by_id = {id(tensor): name for name, tensor in stored.items()}
+    # `fitting` has the same tensor objects as `stored`, under the keys of the model.
+    stored_key_by_id = {id(tensor): key for key, tensor in stored.items()}
     live = model.state_dict()
-    _read_shards(
-        {"state_dict": {name_by_id[id(tensor)]: live[name] for name, tensor in fitting.items()}},
-        path,
-    )
+    targets = {stored_key_by_id[id(tensor)]: live[key] for key, tensor in fitting.items()}
+    _read_shards({"state_dict": targets}, path)
 
 
 def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -189,25 +200,23 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
         CorruptFile: a file of the folder is missing or damaged.
         MatchError: it has other parameters; the optimizer is unchanged.
     """
-    names = _name_parameters(model)
+    name_of = _name_parameters(model)
     (group,) = optimizer.param_groups
-    live_names = [names[entry] for entry in group["params"]]
-    saved = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
-    if [entry["params"] for entry in saved] != [live_names]:
+    parameter_by_name = {name_of[parameter]: parameter for parameter in group["params"]}
+    names = list(parameter_by_name)
+    saved_groups = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
+    if [saved_group["params"] for saved_group in saved_groups] != [names]:
         raise MatchError("the saved optimizer has other parameters", file=path)
-    entries: dict[str, dict[str, TensorStorageMetadata]] = {}
+    state: dict[str, dict[str, torch.Tensor]] = {}
     for key, entry in _tensors_of_section(_read_metadata(path), "optimizer").items():
-        name, _, word = key.rpartition(".")
-        entries.setdefault(name, {})[word] = entry
-    state = {
-        name: {word: _make_empty(entry, parameter) for word, entry in entries[name].items()}
-        for name, parameter in zip(live_names, group["params"], strict=True)
-        if name in entries
-    }
+        name, _, state_key = key.rpartition(".")  # "fc.weight.exp_avg"
+        if name in parameter_by_name:
+            state.setdefault(name, {})[state_key] = _make_empty(entry, parameter_by_name[name])
     _read_shards({"optimizer": state}, path)
-    numbered = {number: state[name] for number, name in enumerate(live_names) if name in state}
-    groups = [{**saved[0], "params": list(range(len(live_names)))}]
-    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    # torch's format has the numbers of the parameters instead of their names.
+    state_by_number = {number: state[name] for number, name in enumerate(names) if name in state}
+    groups = [{**saved_groups[0], "params": list(range(len(names)))}]
+    optimizer.load_state_dict({"state": state_by_number, "param_groups": groups})
 
 
 def _name_parameters(model: nn.Module) -> dict[torch.Tensor, str]:
@@ -216,14 +225,18 @@ def _name_parameters(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def _make_empty(entry: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor to read into: sharded like the parameter, or one number in every process."""
+    """Return a tensor to read a stored entry of the optimizer's state into.
+
+    An entry with the shape of its parameter, such as a moment, is sharded like it; any other one,
+    such as `step`, is whole in every process.
+    """
     if entry.size == parameter.shape:
         return torch.empty_like(parameter, dtype=entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 def _tensors_of_section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of a section in DCP's index, by name without the section."""
+    """Return the entries of a section's tensors in DCP's index: "ema.fc.weight" -> "fc.weight"."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     prefix = f"{section}."
@@ -255,12 +268,14 @@ def _describe_failure(error: Any) -> str:
 def _require_dcp_index(path: str) -> None:
     """Check that a pickle only names the classes and functions of a DCP index.
 
+    ckptool's own unpickler lists the names here, and imports none.
+
     Raises:
         CorruptFile: it names another one, which torch's reader would import.
     """
     with closing(FileSource(path)) as source:
-        names = unpickle(ByteRange(source, 0, source.size)).globals
-    for name in names:
+        global_names = unpickle(ByteRange(source, 0, source.size)).globals
+    for name in global_names:
         module, _, attribute = name.rpartition(".")
         is_dtype = module == "torch" and isinstance(getattr(torch, attribute, None), torch.dtype)
         if not is_dtype and name not in _INDEX_NAMES:
@@ -276,15 +291,15 @@ def _read_metadata(path: str) -> Metadata:
         metadata: Metadata = _import_dcp().FileSystemReader(path).read_metadata()
     except Exception as error:  # a truncated or foreign pickle raises anything
         raise CorruptFile(f".metadata cannot be read: {error}", file=path) from error
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        end = info.offset + info.length
-        ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
-    for name, end in ends.items():
+    needed_sizes: dict[str, int] = {}  # by file name: the end of its last shard
+    for shard in (metadata.storage_data or {}).values():
+        end = shard.offset + shard.length
+        needed_sizes[shard.relative_path] = max(end, needed_sizes.get(shard.relative_path, 0))
+    for name, needed in needed_sizes.items():
         try:
             size = os.path.getsize(os.path.join(path, name))
         except OSError as error:
             raise CorruptFile(f"{name} is missing", file=path) from error
-        if size < end:
-            raise CorruptFile(f"{name} is truncated: {size:,} of {end:,} bytes", file=path)
+        if size < needed:
+            raise CorruptFile(f"{name} is truncated: {size:,} of {needed:,} bytes", file=path)
     return metadata
