@@ -22,29 +22,30 @@ from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WorkerFailed
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-ASKING = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""The signals that ask a run to save and end."""
 
 
 @contextmanager
 def handle_signals(
     handler: Callable[[int, FrameType | None], Any] | signal.Handlers,
-    signals: Sequence[int] = ASKING,
+    signals: Sequence[int] = STOP_SIGNALS,
 ) -> Iterator[None]:
     """Set the handler of SIGTERM and SIGINT, and restore the handlers at the end of the block."""
-    before: dict[int, Any] = {}
+    handlers_before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # no other may set a handler
-        before = {number: signal.signal(number, handler) for number in signals}
+        handlers_before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for number, handler_before in before.items():
+        for number, handler_before in handlers_before.items():
             if handler_before is not None:  # None: Python did not set it, and cannot set it again
                 signal.signal(number, handler_before)
 
@@ -61,13 +62,14 @@ def exit_on_signals() -> Iterator[None]:
     def exit_process(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
 
-    handled = [signum for signum in ASKING if signal.getsignal(signum) != signal.SIG_IGN]
-    if "RANK" not in os.environ:
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    is_worker = "RANK" in os.environ
+    if not is_worker:
         with handle_signals(exit_process, handled):
             yield
         return
-    for signum in handled:
-        signal.signal(signum, signal.SIG_DFL)
+    for number in handled:
+        signal.signal(number, signal.SIG_DFL)
     yield
 
 
@@ -75,36 +77,49 @@ class Signals:
     """The signals that this process received, as votes that are summed over the processes."""
 
     def __init__(self) -> None:
-        """Start without a signal. A worker may get Ctrl-C from launcher and terminal."""
-        self._is_patient = "LOCAL_RANK" in os.environ
+        """Start without a signal, and remember the process of torch's launcher, if there is one."""
         self._received: set[int] = set()
-        is_torch = "TORCHELASTIC_RUN_ID" in os.environ
-        self._launcher = os.getppid() if is_torch else None
+        self._is_worker = "LOCAL_RANK" in os.environ
+        has_torch_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+        self._launcher_pid = os.getppid() if has_torch_launcher else None
 
     def watch(self) -> AbstractContextManager[None]:
         """Return a context that records SIGTERM and SIGINT."""
         return handle_signals(self._record)
 
     def _record(self, number: int, _: FrameType | None) -> None:
-        """Record a signal; a second Ctrl-C raises KeyboardInterrupt."""
-        if number == signal.SIGINT and number in self._received and not self._is_patient:
+        """Record a signal; a second Ctrl-C raises KeyboardInterrupt.
+
+        Not in a worker, which may get one Ctrl-C twice: from the terminal and from the launcher.
+        """
+        is_repeated = number in self._received
+        if number == signal.SIGINT and is_repeated and not self._is_worker:
             raise KeyboardInterrupt
         self._received.add(number)
 
     @property
     def votes(self) -> list[float]:
-        """1.0 for each received signal of `ASKING`; SIGTERM also if torch's launcher was killed."""
-        if self._launcher is not None and os.getppid() != self._launcher:
+        """A number for each of `STOP_SIGNALS`: 1.0 if it was received, else 0.0.
+
+        A killed launcher counts as SIGTERM: then this process has another parent.
+        """
+        if self._launcher_pid is not None and os.getppid() != self._launcher_pid:
             self._received.add(signal.SIGTERM)
-        return [float(number in self._received) for number in ASKING]
+        return [float(number in self._received) for number in STOP_SIGNALS]
 
     @staticmethod
     def find_requested(votes: Sequence[float]) -> int | None:
-        """Return the signal that any process voted for, or None."""
-        return next((number for number, vote in zip(ASKING, votes, strict=False) if vote), None)
+        """Return the first of `STOP_SIGNALS` that any process voted for, or None.
+
+        `votes` are sums over the processes; there may be none, or others after the signals'.
+        """
+        for number, vote in zip(STOP_SIGNALS, votes, strict=False):
+            if vote:
+                return number
+        return None
 
 
-_ERROR_FILE, _COUNT = "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"
+_ERROR_FILE, _RESTART_COUNT = "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"
 _HERE = "127.0.0.1"
 _FORWARDED = tuple(
     getattr(signal, name)
@@ -146,11 +161,12 @@ def launch(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    words = [word.replace("$", "$$") for word in (*program, *argv)]  # it fills in ${local_rank}
+    # torch's launcher replaces ${local_rank} in the arguments; there "$$" means "$".
+    arguments = [word.replace("$", "$$") for word in (*program, *argv)]
     with TemporaryDirectory(prefix="ckptool-") as folder, _set_worker_environment(nproc):
         run = elastic_launch(_make_launch_config(nproc, port, folder), sys.executable)
         try:
-            run(*words)
+            run(*arguments)
         except SignalException as ended:
             return _report_first_failure(Path(folder), {}, sent=int(ended.sigval))
         except ChildFailedError as failed:
@@ -161,12 +177,12 @@ def launch(
 
 
 def connection_error(error: BaseException, port: Any, address: str) -> TrainingError:
-    """Return the error for processes that cannot connect."""
+    """Return the error for processes that cannot connect, because torch raised `error`."""
     text = str(error)
     is_taken = "EADDRINUSE" in text or "in use" in text
+    reason = "the port is in use" if is_taken else text.partition("\n")[0]
     return TrainingError(
-        f"processes cannot connect at port {port} of {address}: "
-        + ("the port is in use" if is_taken else text.partition("\n")[0]),
+        f"processes cannot connect at port {port} of {address}: {reason}",
         hint="use another --port or MASTER_PORT, or --nproc without --port for a free port",
     )
 
@@ -195,10 +211,17 @@ def _make_launch_config(nproc: int, port: int | None, folder: str) -> LaunchConf
     )
 
 
-_Failure = tuple[int, float, int | WorkerFailed]
-"""The end of a worker: its rank among the causes, the time, and exit code or error."""
 _FAILED, _DIED, _INTERRUPTED, _TERMINATED, _LOST_PEER = range(5)
-"""The ranks: workers also end because a peer is lost, or by the launcher's SIGTERM."""
+"""How a worker ended, the most likely cause of the run's end first: workers also end because a
+peer is lost, or by the launcher's SIGTERM."""
+
+
+class _WorkerEnd(NamedTuple):
+    """The end of a worker: one of the causes above, its time, and the exit code or error."""
+
+    cause: int
+    time: float
+    outcome: int | WorkerFailed
 
 
 def _report_first_failure(
@@ -206,59 +229,68 @@ def _report_first_failure(
 ) -> int:
     """Return the exit code of a run that a signal ended, or raise the error that ended it.
 
-    `failures` are torch's `ProcessFailure` by rank, `sent` is a signal to the launcher.
+    `failures` are torch's `ProcessFailure` by rank; a worker's error file, in a folder that is
+    named by its rank, has more details. `sent` is a signal to the launcher.
     """
-    failures_by_rank = {
-        rank: _failure_from_exit_code(rank, failure) for rank, failure in failures.items()
-    }
-    failures_by_rank |= {
-        int(path.parent.name): _failure_from_file(path) for path in folder.glob("**/error.json")
-    }
+    end_by_rank = {rank: _end_from_exit_code(rank, failure) for rank, failure in failures.items()}
+    for path in folder.glob("**/error.json"):
+        end_by_rank[int(path.parent.name)] = _end_from_error_file(path)
+    ends = list(end_by_rank.values())
     if sent is not None:
-        failures_by_rank[-1] = _TERMINATED, 0.0, 128 + sent
-    _, _, outcome = min(failures_by_rank.values(), key=lambda failure: failure[:2])
-    if isinstance(outcome, WorkerFailed):
-        raise outcome
-    return outcome
+        ends.append(_WorkerEnd(_TERMINATED, time=0.0, outcome=128 + sent))
+    first_end = min(ends, key=lambda end: (end.cause, end.time))
+    if isinstance(first_end.outcome, WorkerFailed):
+        raise first_end.outcome
+    return first_end.outcome
 
 
-def _failure_from_exit_code(rank: int, failure: Any) -> _Failure:
-    """Return the failure of a worker that wrote no error: its exit code or signal."""
-    code, time = int(failure.exitcode), float(failure.timestamp)
-    as_shell = code if code >= 0 else 128 - code
-    if as_shell - 128 in ASKING:
-        is_term = as_shell - 128 == signal.SIGTERM
-        return _TERMINATED if is_term else _INTERRUPTED, time, as_shell
+def _end_from_exit_code(rank: int, failure: Any) -> _WorkerEnd:
+    """Return the end of a worker that wrote no error: torch's `ProcessFailure` has its exit code.
+
+    A signal is the code -15 if the system ended the process, 143 (128 + 15) if a handler did.
+    """
+    code, end_time = int(failure.exitcode), float(failure.timestamp)
+    shell_code = code if code >= 0 else 128 - code
+    signal_number = shell_code - 128
+    if signal_number in STOP_SIGNALS:
+        cause = _TERMINATED if signal_number == signal.SIGTERM else _INTERRUPTED
+        return _WorkerEnd(cause, end_time, shell_code)
     description = f"exited with code {code}"
     if code < 0:
         description = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-    return _DIED, time, WorkerFailed(f"rank {rank} {description}")
+    return _WorkerEnd(_DIED, end_time, WorkerFailed(f"rank {rank} {description}"))
 
 
-def _failure_from_file(path: Path) -> _Failure:
-    """Return the failure of a worker from its error file."""
+def _end_from_error_file(path: Path) -> _WorkerEnd:
+    """Return the end of a worker that wrote `RANK/error.json`, at the time of the file."""
     record = _read_error_file(path)
     extra, message = record["extraInfo"], record["message"]
     error = WorkerFailed(message, hint=extra["hint"])
-    if extra["is_foreign"]:
-        rank = int(path.parent.name)
-        error = WorkerFailed(f"rank {rank} failed: {message}", extra["py_callstack"])
-    return _LOST_PEER if extra["is_lost_peer"] else _FAILED, path.stat().st_mtime, error
+    if extra["is_foreign"]:  # not an error of ckptool: show its traceback
+        error = WorkerFailed(
+            f"rank {int(path.parent.name)} failed: {message}", extra["py_callstack"]
+        )
+    cause = _LOST_PEER if extra["is_lost_peer"] else _FAILED
+    return _WorkerEnd(cause, path.stat().st_mtime, error)
 
 
 def _read_error_file(path: Path) -> dict[str, Any]:
-    """Return the record in a worker's error file."""
+    """Return the record that `record_errors` wrote to a worker's error file."""
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["message"]
     return record
 
 
 def is_restarted() -> bool:
-    """Return True if torchrun restarts the run, and ckptool did not refuse the earlier attempt."""
-    number, path = int(os.environ.get(_COUNT, "0")), os.environ.get(_ERROR_FILE)
+    """Return True if torchrun restarts the run after a failure that may not happen again.
+
+    An error of ckptool's own, such as a wrong option, would: it is in the error file of the
+    earlier attempt, whose path differs from that of this attempt only by the number.
+    """
+    number, path = int(os.environ.get(_RESTART_COUNT, "0")), os.environ.get(_ERROR_FILE)
     if not (number and path):
         return False
     error_file = Path(path.replace(f"attempt_{number}", f"attempt_{number - 1}"))
-    if not error_file.exists():  # it was killed
+    if not error_file.exists():  # the earlier attempt was killed
         return True
     extra = _read_error_file(error_file)["extraInfo"]
     return bool(extra["is_foreign"] or extra["is_lost_peer"])
@@ -281,12 +313,12 @@ def record_errors(describe: Callable[[BaseException], tuple[str, str | None]]) -
             raise
         is_foreign = not isinstance(error, (CheckpointError, OSError, MemoryError))
         message, hint = describe(error)
-        shown = message if hint is None else f"{message}\nhint: {hint}"
+        details = message if hint is None else f"{message}\nhint: {hint}"
         if is_foreign:
             message, hint = f"{type(error).__name__}: {error}", None
-            shown = traceback.format_exc()
+            details = traceback.format_exc()
         extra = {
-            "py_callstack": shown,
+            "py_callstack": details,  # torchrun prints it
             "timestamp": str(int(time.time())),
             "hint": hint,
             "is_foreign": is_foreign,
@@ -301,23 +333,27 @@ def record_errors(describe: Callable[[BaseException], tuple[str, str | None]]) -
 
 @contextmanager
 def _set_worker_environment(nproc: int) -> Iterator[None]:
-    """Set the environment of the workers and silence torch's launcher inside the block."""
-    environment = dict(os.environ)
-    can_ask = hasattr(os, "sched_getaffinity")
-    processors = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
+    """Set the environment of the workers and silence torch's launcher inside the block.
+
+    At its end the signal handlers are restored too, which torch's launcher replaces.
+    """
+    environment_before = dict(os.environ)
+    has_affinity = hasattr(os, "sched_getaffinity")  # the processors that this process may use
+    processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processors // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rpc warns of every process that ends
     logger = logging.getLogger("torch.distributed")
-    handlers, propagate = logger.handlers, logger.propagate
+    log_handlers, propagate = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [logging.NullHandler()], False
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers_before = {signum: signal.getsignal(signum) for signum in _FORWARDED} if is_main else {}
+    signal_handlers = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set a handler
+        signal_handlers = {number: signal.getsignal(number) for number in _FORWARDED}
     try:
         yield
     finally:
-        for number, handler in handlers_before.items():
+        for number, handler in signal_handlers.items():
             signal.signal(number, handler)
-        logger.handlers, logger.propagate = handlers, propagate
+        logger.handlers, logger.propagate = log_handlers, propagate
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update(environment_before)

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
 """The time that processes wait for each other."""
-_HOURS = timedelta(days=30)
+_LONG_TIMEOUT = timedelta(days=30)
 """The same where a process writes for hours; the launcher ends processes that are left."""
 _RUNS = count()
 """The numbers of the runs of a script, the same in all of its processes."""
-_ENDED: list[Any] = []
+_KEPT_GROUPS: list[Any] = []
 """The group of the last run, kept alive: its end joins its threads with Python's lock held, and a
 thread of gloo may wait for that lock to free a tensor."""
 
@@ -52,7 +52,7 @@ class World:
         self.ranks = Ranks(
             list_default_group(),
             error=TrainingError,
-            undone="training cannot continue",
+            undone="training cannot continue",  # this and the next are for error messages
             call="Trainer.fit",
         )
 
@@ -103,7 +103,7 @@ def connect_processes(device: torch.device) -> Iterator[World]:
     if dist.is_initialized():
         yield World(device)
         return
-    read_launcher_rank()
+    read_launcher_rank()  # raises without a launcher
     if device.type == "cuda":
         torch.cuda.set_device(device)
     from torch.distributed.distributed_c10d import PrefixStore
@@ -111,6 +111,7 @@ def connect_processes(device: torch.device) -> Iterator[World]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, size = open_store()
+        # Each run of a script has its own keys in the store: those of earlier runs stay there.
         run_store = PrefixStore(f"run {next(_RUNS)}", store)
         dist.init_process_group(
             backend, store=run_store, rank=rank, world_size=size, timeout=TIMEOUT
@@ -126,7 +127,7 @@ def connect_processes(device: torch.device) -> Iterator[World]:
             raise PeerLost("stopped, because another process of this run has ended") from error
         raise
     finally:
-        _ENDED[:] = [dist.group.WORLD]
+        _KEPT_GROUPS[:] = [dist.group.WORLD]  # its destructor may wait for a thread of gloo forever
         dist.destroy_process_group()
 
 
@@ -136,7 +137,7 @@ def end_if_connected(code: int) -> None:
     When Python ends, it takes its lock from a thread of gloo that still frees a tensor, which ends
     the process with SIGABRT ("terminate called without an active exception").
     """
-    if _ENDED:
+    if _KEPT_GROUPS:  # filled at the end of `connect_processes`
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -146,7 +147,9 @@ def end_if_connected(code: int) -> None:
 
 @contextmanager
 def connect_group(call: str, *, undone: str) -> Iterator[Ranks]:
-    """Connect the processes of a launcher, which wait for each other without a limit.
+    """Connect the processes of a launcher, which wait for each other for up to 30 days.
+
+    A failure is also set in the launcher's store, for processes that still work.
 
     Args:
         call: The name of the common work, for messages.
@@ -156,7 +159,7 @@ def connect_group(call: str, *, undone: str) -> Iterator[Ranks]:
         As `connect_processes`.
     """
     with connect_processes(torch.device("cpu")):
-        group = dist.new_group(timeout=_HOURS)
+        group = dist.new_group(timeout=_LONG_TIMEOUT)
         store, *_ = open_store()
         yield Ranks((group,), error=WriteError, undone=undone, call=call, store=store)
 
@@ -177,9 +180,9 @@ def open_store() -> tuple[Store, int, int]:
 
 
 def _is_lost_connection(error: BaseException | None) -> bool:
-    """Return True if an error, or its cause in torch, is a lost connection.
+    """Return True if an error is a lost connection, or a ckptool error that has it as its cause.
 
-    Errors of gloo have only its file name in common.
+    Errors of gloo have no class of their own: they are recognized by the path of its source.
     """
     if isinstance(error, CheckpointError):
         return _is_lost_connection(error.__cause__)

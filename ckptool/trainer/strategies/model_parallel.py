@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class ModelParallel(Strategy):
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of `--devices`, or all GPUs."""
-        words = self.config.devices or [f"cuda:{at}" for at in range(torch.cuda.device_count())]
-        devices = tuple(map(resolve_device, words))
+        all_gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        devices = tuple(map(resolve_device, self.config.devices or all_gpus))
         if len(devices) < 2:
             raise TrainingError(
                 f"model-parallel needs several devices, given {devices[0] if devices else 'none'}",
@@ -69,51 +70,49 @@ class ModelParallel(Strategy):
         devices = self.devices
         blocks = find_blocks(model)
         device_numbers = self._assign_devices(blocks)
-        for block, device_number in zip(blocks, device_numbers, strict=True):
-            block.to(devices[device_number])
-            block.register_forward_pre_hook(_Moving(devices[device_number]), with_kwargs=True)
-        modules_of_blocks = {tensor for block in blocks for tensor in block.modules()}
+        for block, number in zip(blocks, device_numbers, strict=True):
+            block.to(devices[number])
+            block.register_forward_pre_hook(_Moving(devices[number]), with_kwargs=True)
+        modules_in_blocks = {module for block in blocks for module in block.modules()}
         for module in model.modules():
-            if module not in modules_of_blocks:
+            if module not in modules_in_blocks:  # move its own tensors, but not its children
                 module._apply(  # type: ignore[no-untyped-call]
                     lambda tensor: tensor.to(devices[0]), recurse=False
                 )
         self.module = self.model = model
-        groups = groupby(zip(device_numbers, blocks, strict=True), key=lambda tensor: tensor[0])
+        # A stage is a row of neighboring blocks on one device.
+        stages = groupby(zip(device_numbers, blocks, strict=True), key=itemgetter(0))
         self._stages = [
-            (devices[device_number], [block for _, block in group])
-            for device_number, group in groups
+            (devices[number], [block for _, block in numbered_blocks])
+            for number, numbered_blocks in stages
         ]
 
     def _assign_devices(self, blocks: Sequence[nn.Module]) -> list[int]:
-        """Return the number of the device of each block.
+        """Return the number of the device of each block, so that the largest share is minimal.
 
         A block that shares parameters with an earlier one, such as a head with the weights of the
         embedding, is on the same device.
+
+        Raises:
+            TrainingError: a device gets no block.
         """
         count = len(self.devices)
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
         layers = sum(size > 0 for size in sizes)
-        places = partition_stages(sizes, count) if layers >= count else [0] * len(blocks)
-        shared = find_tied_parameters(list(blocks))
-        device_of_parameter: dict[int, int] = {}
+        numbers = partition_stages(sizes, count) if layers >= count else [0] * len(blocks)
+        all_tied_ids = find_tied_parameters(list(blocks))
+        number_by_tied_id: dict[int, int] = {}
         for index, block in enumerate(blocks):
-            ids = {id(parameter) for parameter in block.parameters()} & shared
-            places[index] = next(
-                (
-                    device_of_parameter[parameter]
-                    for parameter in ids
-                    if parameter in device_of_parameter
-                ),
-                places[index],
-            )
-            device_of_parameter.update(dict.fromkeys(ids, places[index]))
-        if len(set(places)) < count:
+            tied_ids = {id(parameter) for parameter in block.parameters()} & all_tied_ids
+            for tied_id in tied_ids & number_by_tied_id.keys():
+                numbers[index] = number_by_tied_id[tied_id]
+            number_by_tied_id.update(dict.fromkeys(tied_ids, numbers[index]))
+        if len(set(numbers)) < count:
             raise TrainingError(
                 f"the model has {layers} layers with parameters, too few for {count} devices",
                 hint="use fewer --devices, or --strategy single",
             )
-        return places
+        return numbers
 
 
 def partition_stages(sizes: Sequence[int], count: int) -> list[int]:
@@ -123,17 +122,26 @@ def partition_stages(sizes: Sequence[int], count: int) -> list[int]:
     """
     heavy = [index for index, size in enumerate(sizes) if size]
     sums = [0, *accumulate(sizes[index] for index in heavy)]
+    """Entry n is the size of the first n blocks that have parameters."""
 
     @cache
-    def find_best(parts: int, end: int) -> tuple[int, tuple[int, ...]]:
-        """Return the largest of the parts before `end`, and the starts of the later parts."""
-        if parts == 1:
-            return sums[end], ()
-        before = ((cut, *find_best(parts - 1, cut)) for cut in range(parts - 1, end))
-        return min((max(size, sums[end] - sums[cut]), (*cuts, cut)) for cut, size, cuts in before)
+    def find_cuts(stages: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """Divide the first `end` blocks with parameters into this number of stages.
 
-    firsts = {heavy[cut] for cut in find_best(count, len(heavy))[1]}
-    return list(accumulate(int(index in firsts) for index in range(len(sizes))))
+        Return the size of the largest stage, and the starts of all stages but the first.
+        """
+        if stages == 1:
+            return sums[end], ()
+        candidates = []
+        for last_start in range(stages - 1, end):
+            largest, starts = find_cuts(stages - 1, last_start)
+            last_size = sums[end] - sums[last_start]
+            candidates.append((max(largest, last_size), (*starts, last_start)))
+        return min(candidates)
+
+    _, starts = find_cuts(count, len(heavy))
+    first_blocks = {heavy[start] for start in starts}
+    return list(accumulate(int(index in first_blocks) for index in range(len(sizes))))
 
 
 class _Moving:
@@ -145,4 +153,5 @@ class _Moving:
     def __call__(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments on the device of the block, which torch passes to it."""
         return move_tensors(args, self._device), move_tensors(kwargs, self._device)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -49,30 +49,31 @@ class InFlight:
     def __init__(self, limit: int) -> None:
         """Start without steps; no gradient may be older than `limit` when it is applied."""
         self._limit = limit
-        self._began: dict[int, int] = {}
+        self._applied_before: dict[int, int] = {}
+        """The number of updates before a step was handed out, by the number of the step."""
         self.applied = 0
 
     def __len__(self) -> int:
         """Return the number of steps in flight."""
-        return len(self._began)
+        return len(self._applied_before)
 
     @property
     def has_room(self) -> bool:
-        """True if one more step keeps the limit for any order in which the gradients arrive.
-
-        In the worst case the oldest is applied last, after all the others and the new one.
-        """
-        if not self._began:
+        """True if one more step keeps the limit for any order in which the gradients arrive."""
+        if not len(self):
             return True
-        return self.applied - min(self._began.values()) + len(self._began) <= self._limit
+        oldest_age = self.applied - min(self._applied_before.values())
+        # In the worst case the oldest is applied after all the others and the new one.
+        updates_before_oldest = len(self)
+        return oldest_age + updates_before_oldest <= self._limit
 
     def begin(self, number: int) -> None:
         """Record that step `number` is handed out with the current weights."""
-        self._began[number] = self.applied
+        self._applied_before[number] = self.applied
 
     def finish(self, number: int) -> int:
         """Count the gradient of step `number` as applied, and return its age."""
-        age = self.applied - self._began.pop(number)
+        age = self.applied - self._applied_before.pop(number)
         self.applied += 1
         return age
 
@@ -105,6 +106,15 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class _OpenStep:
+    """A step that is handed out: the scale of its loss, and its answers so far by worker rank."""
+
+    step: TrainingStep
+    loss_scale: float
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class _RunEnd:
     """The end of the run: its outcome, or why it failed."""
 
@@ -114,7 +124,7 @@ class _RunEnd:
 
 _inbox: SimpleQueue[Any] = SimpleQueue()
 """The messages to this process. The server gets `(rank, Answer | _Failure)`; a worker gets
-`(Task, answer)`, and in the end `_RunEnd`, or a `_Failure` of the connection."""
+`(Task, send_answer)`, and in the end `_RunEnd`, or a `_Failure` of the connection."""
 _run_end: Future[_RunEnd] = Future()
 """The end of the run, in the server."""
 
@@ -137,7 +147,7 @@ def _receive(message: Any) -> None:
 
 @async_execution  # type: ignore[untyped-decorator]
 def _wait_for_end() -> Future[_RunEnd]:
-    """Return the end of the run; the call fails if the server is lost."""
+    """Return the future end of the run, for a worker; its call fails if the server is lost."""
     return _run_end
 
 
@@ -176,7 +186,7 @@ def _yield_store(_: str, **__: Any) -> Iterator[tuple[Store, int, int]]:
 
 
 def _release_workers(size: int, end: _RunEnd) -> None:
-    """Send the end of the run to all workers, and shut rpc down."""
+    """Send the end of the run to all workers, also to their `_wait_for_end`; shut rpc down."""
     calls = [
         rpc.rpc_async(_worker_name(rank), _receive, args=(end,), timeout=_PATIENCE)
         for rank in range(1, size)
@@ -196,11 +206,12 @@ def _shut_down_rpc(end: _RunEnd | None) -> None:
 
 
 def _result_or_failure(call: Future[Any]) -> Any:
-    """Return the result of a call in another process, or the failure of the connection."""
+    """Return the result of a call in another process, or text on the failed connection."""
     try:
         return call.value()
     except Exception as error:
-        return f"the connection was closed ({str(error).partition(' (this error')[0]})"
+        reason, _, _ = str(error).partition(" (this error")  # originated at tensorpipe/...
+        return f"the connection was closed ({reason})"
 
 
 class ParameterServer(Strategy):
@@ -237,21 +248,25 @@ class ParameterServer(Strategy):
             raise TrainingError(
                 "this torch has no torch.distributed.rpc", hint="use --strategy ddp"
             )
-        self._part = 0, 1
-        self._end: _RunEnd | None = None
+        self._part = 0, 1  # the whole batch, in a worker each task sets another one
+        self._end: _RunEnd | None = None  # in a worker, as soon as the server has sent it
         _connect(self._rank, self.processes)
         with self._lead_workers() if self.takes_steps else self._watch_server():
             yield
 
     @contextmanager
     def _lead_workers(self) -> Iterator[None]:
-        """Lead the workers, which end with the block."""
+        """Prepare the server to hand out steps; the workers end with the block.
+
+        They get the outcome of `finish`, or the error of the block.
+        """
+        workers = range(1, self.processes)
         is_split = self.config.updates == "synchronous"
-        self._parts = self.processes - 1 if is_split else 1
+        self._parts = len(workers) if is_split else 1  # of each batch
         self._in_flight = InFlight(0 if is_split else self.config.staleness)
-        self._handed_out: dict[int, tuple[TrainingStep, float, dict[int, Answer]]] = {}
-        self._free = set(range(1, self.processes))
-        self._result: Any = None
+        self._open_steps: dict[int, _OpenStep] = {}  # by number
+        self._free_workers = set(workers)
+        self._outcome: Any = None
         failure = None
         try:
             yield
@@ -259,20 +274,23 @@ class ParameterServer(Strategy):
             failure = to_sendable(error)
             raise
         finally:
-            _release_workers(self.processes, _RunEnd(self._result, failure))
+            _release_workers(self.processes, _RunEnd(self._outcome, failure))
 
     @contextmanager
     def _watch_server(self) -> Iterator[None]:
-        """Watch the server, and send it any error of the block."""
+        """Watch the server from a worker, and send it any error of the block.
+
+        Its end, or a lost connection, goes to the inbox: the server answers a call when it ends.
+        """
         end_call: Future[_RunEnd] = rpc.rpc_async(_SERVER, _wait_for_end, timeout=0)
         end_call.add_done_callback(lambda call: _inbox.put(_result_or_failure(call)))
         try:
             yield
         except BaseException as error:
-            if self._end is None:
+            if self._end is None:  # the server has not ended: it waits for this worker
+                message = self._rank, to_sendable(error)
                 with suppress(RuntimeError):  # the server is gone, or ends
-                    failure = self._rank, to_sendable(error)
-                    rpc.rpc_sync(_SERVER, _receive, args=(failure,), timeout=_PATIENCE)
+                    rpc.rpc_sync(_SERVER, _receive, args=(message,), timeout=_PATIENCE)
             raise
         finally:
             _shut_down_rpc(self._end)
@@ -282,19 +300,21 @@ class ParameterServer(Strategy):
         """The CPU for the server; for a worker the GPU of its number on the machine, or the CPU."""
         if self.takes_steps:
             return (torch.device("cpu"),)
-        is_beside_server = os.environ.get("GROUP_RANK", "0") == "0"
-        return (
-            resolve_device(self.config.device, local_rank=read_local_rank() - is_beside_server),
-        )
+        local_rank = read_local_rank()
+        is_on_machine_of_server = os.environ.get("GROUP_RANK", "0") == "0"
+        if is_on_machine_of_server:  # there the server is number 0, and needs no GPU
+            local_rank -= 1
+        return (resolve_device(self.config.device, local_rank=local_rank),)
 
     def select_rows(self, rows: Sequence[int]) -> list[int]:
-        """Return all rows, or in a worker the rows of its part."""
-        return select_share(rows, *self._part)
+        """Return all rows, or in a worker the rows of its part of the batch."""
+        number, count = self._part
+        return select_share(rows, number, count)
 
     # The server.
 
     def step(self, step: TrainingStep) -> list[StepResult]:
-        """Hand out a step, and wait until another one can be handed out.
+        """Hand out a step, wait until another one can be handed out, and return the finished ones.
 
         Raises:
             TrainingError: a loss is not finite.
@@ -303,64 +323,66 @@ class ParameterServer(Strategy):
         scaler = self.tuning.scaler
         scaler.scale(torch.zeros(()))  # the scaler initializes its scale with the first loss
         self._in_flight.begin(step.number)
-        self._handed_out[step.number] = step, scaler.get_scale(), {}
-        state = [
-            tensor.detach().clone() for tensor in self._state_tensors()
-        ]  # the next update is in place
+        self._open_steps[step.number] = _OpenStep(step, scaler.get_scale())
+        # Copies: the next update changes the tensors in place.
+        state = [tensor.detach().clone() for tensor in self._state_tensors()]
         # The votes are of this process, and stay in it.
         task = Task(replace(step, votes=()), state, scaler.state_dict())
         for part in range(self._parts):
             self._hand_out_task(replace(task, part=(part, self._parts)))
-        return self._collect_answers(lambda: bool(self._in_flight.has_room and self._free))
+        return self._collect_answers(lambda: self._in_flight.has_room and bool(self._free_workers))
 
     def collect_finished_steps(self) -> list[StepResult]:
-        """Wait until no step is in flight."""
-        return self._collect_answers(lambda: not len(self._in_flight))
+        """Wait until no step is in flight, and return the steps that were."""
+        return self._collect_answers(lambda: len(self._in_flight) == 0)
 
     def finish(self, outcome: Any) -> None:
-        """Give the outcome to the workers when they are released."""
-        self._result = outcome
+        """Store the outcome, which the workers get when they are released."""
+        self._outcome = outcome
 
     def _hand_out_task(self, task: Task) -> None:
         """Send a task to the first free worker; its answer goes to the inbox."""
-        rank = min(self._free)
-        self._free.remove(rank)
+        rank = min(self._free_workers)
+        self._free_workers.remove(rank)
         answer: Future[Answer] = rpc.rpc_async(
             _worker_name(rank), _submit_task, args=(task,), timeout=0
         )
         answer.add_done_callback(lambda call: _inbox.put((rank, _result_or_failure(call))))
 
     def _collect_answers(self, is_enough: Callable[[], bool]) -> list[StepResult]:
-        """Apply the answers that have arrived, and wait for more until `is_enough()` is True."""
+        """Apply the answers that have arrived, and wait for more until `is_enough()` is True.
+
+        A step is applied when all of its parts are answered; return the results of these steps.
+        """
         results: list[StepResult] = []
         while True:
             try:
                 rank, answer = _inbox.get(block=not is_enough())
-            except Empty:
+            except Empty:  # of a `get` that does not block
                 return results
-            if not isinstance(answer, Answer):
+            if not isinstance(answer, Answer):  # it is a `_Failure`
                 hint = getattr(answer, "hint", None)
                 raise PeerLost(f"worker {rank} cannot continue: {answer}", hint=hint)
-            self._free.add(rank)
-            answers = self._handed_out[answer.number][2]
+            self._free_workers.add(rank)
+            answers = self._open_steps[answer.number].answers
             answers[rank] = answer
             if len(answers) == self._parts:
-                results.append(
-                    self._apply_answer(
-                        _add_answers([answers[worker] for worker in sorted(answers)])
-                    )
-                )
+                sum_of_parts = _add_answers([answers[worker] for worker in sorted(answers)])
+                results.append(self._apply_answer(sum_of_parts))
 
     def _apply_answer(self, answer: Answer) -> StepResult:
-        """Update the weights with the gradients of a whole step, and return its result."""
-        step, scale, _ = self._handed_out.pop(answer.number)
-        rescale = self.tuning.scaler.get_scale() / scale  # the scale may have changed meanwhile
+        """Update the weights with the gradients of a whole step, and return its result.
+
+        Buffers, such as running statistics, become those of the answer.
+        """
+        open_step = self._open_steps.pop(answer.number)
+        # The gradients are multiplied by the loss scale of that time, which may have changed.
+        rescale = self.tuning.scaler.get_scale() / open_step.loss_scale
         for parameter, gradient in zip(self.module.parameters(), answer.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.mul_(rescale)
         _copy_values(list(self.module.buffers()), answer.buffers)
-        result = self.update(
-            replace(step, votes=_add_votes(step.votes, answer.votes)), answer.loss_sum
-        )
+        votes = _add_votes(open_step.step.votes, answer.votes)
+        result = self.update(replace(open_step.step, votes=votes), answer.loss_sum)
         return replace(result, staleness=self._in_flight.finish(answer.number))
 
     # A worker.
@@ -374,10 +396,11 @@ class ParameterServer(Strategy):
         """
         self.model.train()
         while isinstance(message := _inbox.get(), tuple):
-            task, answer = message
-            answer(self._compute_answer(task, votes()))
-        is_lost = not isinstance(message, _RunEnd)
-        self._end = end = _RunEnd(failure=message) if is_lost else message
+            task, send_answer = message
+            send_answer(self._compute_answer(task, votes()))
+        # The last message is the end of the run, or the failure of the connection.
+        end = message if isinstance(message, _RunEnd) else _RunEnd(failure=message)
+        self._end = end
         if isinstance(end.failure, str):
             raise PeerLost(f"the server, rank 0, cannot continue: {end.failure}")
         if end.failure is not None:
@@ -385,24 +408,24 @@ class ParameterServer(Strategy):
         return end.outcome
 
     def _compute_answer(self, task: Task, votes: Sequence[float]) -> Answer:
-        """Compute the gradients of a task in this worker."""
-        self._part = part, _ = task.part
-        seed = self.config.seed * 1_000_003 + task.step.number  # the same on every worker
-        seed_all(seed + part * 7_919_000_000)
+        """Compute the gradients of a task in this worker.
+
+        Random numbers, as of dropout, depend on the step and the part, not on the worker.
+        """
+        self._part = task.part
+        part_number, _ = task.part
+        step_seed = self.config.seed * 1_000_003 + task.step.number
+        seed_all(step_seed + part_number * 7_919_000_000)  # far from the seeds of other steps
         _copy_values(self._state_tensors(), task.state)
         self.tuning.scaler.load_state_dict(dict(task.scaler))
         self.module.zero_grad()
         loss_sum = self.backward(task.step)
-        return Answer(
-            task.step.number,
-            loss_sum,
-            [
-                None if tensor.grad is None else tensor.grad.cpu()
-                for tensor in self.module.parameters()
-            ],
-            [tensor.detach().cpu() for tensor in self.module.buffers()],
-            list(votes),
-        )
+        gradients = [
+            None if parameter.grad is None else parameter.grad.cpu()
+            for parameter in self.module.parameters()
+        ]
+        buffers = [buffer.detach().cpu() for buffer in self.module.buffers()]
+        return Answer(task.step.number, loss_sum, gradients, buffers, list(votes))
 
     def _state_tensors(self) -> list[torch.Tensor]:
         """Return the parameters and buffers, in the order in which they are sent."""
@@ -410,19 +433,27 @@ class ParameterServer(Strategy):
 
 
 def _add_answers(answers: Sequence[Answer]) -> Answer:
-    """Return the sum of all parts of a step, added in the order of the workers."""
-    first, *others = answers
+    """Return the sum of the answers to all parts of a step, added in this order.
+
+    The buffers, such as running statistics, are those of the first answer.
+    """
+    total, *others = answers
     for other in others:
-        first = replace(
-            first,
-            loss_sum=first.loss_sum + other.loss_sum,
-            gradients=[
-                a if b is None else b if a is None else a + b
-                for a, b in zip(first.gradients, other.gradients, strict=True)
-            ],
-            votes=_add_votes(first.votes, other.votes),
+        pairs = zip(total.gradients, other.gradients, strict=True)
+        total = replace(
+            total,
+            loss_sum=total.loss_sum + other.loss_sum,
+            gradients=[_add_gradients(a, b) for a, b in pairs],
+            votes=_add_votes(total.votes, other.votes),
         )
-    return first
+    return total
+
+
+def _add_gradients(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two gradients; a missing one counts as zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
 
 
 def _add_votes(a: Sequence[float], b: Sequence[float]) -> list[float]:
