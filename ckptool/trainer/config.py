@@ -17,20 +17,28 @@ _MLP = re.compile(r"mlp(?::([1-9]\d{0,8}(?:,[1-9]\d{0,8})*))?", re.ASCII)
 
 
 def parse_csv_path(data: str) -> str | None:
-    """Return the path in `csv:PATH`, or None."""
-    return data[4:] if data.startswith("csv:") else None
+    """Return the path in `csv:PATH`, maybe empty; None for data of another kind."""
+    return data.removeprefix("csv:") if data.startswith("csv:") else None
 
 
 def parse_hidden_widths(model: str) -> list[int] | None:
-    """Return the widths of the hidden layers of `mlp:16,32`, or None."""
+    """Return the widths of the hidden layers of `mlp:16,32`, or None for a model of another kind.
+
+    A plain `mlp` has these two layers.
+    """
     match = _MLP.fullmatch(model)
-    return None if match is None else [int(width) for width in (match[1] or "16,32").split(",")]
+    if match is None:
+        return None
+    widths = match[1] or "16,32"
+    return [int(width) for width in widths.split(",")]
 
 
 def _is_data(data: str) -> bool:
     """Return True if `--data` names built-in data, a CSV file or a factory."""
-    is_named = data[:4] != "csv:" and FACTORY.fullmatch(data)
-    return data in _DATA or bool(parse_csv_path(data) or is_named)
+    csv_path = parse_csv_path(data)
+    if csv_path is not None:
+        return bool(csv_path)
+    return data in _DATA or FACTORY.fullmatch(data) is not None
 
 
 def _is_model(model: str) -> bool:
@@ -53,7 +61,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "float64"),
     "amp": ("bf16", "fp16"),
 }
-_LARGEST = 3.4e38
+_FLOAT32_MAX = 3.4e38
 _COUNTS = (
     *("epochs", "max_steps", "batch_size", "accumulate"),
     *("step_size", "keep", "save_every", "patience"),
@@ -136,58 +144,61 @@ def check_options(values: Mapping[str, Any], spell: Spelling = format_argument) 
     Raises:
         UsageError: if a value is wrong, or has no effect with the other options.
     """
-    defaults = {field.name: field for field in fields(TrainConfig)}
+    field_by_name = {field.name: field for field in fields(TrainConfig)}
     for name, value in values.items():
-        type_name = str(defaults[name].type)
-        rule = (
-            f"of type {type_name}"
-            if not _has_type(value, type_name)
-            else _find_broken_rule(name, value)
-        )
-        if rule is not None:
-            raise UsageError(f"{spell(name, value)} must be {rule}")
+        type_name = str(field_by_name[name].type)
+        if _has_type(value, type_name):
+            broken_rule = _find_broken_rule(name, value)
+        else:
+            broken_rule = f"of type {type_name}"
+        if broken_rule is not None:
+            raise UsageError(f"{spell(name, value)} must be {broken_rule}")
     options = dict(values)
     if parse_csv_path(options["data"]):
-        options["data"] = "csv:PATH"
+        options["data"] = "csv:PATH"  # any path, as in the table of conditions
+    defaults = {name: field.default for name, field in field_by_name.items()}
     for name, conditions in _ONLY_WITH.items():
-        for other, wanted in conditions.items():
-            if options[name] != defaults[name].default and options[other] != wanted:
+        for other, required in conditions.items():
+            if options[name] != defaults[name] and options[other] != required:
                 raise UsageError(
-                    f"{spell(name, options[name])} needs {spell(other, wanted)}, not "
+                    f"{spell(name, options[name])} needs {spell(other, required)}, not "
                     f"{spell(other, options[other])}"
                 )
     for name, strategies in _NOT_WITH.items():
         if options[name] and options["strategy"] in strategies:
             strategy = spell("strategy", options["strategy"])
             raise UsageError(f"{spell(name, options[name])} does not work with {strategy}")
-    if options["keep"] != defaults["keep"].default and not (
-        options["save_every"] or options["save_seconds"]
-    ):
+    has_interval = options["save_every"] or options["save_seconds"]
+    if options["keep"] != defaults["keep"] and not has_interval:
         example = spell("save_every", 100)
         raise UsageError(f"{spell('keep', options['keep'])} needs an interval such as {example}")
 
 
-def _has_type(value: Any, kind: str) -> bool:
-    """Return True if a value has the type of an annotation, given as text."""
-    kind, _, optional = kind.partition(" | ")
+def _has_type(value: Any, annotation: str) -> bool:
+    """Return True if a value has a type such as "int", "str | None" or "tuple[int, ...]"."""
+    type_name, _, none = annotation.partition(" | ")
     if value is None:
-        return bool(optional)
-    if kind.startswith("tuple["):
-        item_type = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return bool(none)
+    if type_name.startswith("tuple["):
+        item_type = type_name.removeprefix("tuple[").removesuffix(", ...]")
         return isinstance(value, (tuple, list)) and all(
             _has_type(item, item_type) for item in value
         )
-    return isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
+    if isinstance(value, bool):  # which Python also counts as an int
+        return type_name == "bool"
+    return isinstance(value, _TYPES[type_name])
 
 
 def _find_broken_rule(name: str, value: Any) -> str | None:
-    """Return the rule that a value of this option breaks, or None."""
+    """Return the rule that a value of this option breaks, as text after "must be", or None."""
     if value is None:
         return None
-    if isinstance(value, (int, float)) and not abs(value) <= _LARGEST:
+    if isinstance(value, (int, float)) and not abs(value) <= _FLOAT32_MAX:  # NaN too
         return "a finite float32 number"
-    is_right, rule = _RULES.get(name, (None, ""))
-    return None if is_right is None or is_right(value) else rule
+    if name not in _RULES:
+        return None
+    is_valid, rule = _RULES[name]
+    return None if is_valid(value) else rule
 
 
 @dataclass(frozen=True, kw_only=True)

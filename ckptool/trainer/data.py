@@ -72,12 +72,13 @@ class Batches:
 
     @property
     def steps(self) -> int:
-        """Steps of the optimizer in one epoch."""
-        return -(-self.samples // (self.batch_size * self.accumulate))
+        """Steps of the optimizer in one epoch, with a smaller last one."""
+        return math.ceil(self.samples / (self.batch_size * self.accumulate))
 
     def iterate_epoch(self, epoch: int, first: int = 0) -> Iterator[list[list[int]]]:
         """Yield the steps of `epoch` (from 0), from `first` on: lists of batches of row numbers."""
-        generator = torch.Generator().manual_seed((self.seed << 20) + epoch & (1 << 63) - 1)
+        epoch_seed = (self.seed << 20) + epoch
+        generator = torch.Generator().manual_seed(epoch_seed % 2**63)  # torch's seeds have 64 bits
         order = torch.randperm(self.samples, generator=generator).tolist()
         size = self.batch_size
         batches = [order[start : start + size] for start in range(0, self.samples, size)]
@@ -91,8 +92,8 @@ def select_share(rows: Sequence[int], rank: int, size: int) -> list[int]:
     The batch is split as by `torch.chunk` and `DataParallel`: equal parts rounded up, the last one
     smaller (30 over 4: 8, 8, 8, 6; 10 over 8: five times 2, and three times 0).
     """
-    each = -(-len(rows) // size)
-    return list(rows[rank * each : (rank + 1) * each])
+    share = math.ceil(len(rows) / size)
+    return list(rows[rank * share : (rank + 1) * share])
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -224,7 +225,10 @@ def load_batches(
     seed: int,
     is_pinned: bool,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the batches of these rows in order; for no rows the first sample, for its types.
+    """Yield a batch for each item of `rows`, a list of row numbers, in order.
+
+    A process may have no rows of a batch. For such an item the batch is the first sample, which
+    shows the caller the types of inputs and targets.
 
     With `workers` the batches are made ahead, and the random numbers of the dataset follow from
     `seed` and the position of the batch only, in any worker.
@@ -237,12 +241,12 @@ def load_batches(
         return
     for batch in DataLoader(
         cast("Any", _BatchDataset(dataset, rows, dtype, seed)),
-        batch_size=None,
+        batch_size=None,  # an item of the dataset is a batch
         num_workers=workers,
         pin_memory=is_pinned,
         generator=torch.Generator(),  # not the default one, which a resumed run continues
     ):
-        if isinstance(batch, CheckpointError):
+        if isinstance(batch, CheckpointError):  # that making this batch raised in a worker
             raise batch
         yield batch
 
@@ -258,10 +262,11 @@ class _BatchDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, at: int) -> tuple[Any, Any] | CheckpointError:
-        seed_all(self._seed + at)
+    def __getitem__(self, index: int) -> tuple[Any, Any] | CheckpointError:
+        """Return a batch, or the error that making it raised; without rows, the first sample."""
+        seed_all(self._seed + index)
         try:
-            return collate(self._dataset, self._rows[at] or [0], self._dtype)
+            return collate(self._dataset, self._rows[index] or [0], self._dtype)
         except CheckpointError as error:
             return error
 
@@ -297,7 +302,11 @@ _HINT = "return a TrainData, a map-style dataset, or a pair of training and vali
 
 
 def _call_data_factory(config: TrainConfig) -> TrainData:
-    """Return the data that the user's `module:factory` returns, with the loss of the options."""
+    """Return the data that the user's `module:factory` names or returns.
+
+    It is a `TrainData`, or a training dataset, or a pair of training and validation datasets; the
+    last two get the loss of the options.
+    """
     text = config.data
     with use_working_directory():
         result = import_object(text)
@@ -305,12 +314,14 @@ def _call_data_factory(config: TrainConfig) -> TrainData:
             result = run_user_code(result, f"{text} raised", _HINT)
     if isinstance(result, TrainData):
         return result
-    pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not hasattr(pair[0], "__getitem__"):
+    training, validation = result, None
+    if isinstance(result, tuple) and len(result) == 2:
+        training, validation = result
+    if not hasattr(training, "__getitem__"):
         raise UsageError(f"{text} returns {a_class(result)}, expected data", hint=_HINT)
     if config.loss is None:
         raise UsageError(f"{text} returns a dataset without a loss", hint="add --loss mse_loss")
-    return TrainData(pair[0], pair[1], config.loss)
+    return TrainData(training, validation, config.loss)
 
 
 def make_friedman(config: TrainConfig) -> TrainData:
@@ -358,11 +369,20 @@ def load_digit_images(config: TrainConfig) -> TrainData:
         ) from error
     loaded = load_digits()
     dtype = getattr(torch, config.dtype)
-    images = torch.as_tensor(loaded.images).unsqueeze(1).to(dtype) / 16
+    largest_pixel = 16.0
+    images = torch.as_tensor(loaded.images).unsqueeze(1).to(dtype) / largest_pixel
     labels = torch.as_tensor(loaded.target).long()
-    rows = split_rows(len(labels), config.seed)
-    training, validation = (TensorDataset(images[part], labels[part]) for part in rows)
-    return TrainData(training, validation, "cross_entropy", (1, 8, 8), 10, {"largest": 16.0})
+    training, validation = (
+        TensorDataset(images[rows], labels[rows]) for rows in split_rows(len(labels), config.seed)
+    )
+    return TrainData(
+        training,
+        validation,
+        loss="cross_entropy",
+        inputs=(1, 8, 8),
+        outputs=10,
+        statistics={"largest": largest_pixel},
+    )
 
 
 def load_csv(config: TrainConfig, path: str) -> TrainData:
@@ -387,17 +407,18 @@ def load_csv(config: TrainConfig, path: str) -> TrainData:
         )
     training, validation = (values[rows] for rows in split_rows(samples, config.seed))
     std, mean = torch.std_mean(training, dim=0, correction=0)
+    # A constant column becomes 0: its mean must be exact, and its deviation is not a divisor.
     is_constant = (training == training[0]).all(0)
     mean, std = torch.where(is_constant, training[0], mean), torch.where(is_constant, 1.0, std)
-    invalid = ~(mean.isfinite() & std.isfinite() & (std > 0))
-    if invalid.any():
-        name = columns[int(invalid.nonzero()[0])]
+    is_invalid = ~(mean.isfinite() & std.isfinite() & (std > 0))  # for each column
+    if is_invalid.any():
+        name = columns[int(is_invalid.nonzero()[0])]
         raise TrainingError(
             f"column {printable(name)!r} cannot be standardized: its numbers are too large or too "
             "close to each other",
             file=path,
         )
-    features = [number for number in range(len(columns)) if number != target]
+    features = [index for index in range(len(columns)) if index != target]
 
     def scale_rows(values: torch.Tensor) -> TensorDataset:
         """Return rows as a dataset of standardized features and target."""
@@ -405,7 +426,7 @@ def load_csv(config: TrainConfig, path: str) -> TrainData:
         return TensorDataset(scaled[:, features], scaled[:, [target]])
 
     statistics = {
-        "columns": [columns[number] for number in features],
+        "columns": [columns[index] for index in features],
         "mean": mean[features].tolist(),
         "std": std[features].tolist(),
         "target": columns[target],
@@ -413,7 +434,12 @@ def load_csv(config: TrainConfig, path: str) -> TrainData:
         "target_std": std[target].item(),
     }
     return TrainData(
-        scale_rows(training), scale_rows(validation), "mse_loss", (len(features),), 1, statistics
+        scale_rows(training),
+        scale_rows(validation),
+        loss="mse_loss",
+        inputs=(len(features),),
+        outputs=1,
+        statistics=statistics,
     )
 
 
@@ -469,7 +495,7 @@ def read_table(path: str) -> tuple[tuple[str, ...], torch.Tensor]:
                 skipinitialspace=True,
             )
             try:
-                return _parse_table(row for row in rows if len(row) > 1 or "".join(row).strip())
+                return _parse_table(row for row in rows if not _is_blank_line(row))
             except (csv.Error, _TableError) as error:
                 text = f"line {rows.line_num}: {error}"
                 hint = "write numbers such as 1.5 in every cell, and names only in the first line"
@@ -483,11 +509,21 @@ def read_table(path: str) -> tuple[tuple[str, ...], torch.Tensor]:
 
 
 def _detect_delimiter(head: Sequence[str]) -> str:
-    """Return the first delimiter that the first two lines have, or else the most frequent one."""
+    """Return the delimiter of a table whose first lines are `head`.
+
+    The first one that is in both of the first two lines, or else the most frequent one there.
+    """
     lines = [line for line in head if line.strip()][:2]
-    counts = {delimiter: [line.count(delimiter) for line in lines] for delimiter in _DELIMITERS}
-    in_both = (delimiter for delimiter in _DELIMITERS if all(counts[delimiter]))
-    return next(in_both, max(reversed(_DELIMITERS), key=lambda delimiter: sum(counts[delimiter])))
+    for delimiter in _DELIMITERS:
+        if all(delimiter in line for line in lines):
+            return delimiter
+    # Of delimiters that are equally frequent `max` returns the first: here the comma.
+    return max(reversed(_DELIMITERS), key="".join(lines).count)
+
+
+def _is_blank_line(row: Sequence[str]) -> bool:
+    """Return True for the row of an empty line; a line of delimiters is a row of empty cells."""
+    return len(row) <= 1 and not "".join(row).strip()
 
 
 def _parse_table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tensor]:
@@ -495,15 +531,12 @@ def _parse_table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tens
     first = next(rows, None)
     if first is None:
         raise _TableError("the file has no rows")
-    columns = tuple(map(str, range(1, len(first) + 1)))
+    columns = tuple(str(number) for number in range(1, len(first) + 1))
     if _is_header(first):
-        columns = tuple(
-            cell.strip() or number_text for cell, number_text in zip(first, columns, strict=True)
-        )
+        columns = tuple(cell.strip() or number for cell, number in zip(first, columns, strict=True))
         if len(set(columns)) < len(columns):
-            raise _TableError(
-                f"two columns have the name {printable(max(columns, key=columns.count))!r}"
-            )
+            repeated = max(columns, key=columns.count)
+            raise _TableError(f"two columns have the name {printable(repeated)!r}")
     else:
         rows = chain([first], rows)
     values = array("d")
@@ -525,9 +558,10 @@ def _parse_table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tens
 
 
 def _is_header(first: Sequence[str]) -> bool:
-    """Return True if a row has words, and all of its words are not numbers."""
-    words = [cell for cell in map(str.strip, first) if cell and not cell.isdecimal()]
-    return bool(words) and all(_parse_number(word) is None for word in words)
+    """Return True if a row has words, and no number other than whole ones, such as 2019."""
+    cells = [cell.strip() for cell in first]
+    others = [cell for cell in cells if cell and not cell.isdecimal()]  # neither empty nor whole
+    return bool(others) and all(_parse_number(cell) is None for cell in others)
 
 
 def _parse_number(cell: str) -> float | None:

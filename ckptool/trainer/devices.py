@@ -167,9 +167,14 @@ def detect_devices() -> Devices:
     for number in range(cuda):
         properties = torch.cuda.get_device_properties(number)
         name = f"cuda:{number}"
-        is_current = number == torch.cuda.current_device()
         devices.append(
-            Device(name, properties.name, properties.total_memory, is_current, physical.get(name))
+            Device(
+                name,
+                model=properties.name,
+                memory=properties.total_memory,
+                is_current=number == torch.cuda.current_device(),
+                physical=physical.get(name),
+            )
         )
     if torch.backends.mps.is_available():
         devices.append(Device("mps", "Apple GPU", is_current=not cuda))

@@ -85,10 +85,11 @@ class EpochEnded(_Event):
     samples_per_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the event as plain data for JSON."""
+        """Return the event as plain data for JSON, which has no NaN and infinity."""
         fields = super().to_dict()
         return {
-            name: value if math.isfinite(value or 0) else None for name, value in fields.items()
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in fields.items()
         }
 
 

@@ -17,7 +17,7 @@ from ckptool.trainer.checkpoints import Checkpoints, TrainingProgress
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches
 from ckptool.trainer.events import EpochEnded, Note, Observer, Stepped
-from ckptool.trainer.launching import Signals
+from ckptool.trainer.launching import STOP_SIGNALS, Signals
 from ckptool.trainer.metrics import Metrics, Scalars
 from ckptool.trainer.strategies.base import StepResult, Strategy, TrainingStep
 
@@ -90,8 +90,10 @@ class Loop:
         config, progress = self._config, self._progress
         if progress.epoch >= config.epochs:
             return f"epoch {config.epochs} is finished"
-        is_within = progress.position < self._batches.steps
-        if config.max_steps is not None and progress.step >= config.max_steps and is_within:
+        # After all of its steps an epoch, also a resumed one, is still to be validated and saved.
+        is_ending_epoch = progress.position >= self._batches.steps
+        has_all_steps = config.max_steps is not None and progress.step >= config.max_steps
+        if has_all_steps and not is_ending_epoch:
             return f"step {config.max_steps} is finished"
         if config.patience is not None and progress.since_best >= config.patience:
             kind = "finite" if math.isinf(progress.best) else "lower"
@@ -105,7 +107,7 @@ class Loop:
         steps = list(self._batches.iterate_epoch(progress.epoch, progress.position))
         if limit is not None:
             steps = steps[: max(0, limit - progress.step)]
-        self._clock = time.monotonic()
+        self._counted_at = time.monotonic()
         with self._strategy.prefetch_batches(steps, epoch=progress.epoch, first=progress.position):
             for number, batches in enumerate(steps, progress.step + 1):
                 progress.rate = self._strategy.tuning.rate
@@ -113,22 +115,29 @@ class Loop:
 
     @property
     def _votes(self) -> list[float]:
-        """The signals that this process received, and in rank 0 a vote to save."""
+        """The votes of this process, 1.0 or 0.0: one for each of `STOP_SIGNALS`, and one to save.
+
+        Only rank 0 votes to save, if `save_seconds` have passed.
+        """
         is_due = self._strategy.world.rank == 0 and self._checkpoints.is_due
         return [*self._signals.votes, float(is_due)]
 
     def _read_votes(self, step: TrainingStep, results: list[StepResult]) -> tuple[int | None, bool]:
-        """Return the signal that a process got, or None, and True if a checkpoint is due."""
+        """Return the signal that a process got, or None, and True if a checkpoint is due.
+
+        The newest result has the sums of `_votes` over the processes.
+        """
         votes = results[-1].votes if results else []
+        votes_to_save = votes[len(STOP_SIGNALS) :]
         interval = self._config.save_every
         is_due = interval is not None and step.number % interval == 0
-        return Signals.find_requested(votes), is_due or any(votes[2:])
+        return Signals.find_requested(votes), is_due or any(votes_to_save)
 
     def _count_steps(self, results: Iterable[StepResult]) -> None:
-        """Add finished steps to the progress, and report them."""
-        progress, before = self._progress, self._clock
-        self._clock = time.monotonic()
-        progress.seconds += self._clock - before
+        """Add finished steps, and the time since the last call, to the progress; report them."""
+        progress, counted_before = self._progress, self._counted_at
+        self._counted_at = time.monotonic()
+        progress.seconds += self._counted_at - counted_before
         for result in results:
             progress.count_step(result)
             loss = result.loss_sum / result.samples
@@ -179,7 +188,10 @@ class Loop:
         return epoch, train_loss if val_loss is None else val_loss
 
     def _check_result(self) -> None:
-        """Refuse a run with only skipped steps; note that `best.pth` is in another folder."""
+        """Refuse a run with only skipped steps; note if `best.pth` is only in another folder.
+
+        It is there if the run resumed from a checkpoint of that folder, and did not get better.
+        """
         progress = self._progress
         if progress.step and progress.skipped == progress.step:
             raise TrainingError(

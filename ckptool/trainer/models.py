@@ -30,20 +30,23 @@ def make_model(config: TrainConfig, data: TrainData) -> nn.Module:
         )
     if config.model == "cnn":
         return _make_cnn(data)
-    widths = [] if config.model == "linear" else parse_hidden_widths(config.model)
+    if config.model == "linear":
+        return _make_mlp(data, hidden_widths=[])
+    widths = parse_hidden_widths(config.model)
     return _call_model_factory(config, data) if widths is None else _make_mlp(data, widths)
 
 
-def _make_mlp(data: TrainData, widths: list[int]) -> nn.Sequential:
-    """Build linear layers of these widths with ReLU between them."""
-    sizes = [math.prod(data.inputs), *widths]
+def _make_mlp(data: TrainData, hidden_widths: list[int]) -> nn.Sequential:
+    """Build linear layers with ReLU between them, from the inputs of the data to its outputs."""
+    widths = [math.prod(data.inputs), *hidden_widths]
     layers: list[nn.Module] = [nn.Flatten()]
     try:
-        for before, after in pairwise(sizes):
+        for before, after in pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(sizes[-1], data.outputs))
+        return nn.Sequential(*layers, nn.Linear(widths[-1], data.outputs))
     except (RuntimeError, MemoryError) as error:
-        raise UsageError(f"layers of {', '.join(map(str, widths))} do not fit in memory") from error
+        shown = ", ".join(map(str, hidden_widths))
+        raise UsageError(f"layers of {shown} do not fit in memory") from error
 
 
 def _make_cnn(data: TrainData) -> nn.Sequential:

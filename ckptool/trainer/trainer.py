@@ -104,14 +104,17 @@ class Trainer:
             }
             checkpoints = Checkpoints(config, strategy, batches, self._observer, values)
             with checkpoints.begin_run() as progress:
-                devices = tuple(map(str, strategy.devices))
-                parameters = sum(parameter.numel() for parameter in strategy.module.parameters())
-                sizes = parameters, batches.samples, batches.steps, config.epochs
-                self._observer.tell(Started(config.strategy, devices, strategy.processes, *sizes))
+                self._observer.tell(_make_start_event(strategy, batches))
                 parts = config, strategy, batches, progress, checkpoints, self._observer, signals
                 signal = Loop(*parts).run()
-            reached = progress.epoch, progress.step, progress.skipped, progress.best
-            result = TrainResult(*reached, signal, config.out)
+            result = TrainResult(
+                epoch=progress.epoch,
+                step=progress.step,
+                skipped=progress.skipped,
+                best=progress.best,
+                stopped=signal,
+                out=config.out,
+            )
             strategy.finish(result)
         return result
 
@@ -136,13 +139,27 @@ class Trainer:
         if config.compile:
             model.compile()
         strategy.wrap(model.to(getattr(torch, config.dtype)))
+        steps = config.epochs * batches.steps
+        if config.max_steps is not None:
+            steps = min(steps, config.max_steps)
         strategy.tuning = Tuning(
-            config,
-            strategy.module,
-            steps=min(config.epochs * batches.steps, config.max_steps or 1 << 62),
-            epoch=batches.steps,
+            config, strategy.module, steps=steps, steps_per_epoch=batches.steps
         )
         strategy.set_data(data.train, data.validation, data.mean_loss)
+
+
+def _make_start_event(strategy: Strategy, batches: Batches) -> Started:
+    """Return the event of a run that begins with this model and data."""
+    config = strategy.config
+    return Started(
+        strategy=config.strategy,
+        devices=tuple(map(str, strategy.devices)),
+        processes=strategy.processes,
+        parameters=sum(parameter.numel() for parameter in strategy.module.parameters()),
+        samples=batches.samples,
+        steps=batches.steps,
+        epochs=config.epochs,
+    )
 
 
 def _require_module(model: Any) -> None:
@@ -153,14 +170,11 @@ def _require_module(model: Any) -> None:
         )
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        fault = (
-            "is complex"
-            if parameter.is_complex()
-            else "is on the meta device"
-            if parameter.is_meta
-            else ""
-        )
         if is_lazy(parameter):
-            fault = "is not initialized: call the model with a batch first"
-        if fault:
-            raise UsageError(f"parameter {name} {fault}")
+            raise UsageError(
+                f"parameter {name} is not initialized: call the model with a batch first"
+            )
+        if parameter.is_complex():
+            raise UsageError(f"parameter {name} is complex")
+        if parameter.is_meta:
+            raise UsageError(f"parameter {name} is on the meta device")

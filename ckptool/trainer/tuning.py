@@ -20,13 +20,13 @@ from ckptool.trainer.config import TrainConfig
 
 
 def seed_all(seed: int) -> None:
-    """Seed the random generators of torch (all devices), Python and numpy."""
+    """Seed the random generators of torch (all devices), Python, and numpy if it is imported."""
     torch.manual_seed(seed)
     if (xla := _xla_random()) is not None:
         xla.set_rng_state(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % (1 << 32))
+        sys.modules["numpy"].random.seed(seed % 2**32)  # numpy's seeds have 32 bits
 
 
 def get_random_state() -> dict[str, Any]:
@@ -63,9 +63,10 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _xla_random() -> Any:
-    """Return torch_xla's module of random numbers, or None if XLA is not used."""
+    """Return torch_xla's module of random numbers, or None if this process does not use XLA."""
     runtime = sys.modules.get("torch_xla.runtime")
-    is_used = runtime is not None and runtime.is_spmd() and get_worker_info() is None
+    is_data_worker = get_worker_info() is not None  # which must not touch the devices
+    is_used = runtime is not None and runtime.is_spmd() and not is_data_worker
     return sys.modules["torch_xla.core.xla_model"] if is_used else None
 
 
@@ -95,7 +96,8 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the weights of one more step."""
+        """Add the weights of one more step; copy buffers and integers, which are not averaged."""
+        # With all names of tied parameters, as in the state dict.
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         for name, current in self._live_tensors().items():
             if name in parameters and current.is_floating_point():
@@ -109,7 +111,7 @@ class Average:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Restore an average, or return False if it is of another model."""
+        """Restore the result of `state`; return False, unchanged, if it is of another model."""
         if state.keys() != self._state.keys():
             return False
         for name, average in self._state.items():
@@ -127,14 +129,16 @@ class Tuning:
         average: The moving average of the weights, or None without `ema`.
     """
 
-    def __init__(self, config: TrainConfig, module: nn.Module, *, steps: int, epoch: int) -> None:
-        """Make them for the parameters of `module`, for `steps` with `epoch` steps an epoch."""
+    def __init__(
+        self, config: TrainConfig, module: nn.Module, *, steps: int, steps_per_epoch: int
+    ) -> None:
+        """Make the objects for the parameters of `module`, and for a run of `steps` steps."""
         self.config = config
         self.optimizer = _make_optimizer(config, module)
-        self._factor: Callable[[int], float] = lambda done: compute_rate_factor(
-            config, done, steps=steps, epoch=epoch
+        self._rate_factor: Callable[[int], float] = lambda done: compute_rate_factor(
+            config, done, steps=steps, steps_per_epoch=steps_per_epoch
         )
-        self.schedule = LambdaLR(self.optimizer, self._factor)
+        self.schedule = LambdaLR(self.optimizer, self._rate_factor)
         device = next((parameter.device.type for parameter in module.parameters()), "cpu")
         self.scaler = _make_scaler(device, is_enabled=config.amp == "fp16")
         self.average = None if config.ema is None else Average(module, config.ema)
@@ -171,7 +175,7 @@ class Tuning:
         Return False if the scaler found an infinite gradient and skipped the step.
 
         Raises:
-            TrainingError: a gradient is sparse, and the optimizer or an option does not take it.
+            TrainingError: a gradient is sparse, which the optimizer or an option does not support.
         """
         old_scale = self.scaler.get_scale()
         try:
@@ -180,23 +184,24 @@ class Tuning:
                 nn.utils.clip_grad_norm_(list(self._trained_parameters), self.config.clip)
             self.scaler.step(self.optimizer)
         except RuntimeError as error:
-            if not any(
+            has_sparse_gradient = any(
                 parameter.grad is not None and parameter.grad.is_sparse
                 for parameter in self._trained_parameters
-            ):
+            )
+            if not has_sparse_gradient:
                 raise
+            reason = str(error).partition("\n")[0]
             raise TrainingError(
-                "torch does not support a sparse gradient here: "
-                f"{str(error).partition(chr(10))[0]}",
+                f"torch does not support a sparse gradient here: {reason}",
                 hint="use nn.Embedding without sparse=True, or --optimizer sgd without --clip and "
                 "--weight-decay",
             ) from error
         self.scaler.update()
         self.optimizer.zero_grad()
+        # The scaler reduces its scale when it skips a step; a scale of 0 cannot be reduced.
         new_scale = self.scaler.get_scale()
-        if (
-            new_scale < old_scale or not new_scale
-        ):  # as torch's documentation tells a step that is skipped
+        is_skipped = new_scale < old_scale or new_scale == 0
+        if is_skipped:
             return False
         self.schedule.step()
         if self.average is not None:
@@ -240,7 +245,10 @@ class Tuning:
         return missing
 
     def _reschedule(self, done: int) -> None:
-        """Set the options of the configuration, and the rates after `done` steps."""
+        """Give the optimizer this run's options, and the learning rate after `done` steps.
+
+        The optimizer's state from a file came with the options of the saved run.
+        """
         (group,) = self.optimizer.param_groups
         options = {
             "params": group["params"],
@@ -248,25 +256,35 @@ class Tuning:
             "initial_lr": self.config.lr,
         }
         group.clear()  # a file may have options that a new run does not have
-        group.update(options, lr=self.config.lr * self._factor(done))
-        state = {"last_epoch": done, "_step_count": done + 1, "_last_lr": [group["lr"]]}
-        self.schedule.load_state_dict({**self.schedule.state_dict(), **state})
+        group.update(options, lr=self.config.lr * self._rate_factor(done))
+        # What LambdaLR counts in `done` steps; it calls every step an epoch.
+        counters = {"last_epoch": done, "_step_count": done + 1, "_last_lr": [group["lr"]]}
+        self.schedule.load_state_dict({**self.schedule.state_dict(), **counters})
 
 
-def compute_rate_factor(config: TrainConfig, done: int, *, steps: int, epoch: int) -> float:
-    """Return the factor of the learning rate after `done` of `steps` steps."""
+def compute_rate_factor(
+    config: TrainConfig, done: int, *, steps: int, steps_per_epoch: int
+) -> float:
+    """Return the factor of the learning rate after `done` of `steps` steps.
+
+    It rises for `config.warmup` steps and then follows `config.schedule`. The schedule "step"
+    counts epochs from the start of the run; the others count the steps after the warmup.
+    """
     if done < config.warmup:
         return (done + 1) / (config.warmup + 1)
     if config.schedule == "step":
-        return config.gamma ** (done // (config.step_size * epoch))
-    share = min(1.0, (done - config.warmup) / max(1, steps - config.warmup))
+        return config.gamma ** (done // (config.step_size * steps_per_epoch))
+    share_done = min(1.0, (done - config.warmup) / max(1, steps - config.warmup))
     if config.schedule == "cosine":
-        return (1 + math.cos(math.pi * share)) / 2
-    return 1 - share if config.schedule == "linear" else 1.0
+        return (1 + math.cos(math.pi * share_done)) / 2
+    return 1 - share_done if config.schedule == "linear" else 1.0
 
 
 def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if all elements of this process's tensors are finite."""
+    """Return True if all elements of this process's tensors are finite.
+
+    The answers for all tensors are gathered on one device, since reading each one waits for it.
+    """
     magnitudes = [_largest_magnitude(tensor) for tensor in tensors]
     return not magnitudes or bool(
         torch.stack([tensor.to(magnitudes[0]) for tensor in magnitudes]).isfinite().all()

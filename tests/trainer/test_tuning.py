@@ -23,7 +23,7 @@ def config(**options):
 
 
 def tuned(module, **options):
-    return Tuning(config(**options), module, steps=STEPS, epoch=EPOCH)
+    return Tuning(config(**options), module, steps=STEPS, steps_per_epoch=EPOCH)
 
 
 def rates(make):
@@ -66,7 +66,7 @@ def test_a_schedule_is_that_of_torch():
     ]:
         made = config(lr=0.01, **options)
         ours = [
-            0.01 * compute_rate_factor(made, done, steps=STEPS, epoch=EPOCH)
+            0.01 * compute_rate_factor(made, done, steps=STEPS, steps_per_epoch=EPOCH)
             for done in range(STEPS)
         ]
         assert ours == pytest.approx(rates(make), rel=1e-9, abs=1e-15), options
@@ -74,7 +74,7 @@ def test_a_schedule_is_that_of_torch():
 
 def test_a_schedule_whose_warmup_is_all_there_is_ends_at_its_rate():
     made = config(schedule="cosine", warmup=STEPS)
-    assert compute_rate_factor(made, STEPS, steps=STEPS, epoch=EPOCH) == 1.0
+    assert compute_rate_factor(made, STEPS, steps=STEPS, steps_per_epoch=EPOCH) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -193,14 +193,13 @@ class Strategy:
         Raises:
             TrainingError: the weights would become infinite or NaN.
         """
-        is_broken = float(not self.tuning.has_finite_gradients)
-        loss_sum, is_broken, *votes = self.world.sum_over_ranks([loss_sum, is_broken, *step.votes])
-        is_loss = not math.isfinite(loss_sum)
-        if is_loss or is_broken:
+        own_faults = float(not self.tuning.has_finite_gradients)
+        loss_sum, faults, *votes = self.world.sum_over_ranks([loss_sum, own_faults, *step.votes])
+        fault = "a gradient is not finite" if faults else None
+        if not math.isfinite(loss_sum):
+            fault = f"the loss is {loss_sum / step.samples}"
+        if fault is not None:
             self.tuning.optimizer.zero_grad()
-            fault = (
-                f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is not finite"
-            )
             raise TrainingError(f"{fault} at step {step.number}", hint=DIVERGED)
         is_taken = self.tuning.step()
         return StepResult(loss_sum, step.samples, votes, is_skipped=not is_taken)
@@ -237,23 +236,29 @@ class Strategy:
     def _load_batches(
         self, dataset: Dataset, rows: Sequence[Sequence[int]], epoch: int = 0, first: int = 0
     ) -> Iterator[tuple[Any, Any]]:
-        """Load the batches of these rows; the seed differs by epoch, rank and first batch."""
-        seed = self.config.seed ^ epoch << 44 ^ self.world.rank << 32
+        """Load the batches of these rows, of which the first has the number `first` in its epoch.
+
+        Workers seed each batch by its number; epoch and rank are above it, in bits of their own.
+        """
+        seed = (self.config.seed ^ (epoch << 44) ^ (self.world.rank << 32)) + first
         return load_batches(
             dataset,
             rows,
             getattr(torch, self.config.dtype),
             workers=min(self.config.workers, len(rows)),
-            seed=(seed + first) & (1 << 63) - 1,
+            seed=seed % 2**63,  # torch's seeds have 64 bits
             is_pinned=self.device.type == "cuda",
         )
 
     def compute_loss(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the mean loss of the samples `rows`; without samples 0, with gradients of zeros.
 
-        During an epoch the workers have loaded the batch: the same rows in the same order.
+        Inside `prefetch_batches` the next prefetched batch has the same rows; else they are loaded.
         """
-        batch = next(self._prefetched_batches or self._load_batches(self._train, [rows]))
+        batches = self._prefetched_batches
+        if batches is None:
+            batches = self._load_batches(self._train, [rows])
+        batch = next(batches)
         return self._loss_of_batch(batch, rows, trace=self.config.trace_batches)
 
     def place_batch(self, batch: Any) -> Any:
@@ -282,7 +287,9 @@ class Strategy:
     ) -> torch.Tensor:
         """Return the mean loss of one batch; for no rows 0, with gradients of zeros."""
         inputs, targets = self.place_batch(batch)
-        if not rows:  # an empty batch of the right types: the other processes wait for this one
+        if not rows:
+            # The batch is then a sample: make it empty. The model has to be called nevertheless,
+            # since the other processes wait for this one in their own calls.
             inputs, targets = tree_map_only(
                 torch.Tensor, lambda tensor: tensor[:0], (inputs, targets)
             )
@@ -293,11 +300,11 @@ class Strategy:
                 self.observer.tell(
                     Traced(True, str(self.device), first_shape(inputs), first_shape(outputs))
                 )
+            if not rows:
+                return 0 * sum_outputs(outputs)
             if isinstance(outputs, torch.Tensor):
                 targets = move_tensors(targets, outputs.device)
-            return (
-                _require_scalar(self._loss(outputs, targets)) if rows else 0 * sum_outputs(outputs)
-            )
+            return _require_scalar(self._loss(outputs, targets))
 
     def trace_shapes(self) -> AbstractContextManager[Any]:
         """Report the inputs and outputs of the model, or of each replica, in a forward pass.
@@ -344,7 +351,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     with only one child has the blocks of this child; a model without children is one block.
     """
     children = list(_iterate_children(model))
-    while len(children) == 1 and any(True for _ in children[0].children()):
+    while len(children) == 1 and list(children[0].children()):
         children = list(_iterate_children(children[0]))
     return children or [model]
 

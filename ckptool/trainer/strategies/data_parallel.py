@@ -43,8 +43,8 @@ class DataParallel(Strategy):
             if ids or self.config.output_device is not None:
                 raise UsageError(f"device_ids and output_device need GPUs, but device is {first}")
             return (first,)
-        if first.index and not ids:
-            ids = (first.index,)  # --device cuda:1 without --device-ids
+        if not ids and first.index != 0:  # the device is this one; cuda and cuda:0 mean all GPUs
+            ids = (first.index,)
         devices = tuple(
             resolve_device(f"cuda:{index}") for index in ids or range(torch.cuda.device_count())
         )
@@ -53,7 +53,7 @@ class DataParallel(Strategy):
         return devices
 
     def wrap(self, model: nn.Module) -> None:
-        """Wrap the model.
+        """Wrap the model in `nn.DataParallel`, with a replica on each GPU; on the CPU with none.
 
         Raises:
             TrainingError: there is no replica on `output_device`.
@@ -68,7 +68,8 @@ class DataParallel(Strategy):
                 )
             self.model = nn.DataParallel(self.module, ids, output)
             return
-        # With the module it would use every GPU that torch sees, although the CPU is requested.
+        # Made with the module, the wrapper would use every GPU that torch sees, although the CPU is
+        # requested. Without devices it only calls the module.
         self.model = wrapper = nn.DataParallel[nn.Module](nn.Identity())
         wrapper.module, wrapper.device_ids = self.module, []
 
@@ -129,12 +130,12 @@ class DistributedDataParallel(Distributed):
             trained = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad
             ]
-            is_partial = any(parameter.grad is None for parameter in trained)
+            has_unused = any(parameter.grad is None for parameter in trained)
             self.module.zero_grad()
             self.model = nn.parallel.DistributedDataParallel(
                 self.module,
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
-                find_unused_parameters=is_partial,
+                find_unused_parameters=has_unused,
             )
             self._loss_of_batch(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
             self.module.zero_grad()

@@ -42,7 +42,7 @@ class FullyShardedDataParallel(Distributed):
             yield
 
     def wrap(self, model: nn.Module) -> None:
-        """Shard each block by itself, then the rest of the model: each is gathered at once.
+        """Shard each block by itself, and the rest of the model together, as the root.
 
         The root too frees its whole parameters after the forward pass, so that the model has only
         shards between steps and after validation. Parameters that blocks share are sharded with

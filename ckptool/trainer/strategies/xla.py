@@ -104,7 +104,8 @@ class Xla(Strategy):
                 groups = math.gcd(len(tensor), self._count)
                 shape = (groups, self._count // groups)
                 mesh = self._spmd.Mesh(list(range(self._count)), shape, ("group", "copy"))
-                self._spmd.mark_sharding(tensor, mesh, ("group", *[None] * (tensor.dim() - 1)))
+                unsharded_axes = [None] * (tensor.dim() - 1)  # all but the axis of the samples
+                self._spmd.mark_sharding(tensor, mesh, ("group", *unsharded_axes))
         return batch
 
     @contextmanager
