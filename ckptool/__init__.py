@@ -82,6 +82,7 @@ _import_name = make_importer(__name__, globals(), _HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name on first use: a function, an error, or another class."""
     if not name[0].isupper():
         return _import_name(name)
     from ckptool import errors, results

@@ -56,11 +56,11 @@ def make_importer(
 
     Imported objects are stored in the package's `namespace`.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    home_by_name = {name: home for home, names in homes.items() for name in names}
 
     def import_name(name: str) -> Any:
-        """Import the object of this name on first use."""
-        home = home_of.get(name)
+        """Import the object of this name on first use; it may be a whole module."""
+        home = home_by_name.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with pause_gc():

@@ -21,6 +21,7 @@ from ckptool.words import listed, printable
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 """The form of `module:factory`."""
 _MOST_NAMED = 6
+"""The most names in a hint."""
 HINT = "write a function without arguments that returns the model: def build(): return Net(...)"
 
 
@@ -68,18 +69,21 @@ def _get_attribute(text: str, node: Any, name: str) -> Any:
 
 def _hint_available_names(node: Any) -> str:
     """Return a hint with the models in a module or class, and the module's own callables."""
-    own_name = getattr(node, "__name__", "")
+    module_name = getattr(node, "__name__", "")
+
+    def can_build_model(value: Any) -> bool:
+        """Return True for a model, or a callable that was defined in this module."""
+        is_own = getattr(value, "__module__", "") == module_name
+        return is_model(value) or (callable(value) and is_own)
+
     candidates = [
         name
         for name, value in getattr(node, "__dict__", {}).items()
-        if not name.startswith("_")
-        and (is_model(value) or (callable(value) and getattr(value, "__module__", "") == own_name))
+        if not name.startswith("_") and can_build_model(value)
     ]
-    return (
-        f"use {listed(candidates, _MOST_NAMED)}"
-        if candidates
-        else "give module:name, for example net:Net"
-    )
+    if not candidates:
+        return "give module:name, for example net:Net"
+    return f"use {listed(candidates, _MOST_NAMED)}"
 
 
 def run_user_code(make: Callable[[], Any], prefix: str, hint: str) -> Any:
@@ -105,9 +109,8 @@ def run_user_code(make: Callable[[], Any], prefix: str, hint: str) -> Any:
 
 def _find_raising_line(error: BaseException) -> str | None:
     """Return the innermost line of user code in the traceback, or None."""
-    working_directory, package = (
-        os.path.join(path, "") for path in (os.getcwd(), os.path.dirname(__file__))
-    )
+    working_directory = os.path.join(os.getcwd(), "")  # with a slash at the end
+    package = os.path.join(os.path.dirname(__file__), "")
     user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

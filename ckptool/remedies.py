@@ -43,14 +43,18 @@ class Remedy(NamedTuple):
     ) -> str:
         """Return the text of the remedy.
 
-        `format_argument` formats each argument; they are joined by `separator`, within `quote`.
+        `format_argument` formats each argument; they are joined by `separator`, within `quote`. By
+        default that is a backtick if there are words around the arguments. Arguments to fill in
+        have no quotes, because they cannot be copied.
         """
         if quote is None:
-            quote = "`" if self != Remedy(self.arguments) else ""
+            has_words = self != Remedy(self.arguments)
+            quote = "`" if has_words else ""
         formatted = separator.join(format_argument(name, value) for name, value in self.arguments)
-        tick_here = "" if self.to_fill_in else quote
-        fence = 2 * tick_here if "`" in formatted else tick_here
-        text = f"{fence}{formatted}{fence}{self.note}" if formatted else self.note
+        own_quote = "" if self.to_fill_in else quote
+        if "`" in formatted:  # as in Markdown, two backticks quote a text with one
+            own_quote *= 2
+        text = f"{own_quote}{formatted}{own_quote}{self.note}" if formatted else self.note
         alternatives = (other.spell(format_argument, separator, quote) for other in self.instead)
         # Alternatives with words of their own need more than a comma between them.
         mark = "; or " if any(remedy.note for remedy in (self, *self.instead)) else " or "
@@ -65,7 +69,10 @@ class Remedy(NamedTuple):
 
 
 def merge_remedies(remedies: Iterable[Remedy]) -> Remedy:
-    """Merge remedies; several values of one argument become a list."""
+    """Merge remedies into one; several values of one argument become a list.
+
+    The note of a remedy without arguments is separated from what precedes it by a comma.
+    """
     arguments: dict[str, Given] = {}
     note, lead = "", ""
     instead: list[Remedy] = []
@@ -80,11 +87,15 @@ def merge_remedies(remedies: Iterable[Remedy]) -> Remedy:
 
 
 def _merge_values(first: Given, second: Given) -> Given:
-    """Return the values of both as one tuple without repeats; for other types the latter wins."""
-    first, second = ((given,) if isinstance(given, str) else given for given in (first, second))
-    if isinstance(first, tuple) and isinstance(second, tuple):
-        return tuple(dict.fromkeys((*first, *second)))
-    return first if isinstance(first, bool) else second
+    """Return the texts of both as one tuple without repeats.
+
+    True, which means all, wins over texts if it is first; otherwise the second value wins.
+    """
+    first_texts = (first,) if isinstance(first, str) else first
+    second_texts = (second,) if isinstance(second, str) else second
+    if isinstance(first_texts, tuple) and isinstance(second_texts, tuple):
+        return tuple(dict.fromkeys((*first_texts, *second_texts)))
+    return first if isinstance(first, bool) else second_texts
 
 
 def _format_value(value: Given) -> str:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_LONGEST = 160  # characters of a name in a message
+_LONGEST = 160
+"""The most characters of a name in a message."""
 
 
 def clean(text: str) -> str:
@@ -30,9 +31,9 @@ def clean_lines(text: str) -> str:
 
 def _escape_character(character: str) -> str:
     """Return a character, or its Python escape if a terminal would not print it."""
-    return (
-        character if character.isprintable() else str(character.encode("unicode_escape"), "ascii")
-    )
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def printable(text: str) -> str:
@@ -46,9 +47,9 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     """Return names for a sentence: `a, b, and 3 more`, or `nothing`."""
     all_names = list(names)
     shown = ", ".join(map(printable, all_names[:most]))
-    return (
-        shown + (f", and {len(all_names) - most:,} more" if len(all_names) > most else "")
-    ) or "nothing"
+    if len(all_names) > most:
+        return f"{shown}, and {len(all_names) - most:,} more"
+    return shown or "nothing"
 
 
 def counted(count: int, noun: str) -> str:
@@ -66,8 +67,10 @@ def are(count: int) -> str:
 
 def a_class(node: Any) -> str:
     """Return `an int`, `a Net`, `None`."""
+    if node is None:
+        return "None"
     name = type(node).__name__
-    return "None" if node is None else f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
+    return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def quoted(name: str, most: int = 80) -> str:
@@ -84,7 +87,7 @@ def few(names: Sequence[str], most: int = 4) -> str:
 
 
 def as_argument(path: str) -> str:
-    """Return a path that cannot be mistaken for an option."""
+    """Return a path that cannot be mistaken for an option: `./-x` for `-x`."""
     return os.path.join(".", path) if path.startswith("-") else path
 
 
