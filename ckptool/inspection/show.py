@@ -25,7 +25,7 @@ from ckptool.core.values import (
     to_json_value,
     to_plain_value,
 )
-from ckptool.dtypes import REAL_PARTS
+from ckptool.dtypes import PACKED, REAL_PARTS
 from ckptool.errors import without_query
 from ckptool.files.source import BytesDone, Progress
 from ckptool.inspection.equality import type_name
@@ -35,6 +35,7 @@ from ckptool.tensors.bytewise import count_nonfinite_elements
 
 HEAD = 8
 _Entries = tuple[tuple[str, str], ...]
+"""Keys and summaries of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,10 @@ class ShownTensor(Shown):
     def _to_fields(self) -> dict[str, Any]:
         """Return the fields of the row, the first elements, the statistics and the parts."""
         row = self.row.to_dict()
-        facts = {key: row[key] for key in row if key not in ("path", "name")}
+        row_fields = {key: row[key] for key in row if key not in ("path", "name")}
         stats = self.statistics
         return {
-            **facts,
+            **row_fields,
             "head": [to_json_value(number) for number in self.head],
             "min": to_json_value(stats.minimum) if stats else None,
             "max": to_json_value(stats.maximum) if stats else None,
@@ -135,9 +136,10 @@ def show(
     """
     path, node = _find_module_attribute(checkpoint, str(name)) or resolve(checkpoint, name)
     node = with_late_values(node)
-    identity = (without_query(checkpoint.path), to_json_path(path), name_of(path))
+    file = without_query(checkpoint.path)
     if isinstance(node, TensorRef):
-        return _show_tensor(identity[0], path, node, count, progress, limits)
+        return _show_tensor(file, path, node, count, progress, limits)
+    identity = (file, to_json_path(path), name_of(path))
     if plain := to_plain_value(node):
         return ShownValue(*identity, *plain)
     if isinstance(node, (dict, list, tuple)):
@@ -146,12 +148,16 @@ def show(
 
 
 def _find_module_attribute(checkpoint: Checkpoint, name: str) -> tuple[Path, Any] | None:
-    """Return an attribute of a pickled module outside its state dict, such as `model/names`."""
+    """Return path and value of a pickled module's attribute outside its state dict, or None.
+
+    `model/names` is the attribute `names` of the module at `model`.
+    """
     for section in checkpoint.sections:
-        if section.kind == "module":
+        prefix = f"{section.name}/" if section.name else ""  # no prefix if it is the root
+        if section.kind == "module" and name.startswith(prefix):
             attributes = section.holder.attributes
-            attribute = name.removeprefix(f"{section.name}/")
-            if (section.name == "") == (attribute == name) and attribute in attributes:
+            attribute = name.removeprefix(prefix)
+            if attribute in attributes:
                 return (*section.path, attribute), attributes[attribute]
     return None
 
@@ -167,7 +173,7 @@ def _show_tensor(
     """Return a tensor with its first elements, and statistics if it has plain elements."""
     head: tuple[Any, ...] = ()
     stats = None
-    if tensor.has_content:
+    if tensor.has_content and tensor.dtype not in PACKED:  # several elements may share a byte
         unrepeated = tensor.unrepeated
         RepeatedBytes(limits).add(path, unrepeated)
         head = _read_head(tensor, count)
@@ -190,12 +196,16 @@ def _read_head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
 
 
 def _show_object(identity: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownObject:
-    """Return an object with its arguments, attributes and items, or a module with its state."""
-    if not isinstance(node, Opaque):
+    """Return an object with its arguments, attributes and items, or a module with its state dict.
+
+    `identity` is the file, path and name of the result. A state that is not a dict is shown as one
+    attribute, `state`.
+    """
+    if not isinstance(node, Opaque):  # a class, function, device or storage
         return ShownObject(*identity, class_name_of(node), (summarize(node),), (), ())
-    module = to_model_state(node)
-    if module is not None:
-        return ShownObject(*identity, node.class_name, (), (), _list_entries(module))
+    state_dict = to_model_state(node)
+    if state_dict is not None:
+        return ShownObject(*identity, node.class_name, (), (), _list_entries(state_dict))
     arguments = node.args if isinstance(node.args, tuple) else (node.args,)
     attributes: Any = node.attributes
     if not attributes and node.state is not None:
@@ -210,12 +220,15 @@ def _show_object(identity: tuple[str, tuple[str | int, ...], str], node: Any) ->
 
 
 def _list_items(steps: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield key and text of the items of an object that is filled like a list, set or dict."""
-    for kind, value in steps:
+    """Yield key and text of the items of an object that is filled like a list, set or dict.
+
+    `steps` are kind and items: `set` has pairs of a dict, `append` and `add` have plain items.
+    """
+    for kind, items in steps:
         if kind == "set":
-            yield from ((_format_key(key), summarize(item)) for key, item in value)
+            yield from ((_format_key(key), summarize(item)) for key, item in items)
         elif kind in ("append", "add"):
-            yield from ((str(index), summarize(item)) for index, item in enumerate(value))
+            yield from ((str(index), summarize(item)) for index, item in enumerate(items))
 
 
 def _list_entries(node: Any) -> _Entries:
@@ -278,7 +291,7 @@ def decode(dtype: str, data: bytes) -> Sequence[Any]:
         return _from_array(_ARRAY_CODES[dtype], data)
     if dtype == "float16":
         return struct.unpack(f"<{len(data) // 2}e", data)
-    if dtype == "bfloat16":
+    if dtype == "bfloat16":  # the lower half of each float32 is zero
         widened = bytearray(len(data) * 2)
         widened[2::4], widened[3::4] = data[0::2], data[1::2]
         return _from_array("f", bytes(widened))
@@ -292,10 +305,11 @@ def decode(dtype: str, data: bytes) -> Sequence[Any]:
 
 
 def compute_statistics(tensor: TensorRef, on_progress: BytesDone | None = None) -> Statistics:
-    """Read a tensor twice: count NaN and infinities, then span the other elements.
+    """Return the statistics of a tensor: minimum, maximum and mean of its finite elements.
 
-    Elements that a stride of zero repeats are read once. Sums are exact for integers.
-    `on_progress` is called with the bytes of each block of the last pass.
+    The tensor is read twice, first to count NaN and infinities; only once if it is complex, which
+    has just these counts. Elements that a stride of zero repeats are read once. Sums are exact for
+    integers. `on_progress` is called with the bytes of each block of the last pass.
     """
     is_complex = tensor.dtype in REAL_PARTS
     nan, infinite = count_nonfinite_elements(tensor, on_progress if is_complex else None)
@@ -320,7 +334,7 @@ def compute_statistics(tensor: TensorRef, on_progress: BytesDone | None = None) 
 
 
 def _sum_exactly(numbers: Sequence[Any]) -> Any:
-    """Return the sum, exact for integers; for floats `fsum` unless it overflows."""
+    """Return the sum, exact for integers; for floats `fsum` unless a partial sum overflows."""
     try:
         return sum(numbers) if isinstance(numbers[0], int) else math.fsum(numbers)
     except OverflowError:
@@ -339,15 +353,22 @@ def _from_array(code: str, data: bytes) -> array[Any]:
 @cache
 def _list_small_floats(dtype: str) -> tuple[float, ...]:
     """Return the values of all bit patterns of a float of at most 8 bits."""
-    if dtype == "float8_e8m0fnu":
+    if dtype == "float8_e8m0fnu":  # a power of two without a sign
         return (*(math.ldexp(1.0, code - 127) for code in range(255)), math.nan)
-    if dtype == "float8_e5m2":
-        return tuple(struct.unpack("<256e", bytes(b for code in range(256) for b in (0, code))))
+    if dtype == "float8_e5m2":  # the upper byte of a float16
+        halves = b"".join(bytes((0, code)) for code in range(256))
+        return struct.unpack("<256e", halves)
     if dtype == "float4_e2m1fn_x2":
         return tuple(_decode_minifloat(code, 2, 1, 1) for code in range(16))
-    exponent, bias = {"float8_e4m3fn": (4, 7), "float8_e4m3fnuz": (4, 8)}.get(dtype, (5, 16))
-    values = [_decode_minifloat(code, exponent, 7 - exponent, bias) for code in range(256)]
-    for code in (0x7F, 0xFF) if dtype == "float8_e4m3fn" else (0x80,):
+    exponent_bits, bias, nan_codes = {
+        "float8_e4m3fn": (4, 7, (0x7F, 0xFF)),
+        "float8_e4m3fnuz": (4, 8, (0x80,)),
+        "float8_e5m2fnuz": (5, 16, (0x80,)),
+    }[dtype]
+    values = [
+        _decode_minifloat(code, exponent_bits, 7 - exponent_bits, bias) for code in range(256)
+    ]
+    for code in nan_codes:
         values[code] = math.nan
     return tuple(values)
 
@@ -358,5 +379,7 @@ def _decode_minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: i
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
     if exponent:
-        mantissa += 1 << mantissa_bits
-    return sign * math.ldexp(mantissa, max(exponent, 1) - bias - mantissa_bits)
+        mantissa += 1 << mantissa_bits  # the leading 1 that is not stored
+    else:
+        exponent = 1  # of subnormal numbers
+    return sign * math.ldexp(mantissa, exponent - bias - mantissa_bits)

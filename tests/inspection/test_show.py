@@ -19,6 +19,7 @@ from ckptool.inspection.show import (
     show,
 )
 from ckptool.limits import Limits
+from tests.formats.safetensors_files import entry, raw_file
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
 from tests.tensors.refs import tensor as over
 
@@ -52,6 +53,14 @@ def test_booleans_stay_booleans(saved):
 def test_an_empty_tensor_and_a_lone_element(saved):
     assert saved({"x": torch.zeros(0, 3)}, "x").head == ()
     assert saved({"x": torch.tensor(2.5)}, "x").head == (2.5,)
+
+
+def test_elements_that_share_bytes_are_not_shown_as_numbers(tmp_path):
+    header = {"w": entry((8,), (0, 6), "F6_E2M3")}
+    path = raw_file(tmp_path / "model.safetensors", header, bytes([1, 2, 3, 4, 5, 6]))
+    with open_checkpoint(path) as opened:
+        shown = show(opened, "w")
+    assert (shown.head, shown.statistics, shown.row.shape) == ((), None, (8,))
 
 
 def test_no_head_is_asked_for(saved):
