@@ -2,9 +2,6 @@
 
 A problem is a `Finding` in a `Verdict`, also if the file does not open. A file that cannot be
 checked (missing, not permitted, an unsupported kind) is an error.
-In a folder a checkpoint is recognized by its content, or by a name that only checkpoints have. Any
-file can have the extension `.bin` or `.pkl`. If it is damaged, it is reported only if its full name
-is that of a checkpoint, or if its content is that of a failed save or download.
 """
 
 from __future__ import annotations
@@ -12,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from os.path import islink
 from typing import Any
 
 from ckptool._lazy import Result
@@ -37,32 +33,27 @@ from ckptool.errors import (
     UnsupportedFormat,
     without_query,
 )
-from ckptool.files import ByteRange, FileSource, InflatedSource, Source
+from ckptool.files import ByteRange, InflatedSource, Source
 from ckptool.files.checksums import compute_crc32cs, compute_crc32s
 from ckptool.files.source import BLOCK, Progress
-from ckptool.formats import checks, find_candidate_formats, read_probe
-from ckptool.formats.archive import open_archive
+from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe
-from ckptool.formats.distributed.dcp import DCP
 from ckptool.formats.distributed.dcp_safetensors import (
     DCP_SAFETENSORS,
     find_part_files,
-    is_part_file,
 )
 from ckptool.formats.distributed.megatron import MEGATRON, find_rank_files as megatron_rank_files
-from ckptool.formats.distributed.ranks import FSDP_RANKS, find_rank_files, is_model_rank_file
+from ckptool.formats.distributed.ranks import FSDP_RANKS, find_rank_files
 from ckptool.formats.distributed.xla import (
     XLA_FSDP,
     find_rank_files as xla_rank_files,
     find_tensor_files,
 )
-from ckptool.formats.distributed.zero import DEEPSPEED, find_step_files, is_step, is_step_file
-from ckptool.formats.foreign.tensorflow import is_index
-from ckptool.formats.identify import looks_like_checkpoint
+from ckptool.formats.distributed.zero import DEEPSPEED, find_step_files
 from ckptool.formats.model_folder import resolve_model_file
-from ckptool.formats.sharded import open_index, read_shard_names
-from ckptool.formats.torch_tar import BLOCK as TAR_BLOCK, is_tar
+from ckptool.formats.sharded import open_index
 from ckptool.inspection.blockers import detect_missing_weights
+from ckptool.inspection.discovery import find_checkpoints, should_be_checkpoint
 from ckptool.inspection.manifest import (
     HashedTensor,
     compare_tensors,
@@ -87,7 +78,7 @@ _FILE_FINDERS = (
 
 
 _HUB_FILE_NAME = re.compile(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)")
-_HASH_FILE_NAME = re.compile(r"([0-9a-f]{64})")
+_BLOB_NAME = re.compile(r"([0-9a-f]{64})")
 
 _Mismatch = tuple[Checksum, int]
 """The stored checksum, and the different one of the bytes."""
@@ -125,21 +116,7 @@ def examine(
                 probe = resolve_model_file(probe)
                 stack.callback(probe.close)
                 check.verdict = Verdict(probe.path)
-            index = probe.compute_once(open_index)
-            if index is not None:
-                shards = {name: index.path_of(name) for name in index.shards}
-                check.check_set(probe, index.path, shards)
-            elif find_files := next(
-                (find for format, find in _FILE_FINDERS if format.recognize(probe)), None
-            ):
-                files = find_files(probe)
-                top = os.path.commonpath(list(map(os.path.dirname, files)))
-                shards = {os.path.relpath(file, top or "."): file for file in files}
-                check.check_set(probe, probe.path, shards)
-            else:
-                check.check_file(probe)
-                for file in find_tensor_files(probe):
-                    check.check_shard(file, os.path.basename(file))
+            check.check_all_files(probe)
         except CheckpointError as error:
             check.blame(error)
         except PermissionError as error:
@@ -161,6 +138,23 @@ class _FileCheck:
     hashed: tuple[HashedTensor, ...] | None = None
     """The content hashes of the tensors, if they were requested and the file opened."""
 
+    def check_all_files(self, probe: Probe) -> None:
+        """Check one file, or each file of a set: shards with an index, or rank files."""
+        index = probe.compute_once(open_index)
+        if index is not None:
+            self.check_set(probe, index.path, {name: index.path_of(name) for name in index.shards})
+            return
+        for format, find_files in _FILE_FINDERS:
+            if format.recognize(probe):
+                files = find_files(probe)
+                top = os.path.commonpath([os.path.dirname(file) for file in files]) or "."
+                shards = {os.path.relpath(file, top): file for file in files}
+                self.check_set(probe, probe.path, shards)
+                return
+        self.check_file(probe)
+        for file in find_tensor_files(probe):  # torch_xla may save each tensor in its own file
+            self.check_shard(file, os.path.basename(file))
+
     def check_file(self, probe: Probe) -> None:
         """Check one file, or the files of an unzipped checkpoint.
 
@@ -174,7 +168,8 @@ class _FileCheck:
             checkpoint = read_probe(probe)
         except CheckpointError as error:
             self.add(problems=_describe_damage(mismatches, None))
-            self.blame(error, contradicted=bool(self.verdict.problems))
+            # A problem found before shows that the file is meant as a checkpoint.
+            self.blame(error, is_checkpoint=bool(self.verdict.problems))
             return
         self.check_content(checkpoint, probe, mismatches)
 
@@ -185,40 +180,43 @@ class _FileCheck:
         word. The cache of `huggingface_hub` links to blobs with the full hash as their name.
         """
         name = os.path.basename(probe.path)
-        blobs = (name, os.path.basename(os.path.realpath(probe.path)))
-        blob = next(filter(None, map(_HASH_FILE_NAME.fullmatch, blobs)), None)
+        link_target = os.path.basename(os.path.realpath(probe.path))
+        blob = _BLOB_NAME.fullmatch(name) or _BLOB_NAME.fullmatch(link_target)
         match = blob or _HUB_FILE_NAME.fullmatch(name)
         if match is None or probe.source is None:
             return
-        if blob is None and (match[1].isdigit() or match[1].isalpha()):
+        expected = match[1]
+        if blob is None and (expected.isdigit() or expected.isalpha()):
             return
         size, digest = probe.source.size, hashlib.sha256()
         meter = Meter(self.progress, size)
         for block in ByteRange(probe.source, 0, size).iterate_blocks(BLOCK):
             digest.update(block)
             meter.advance(len(block))
-        digest_prefix = digest.hexdigest()[: len(match[1])]
-        if digest_prefix == match[1]:
+        actual = digest.hexdigest()[: len(expected)]
+        if actual == expected:
             return
         if blob is not None:
-            where = "from its name" if blob[1] == name else "from the name of its link target"
-            text = f"its SHA-256 is {digest_prefix}, expected {blob[1]} ({where})"
+            where = "from its name" if expected == name else "from the name of its link target"
+            text = f"its SHA-256 is {actual}, expected {expected} ({where})"
             hint = "delete the file and download it again"
-            self.add(problems=(Finding("name", text, hint=hint),))
         else:
-            text = f"its SHA-256 starts with {digest_prefix}, expected {match[1]} (from its name)"
+            text = f"its SHA-256 starts with {actual}, expected {expected} (from its name)"
             hint = "download it again from torch.hub, or rename it if you changed it"
-            self.add(problems=(Finding("name", text, hint=hint),))
+        self.add(problems=(Finding("name", text, hint=hint),))
 
-    def check_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
-        """Check each shard of an index, or each rank file, then the whole set."""
-        self.verdict = replace(self.verdict, file=path, shards=len(shards))
-        faulty = {path for name, path in shards.items() if self.check_shard(path, name)}
+    def check_set(self, probe: Probe, path: str, path_by_shard: Mapping[str, str]) -> None:
+        """Check each shard of an index, or each rank file, then the whole set.
+
+        The set has the name `path`. An error in a shard that has problems already is not repeated.
+        """
+        self.verdict = replace(self.verdict, file=path, shards=len(path_by_shard))
+        faulty = {file for name, file in path_by_shard.items() if self.check_shard(file, name)}
         try:
             checkpoint = read_probe(probe)
         except CheckpointError as error:
             if error.file not in faulty:
-                self.blame(error, contradicted=True)
+                self.blame(error, is_checkpoint=True)
             return
         self.check_content(checkpoint, probe, [])
 
@@ -310,48 +308,50 @@ class _FileCheck:
                     self.add(problems=(Finding(kind, text, (name_of(path),)),))
 
     def add(self, **additions: Any) -> None:
-        """Add to the problems, notes and counts of the verdict."""
-        sums = {name: getattr(self.verdict, name) + added for name, added in additions.items()}
+        """Add to fields of the verdict, for example `problems=(finding,)` or `records=3`."""
+        sums = {field: getattr(self.verdict, field) + added for field, added in additions.items()}
         self.verdict = replace(self.verdict, **sums)
 
     def add_findings(self, findings: Findings) -> None:
         """Add the findings of a format check."""
         self.add(problems=findings.problems, notes=findings.notes, records=findings.records)
 
-    def blame(self, error: CheckpointError, *, contradicted: bool = False) -> None:
-        """Add an error as a problem; if `contradicted`, also a missing file or an unknown format.
+    def blame(self, error: CheckpointError, *, is_checkpoint: bool = False) -> None:
+        """Add an error about the content of the file as a problem.
 
-        It is contradicted if an index lists the file, or if its structure was recognized.
+        With `is_checkpoint`, an index lists the file, or its structure was recognized. Then a
+        missing file and an unknown format are problems too.
 
         Raises:
             CheckpointError: the error itself, if it is not about the content of the file.
         """
-        kinds = (
-            {**_KIND_BY_ERROR, **_KIND_BY_CONTRADICTED_ERROR} if contradicted else _KIND_BY_ERROR
-        )
-        kind = next((word for known, word in kinds.items() if isinstance(error, known)), None)
+        kind_by_error = _KIND_BY_ERROR
+        if is_checkpoint:
+            kind_by_error = {**_KIND_BY_ERROR, **_KIND_BY_ERROR_OF_CHECKPOINT}
+        kind = next((kind for cls, kind in kind_by_error.items() if isinstance(error, cls)), None)
         if kind is None:
             raise error
         text = error.message
         if error.file is not None and text.startswith(f"{error.file} is "):
-            text = "it" + text.removeprefix(error.file)
+            text = "it" + text.removeprefix(error.file)  # the file is in the verdict
         self.add(problems=(Finding(kind, text, hint=error.hint),))
 
     def find_mismatches(self, checksums: Sequence[Checksum]) -> list[_Mismatch]:
-        """Compute checksums, and return the mismatches; other problems of records are added."""
+        """Compute checksums, and return the mismatches.
+
+        Records that cannot be decompressed, or have bytes after their end, are added as problems.
+        """
         meter = Meter(self.progress, sum(checksum.data.length for checksum in checksums))
-        compute = (
-            compute_crc32cs
-            if any(checksum.castagnoli for checksum in checksums)
-            else compute_crc32s
-        )
-        computed = compute([checksum.data for checksum in checksums], meter.advance)
+        # All checksums of a file are of one kind.
+        has_crc32c = any(checksum.castagnoli for checksum in checksums)
+        compute = compute_crc32cs if has_crc32c else compute_crc32s
+        results = compute([checksum.data for checksum in checksums], meter.advance)
         mismatches = []
-        for checksum, crc in zip(checksums, computed, strict=True):
-            if isinstance(crc, CorruptFile):
-                self.add(problems=(Finding("checksum", crc.message, (checksum.place,)),))
-            elif crc != checksum.crc32:
-                mismatches.append((checksum, crc))
+        for checksum, crc_or_error in zip(checksums, results, strict=True):
+            if isinstance(crc_or_error, CorruptFile):
+                self.add(problems=(Finding("checksum", crc_or_error.message, (checksum.place,)),))
+            elif crc_or_error != checksum.crc32:
+                mismatches.append((checksum, crc_or_error))
             elif not _has_valid_end(checksum.data.source):
                 text = "its compressed bytes have no end mark, or have extra bytes after it"
                 self.add(problems=(Finding("corrupt", text, (checksum.place,)),))
@@ -376,21 +376,25 @@ def _list_floating_arrays(tensor: TensorRef) -> list[TensorRef]:
 def _describe_damage(
     mismatches: Sequence[_Mismatch], checkpoint: Checkpoint | None
 ) -> tuple[Finding, ...]:
-    """Return a problem for each record with a wrong checksum, with the tensors in it."""
+    """Return a problem for each record with a wrong checksum, with the tensors in it.
+
+    `checkpoint` is None if the file did not open: then no tensor is known.
+    """
     if not mismatches:
         return ()
-    names: dict[tuple[int, int], list[str]] = {}
+    names_by_position: dict[tuple[int, int], list[str]] = {}  # by file and offset
     for path, tensor in checkpoint.tensors() if checkpoint is not None else ():
         if tensor.storage is not None and tensor.storage.data is not None:
             data = tensor.storage.data
-            names.setdefault((id(data.source), data.offset), []).append(name_of(path))
+            position = id(data.source), data.offset
+            names_by_position.setdefault(position, []).append(name_of(path))
     problems = []
     for checksum, actual in mismatches:
         data, stated = checksum.data, checksum.crc32
         kind = "CRC-32C" if checksum.castagnoli else "CRC-32"
         text = f"checksum mismatch: {kind} is {actual:08x}, expected {stated:08x}"
-        keys = names.get((id(data.source), data.offset))
-        text += f"; affects {listed(keys, 3)}" if keys else ""
+        names = names_by_position.get((id(data.source), data.offset))
+        text += f"; affects {listed(names, 3)}" if names else ""
         problems.append(Finding("checksum", text, (checksum.place,)))
     return tuple(problems)
 
@@ -405,7 +409,7 @@ _KIND_BY_ERROR: dict[type[CheckpointError], str] = {
     NotACheckpoint: NOT_CHECKPOINT,
 }
 """The kind of problem for each error about the content of a file. The first match counts."""
-_KIND_BY_CONTRADICTED_ERROR: dict[type[CheckpointError], str] = {
+_KIND_BY_ERROR_OF_CHECKPOINT: dict[type[CheckpointError], str] = {
     FileMissing: "missing-shard",
     UnsupportedFormat: "corrupt",
 }
@@ -544,42 +548,38 @@ class Verifier:
         """Yield a verdict or an error for every path, and for every checkpoint in a folder.
 
         A folder without checkpoints is checked as if it should be one. Unsupported files next to
-        others (shards of DCP) are a problem of their folder.
+        others (shards of DCP) are a problem of their folder. Files in a folder that are no
+        checkpoints, by content and name, are left out.
         """
-        names = [os.fsdecode(path) for path in paths]
-        for path in names:
-            checkpoint_paths = (
-                find_checkpoints(path, self.limits) if os.path.isdir(path) else [path]
-            )
-            is_alone = len(names) == len(checkpoint_paths) == 1
+        given_paths = [os.fsdecode(path) for path in paths]
+        for given_path in given_paths:
+            is_folder = os.path.isdir(given_path)
+            files = find_checkpoints(given_path, self.limits) if is_folder else [given_path]
+            is_alone = len(given_paths) == len(files) == 1
             has_result = False
-            unread = dict[str, list[Finding]]()  # unsupported files by folder
-            for checkpoint_path in checkpoint_paths:
-                result = self._try_verify(checkpoint_path, alone=is_alone)
-                if (
-                    checkpoint_path == path
-                    or should_be_checkpoint(checkpoint_path)
-                    or not _is_unsupported(result)
-                ):
+            unsupported_by_folder = dict[str, list[Finding]]()
+            for file in files:
+                result = self._try_verify(file, alone=is_alone)
+                is_expected = file == given_path or should_be_checkpoint(file)
+                if is_expected or not _is_unsupported(result):
                     has_result = True
                     yield result
                 elif isinstance(result, UnsupportedFormat):
-                    folder, name = os.path.split(checkpoint_path)
-                    text = (
-                        f"not checked: it {result.message.removeprefix(checkpoint_path).lstrip()}"
-                    )
-                    unread.setdefault(folder, []).append(
-                        Finding("unread", text, (name,), hint=result.hint)
-                    )
+                    folder, name = os.path.split(file)
+                    text = f"not checked: it {result.message.removeprefix(file).lstrip()}"
+                    finding = Finding("unread", text, (name,), hint=result.hint)
+                    unsupported_by_folder.setdefault(folder, []).append(finding)
             if not has_result:
-                yield self._try_verify(path, alone=is_alone)
-            else:
-                yield from (
-                    Verdict(folder, problems=tuple(findings)) for folder, findings in unread.items()
-                )
+                yield self._try_verify(given_path, alone=is_alone)
+                continue
+            for folder, findings in unsupported_by_folder.items():
+                yield Verdict(folder, problems=tuple(findings))
 
     def _try_verify(self, path: str, *, alone: bool) -> Verdict | CheckpointError:
-        """Return the verdict on a checkpoint, or the error if it cannot be checked."""
+        """Return the verdict on a checkpoint, or the error if it cannot be checked.
+
+        After an error, no new manifest is written.
+        """
         try:
             return self.verify(path, alone=alone)
         except CheckpointError as error:
@@ -612,10 +612,13 @@ class Verifier:
     def _add_manifest_differences(
         self, verdict: Verdict, tensors: tuple[HashedTensor, ...], manifest: str, *, alone: bool
     ) -> Verdict:
-        """Return the verdict with the differences from the manifest; unchanged if that is new."""
+        """Return the verdict with the differences from the manifest; unchanged if that is new.
+
+        Also keeps the hashes for `finish`.
+        """
         name = manifest_name(verdict.file, manifest)
-        if alone and len(self._expected_by_file) == 1:
-            name = next(iter(self._expected_by_file))
+        if alone and len(self._expected_by_file) == 1:  # the file may have another name now
+            [name] = self._expected_by_file
         self._hashes_by_file[name] = tensors
         if self._is_new_manifest:
             return verdict
@@ -629,7 +632,7 @@ class Verifier:
             verdict,
             problems=verdict.problems + findings.problems,
             notes=verdict.notes + findings.notes,
-            checked=verdict.checked or verdict.content,
+            checked=verdict.checked or verdict.content,  # all content was hashed
             manifest=True,
         )
 
@@ -675,173 +678,3 @@ def _is_unsupported(result: Verdict | CheckpointError) -> bool:
     if isinstance(result, CheckpointError):
         return isinstance(result, UnsupportedFormat)
     return any(problem.kind == NOT_CHECKPOINT for problem in result.problems)
-
-
-_SHARD_INDEX_NAME = re.compile(r".+\.index(?:\.[^.]+)?\.json", re.IGNORECASE)
-
-_CHECKPOINT_NAMES = re.compile(
-    r".+\.(?:pth|pt|pth\.tar|ckpt|safetensors|pt2|ptl|(?:safetensors|bin|pth?)\.index(?:\.[^.]+)?\.json)"
-    # written by transformers, diffusers, peft and accelerate
-    r"|(?:pytorch_model|pytorch_lora_weights|diffusion_pytorch_model|adapter_model|training_args"
-    r"|optimizer|scheduler)(?:[-_.][^-_.]+)*\.bin"
-    r"|(?:random_states|rng_state)(?:[-_.][^-_.]+)*\.(?:bin|pkl)",
-    re.IGNORECASE,
-)
-"""Names that only checkpoints have: reported even if the content is unrecognizable."""
-_AMBIGUOUS_NAMES = re.compile(r".+\.(?:bin|pkl|pickle)", re.IGNORECASE)
-_LIKELY_WORD = re.compile(
-    r"(?:^|[^a-z])(?:model|net|weights?|params?|state|states|optim|optimizer|scheduler|lora|adapter"
-    r"|diffusion|unet|vae|ema|rng|checkpoint|ckpt|epoch|step|iter|best|last|latest|final)s?"
-    r"(?:[^a-z]|$)",
-    re.IGNORECASE,
-)
-"""Words in names of likely checkpoints."""
-_OTHER_NAMES = re.compile(r"token|vocab|spiece|sentencepiece|ggml|gguf|openvino", re.IGNORECASE)
-
-_LFS_POINTER = b"version https://git-lfs"
-_HTML_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|<\?xml)", re.IGNORECASE)
-_GZIP = b"\x1f\x8b"
-_HEAD_BYTES, _MAX_TEXT_BYTES = 4096, 64 << 10
-
-_Identity = tuple[int, int]
-
-
-def find_checkpoints(folder: str, limits: Limits) -> list[str]:
-    """Return the checkpoints in a folder and its subfolders, sorted; shards by their index.
-
-    Names that begin with a dot are skipped. A file with several names is returned once, by a
-    checkpoint name if possible, and not by a link. Links are followed, each folder is entered once.
-    """
-    path_by_identity: dict[_Identity, str] = {}
-    shard_identities: set[_Identity] = set()
-    folders = []
-    for path, identity in _walk_entries(folder, limits):
-        if identity is None:
-            folders.append(path)
-            continue
-        if _SHARD_INDEX_NAME.fullmatch(path):
-            for name in read_shard_names(path):
-                with suppress(OSError):
-                    shard_identities.add(_read_identity(os.path.join(os.path.dirname(path), name)))
-        other = path_by_identity.get(identity)
-        path_by_identity[identity] = (
-            path if other is None else min(other, path, key=_name_preference)
-        )
-    unindexed = (
-        path for identity, path in path_by_identity.items() if identity not in shard_identities
-    )
-    return sorted((*folders, *filter(_may_be_checkpoint, unindexed)))
-
-
-def _name_preference(path: str) -> tuple[bool, bool, str]:
-    """Return the sort key of the names of one file, the best name first."""
-    return not should_be_checkpoint(path), islink(path), path
-
-
-def _walk_entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | None]]:
-    """Yield files below a folder with device and inode, and folders to open as a whole with None.
-
-    Also yield None for entries that cannot be read: opening them raises the error.
-    """
-    entered_folders: set[_Identity] = set()
-    pending, pending_links = [folder], list[str]()
-    while pending or pending_links:  # folders first, then links to them
-        current = pending.pop() if pending else pending_links.pop()
-        identity = _read_identity(current)
-        if identity in entered_folders:
-            continue
-        entered_folders.add(identity)
-        try:
-            names = sorted(os.listdir(current))
-        except OSError:
-            yield current, None
-            continue
-        is_part = _make_part_test(current, limits)
-        if is_part:
-            yield current, None
-        for path in (os.path.join(current, name) for name in names if not name.startswith(".")):
-            if is_part and is_part(path):
-                continue
-            if os.path.isdir(path):
-                (pending_links if islink(path) else pending).append(path)
-            elif os.path.isfile(path):
-                yield path, _read_identity(path)
-            elif islink(path) and should_be_checkpoint(path):
-                yield path, None
-
-
-def _read_identity(path: str) -> _Identity:
-    """Return the device and inode of a file, which all its names share."""
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
-
-
-def _make_part_test(folder: str, limits: Limits) -> Callable[[str], object] | None:
-    """Return a test for files that belong to a folder checkpoint; None for other folders.
-
-    In an unzipped checkpoint, all files belong to it.
-    """
-    with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
-        if DCP.recognize(probe):
-            return re.compile(r".+\.(distcp|metadata)|.*(pytorch_model_fsdp|optimizer)_0").fullmatch
-        if DCP_SAFETENSORS.recognize(probe):
-            return is_part_file
-        if FSDP_RANKS.recognize(probe):
-            return is_model_rank_file
-        if is_step(probe):
-            return is_step_file
-        archive = probe.compute_once(open_archive)
-        if archive.records and os.path.realpath(archive.path) == os.path.realpath(folder):
-            is_unzipped = any(known.recognize(probe) for known in find_candidate_formats(probe))
-            return (lambda path: True) if is_unzipped else None
-    return None
-
-
-def _may_be_checkpoint(path: str) -> bool:
-    """Return True if the name or the first bytes are those of a checkpoint."""
-    if should_be_checkpoint(path) or _SHARD_INDEX_NAME.fullmatch(path) or path.endswith(".distcp"):
-        return True
-    if path.endswith(".index"):
-        return is_index(path)
-    head, _ = _read_head(path)
-    return looks_like_checkpoint(head[:16]) or is_tar(head[:TAR_BLOCK])
-
-
-def _read_head(path: str) -> tuple[bytes, int]:
-    """Return the first bytes of a file and its size, -1 if it cannot be read."""
-    try:
-        with closing(FileSource(path)) as source:
-            return source.read(0, min(_HEAD_BYTES, source.size)), source.size
-    except CheckpointError:
-        return b"", -1
-
-
-def should_be_checkpoint(path: str) -> bool:
-    """Return True if a file should be a checkpoint, by its name or as the result of a failed save.
-
-    An ambiguous name (`.bin`) needs the content of a failed save or download: no bytes, a Git LFS
-    pointer or a web page. If the name has a word such as `model`, zeros, gzip and a short text
-    count too. Returns False for a file with such a name that cannot be read.
-    """
-    name = os.path.basename(path)
-    if _CHECKPOINT_NAMES.fullmatch(name):
-        return True
-    if not _AMBIGUOUS_NAMES.fullmatch(name):
-        return False
-    head, size = _read_head(path)
-    if size < 0:
-        return False
-    if not head or head.startswith(_LFS_POINTER) or _HTML_PAGE.match(head):
-        return True
-    likely = _LIKELY_WORD.search(name.rpartition(".")[0]) and not _OTHER_NAMES.search(name)
-    return bool(likely) and (
-        not head.strip(b"\0") or head.startswith(_GZIP) or _is_short_text(head, size)
-    )
-
-
-def _is_short_text(head: bytes, size: int) -> bool:
-    """Return True for a short text, for example the response of a server."""
-    if size > _MAX_TEXT_BYTES:
-        return False
-    text = head.decode("utf-8", "replace")
-    return all(char.isprintable() or char.isspace() for char in text) and "\ufffd" not in text[:-1]

@@ -30,7 +30,7 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.verify import find_checkpoints
+from ckptool.inspection.discovery import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.writing.target import make_default_target
 from tests.formats.contract import FormatContract

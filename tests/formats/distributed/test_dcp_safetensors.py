@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.verify import find_checkpoints
+from ckptool.inspection.discovery import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.contract import FormatContract
 

@@ -16,7 +16,7 @@ import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
 from ckptool.formats.distributed.placements import find_owned_rows
-from ckptool.inspection.verify import find_checkpoints
+from ckptool.inspection.discovery import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.contract import FormatContract
 from tests.formats.zips import resaved

@@ -16,8 +16,8 @@ import torch
 
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.inspection.discovery import find_checkpoints
 from ckptool.inspection.listing import list_tensors
-from ckptool.inspection.verify import find_checkpoints
 from ckptool.limits import DEFAULT_LIMITS
 from tests.conftest import FIXTURES
 from tests.formats.contract import FormatContract
