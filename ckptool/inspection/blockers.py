@@ -27,12 +27,10 @@ from ckptool.words import counted, printable, shell
 
 _HINT_GATHER = "gather the full tensors in the training job, and save them"
 _ZERO_FILE_NAME = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
-_NAME_WITH_TOTAL = re.compile(
-    r"world_size_(?P<n>\d+)_rank_(?P<at>\d+)|(?P<at2>\d+)[-_]of[-_](?P<n2>\d+)", re.IGNORECASE
-)
+_NAME_WITH_TOTAL = re.compile(r"world_size_(\d+)_rank_\d+|\d+[-_]of[-_](\d+)", re.IGNORECASE)
 _NUMBERED_NAME = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
 """File names of Megatron, DeepSpeed and Llama, with the number of a rank."""
-_MOST_CALLS, _CALL_LENGTH = 5, 80
+_MAX_CALLS, _MAX_CALL_LENGTH = 5, 80
 """The most callables in a sentence, and the most characters of each call."""
 ANYWHERE = frozenset({"cpu", "meta"})
 """Devices that load on every machine."""
@@ -49,13 +47,13 @@ def find_unpickling_calls(checkpoint: Checkpoint) -> tuple[str, ...]:
     return find_calls_in_files([source.name for source in checkpoint.sources], hidden=False)
 
 
-def summarize_calls(runs: Iterable[str], max_count: int = _MOST_CALLS) -> list[str]:
+def summarize_calls(runs: Iterable[str], max_count: int = _MAX_CALLS) -> list[str]:
     """Return the first call of each callable, shortened for a sentence, then `and 3 more`."""
     first_by_callable: dict[str, str] = {}
     for text in runs:
         first_by_callable.setdefault(text.partition("(")[0], text)
     shown = [
-        text if len(text) <= _CALL_LENGTH else f"{text[: _CALL_LENGTH - 4].rstrip()}...)"
+        text if len(text) <= _MAX_CALL_LENGTH else f"{text[: _MAX_CALL_LENGTH - 4].rstrip()}...)"
         for text in first_by_callable.values()
     ]
     hidden = len(shown) - max_count
@@ -81,18 +79,20 @@ def find_called_names(checkpoint: Checkpoint) -> tuple[str, ...]:
     A class that the file only refers to, or creates by `cls.__new__(cls)`, is not called. A name
     that is not in the tree counts as called, because the pickle dropped the result.
     """
-    called_names, uncalled = [], set()
+    called_names, uncalled_names = [], set()
     for node in walk_everything(checkpoint.root):
         parts = list(get_children(node))
         if isinstance(node, Opaque):
-            del parts[0]  # the constructor
-            is_made = node.maker == "newobj" and not (node.args or node.kwargs)
-            if is_made and isinstance(node.func, Global):
-                uncalled.add(node.class_name)
+            _constructor, *parts = parts
+            # `cls.__new__(cls)` makes an empty object, and runs no code of an ordinary class.
+            is_only_created = node.maker == "newobj" and not (node.args or node.kwargs)
+            if is_only_created and isinstance(node.func, Global):
+                uncalled_names.add(node.class_name)
             else:
                 called_names.append(node.class_name)
-        uncalled.update(part.qualified for part in parts if isinstance(part, Global))
-    others = (name for name in checkpoint.details.globals if name not in uncalled)
+        # A class or function that is a value in the tree.
+        uncalled_names.update(part.qualified for part in parts if isinstance(part, Global))
+    others = (name for name in checkpoint.details.globals if name not in uncalled_names)
     return find_blocked_names((*called_names, *others))
 
 
@@ -130,8 +130,9 @@ def detect_missing_weights(checkpoint: Checkpoint) -> Finding | None:
 
 
 def _detect_packed_weights(checkpoint: Checkpoint) -> Finding | None:
-    """Detect TorchScript weights that are packed, without keys, or were never written."""
+    """Detect weights of TorchScript that are not in the file, are packed, or have no keys."""
     details = checkpoint.details
+    # The reader reports constants whose bytes are missing.
     if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
         return Finding(
             "part",
@@ -144,16 +145,19 @@ def _detect_packed_weights(checkpoint: Checkpoint) -> Finding | None:
     if has_packed_weights(checkpoint.root) or any(name.startswith(PACKED) for name in referenced):
         return Finding("packed", PACKED_WEIGHTS, hint=RUN_IT)
     keys = list(checkpoint.root) if isinstance(checkpoint.root, dict) else []
-    names = [key for key in keys if str(key).startswith(CONSTANT)]
-    if not names:
+    constants = [key for key in keys if str(key).startswith(CONSTANT)]
+    if not constants:
         return None
-    text = f"torch.jit.freeze removed the keys of {counted(len(names), 'tensor')}: they are "
-    text += f"constants of the program, for example {names[0]}"
+    text = f"torch.jit.freeze removed the keys of {counted(len(constants), 'tensor')}: they are "
+    text += f"constants of the program, for example {constants[0]}"
     return Finding("frozen", text, hint="save the state dict of the model before torch.jit.freeze")
 
 
 def _detect_placeholders(checkpoint: Checkpoint) -> Finding | None:
-    """Detect ZeRO-3 placeholders; the hint has the folder if it is known."""
+    """Detect tensors without values: lazy, on the meta device, or ZeRO-3 placeholders.
+
+    The general hint for ZeRO-3 gets the folder of the file, if it is known.
+    """
     finding = find_placeholders(checkpoint)
     if finding is None:
         return None
@@ -184,11 +188,9 @@ def _detect_flat_parameters(checkpoint: Checkpoint) -> Finding | None:
 
 
 def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
-    """Detect one of several rank files by its content, its name or the files next to it.
+    """Detect one of several rank files by its content, else by its name.
 
-    In order: Megatron ranks, a DeepSpeed file, `mp_world_size`, an FSDP rank file, a name with a
-    number and a total, and a name with a number. That name alone is only a note, unless the number
-    is not 0, or the file with the next number exists.
+    In order: a folder of Megatron ranks, a DeepSpeed file, `mp_world_size`, an FSDP rank file.
     """
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
@@ -196,43 +198,51 @@ def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
         remedy = f"ckptool convert {shell(checkpoint.path)} OUT --model-only --concat 'GLOB=DIM'"
         text = f"it has the parts of each matrix from {len(root)} ranks"
         return Finding("part", text, hint=f"join them with {remedy}")
-    world_size, counted_name = root.get("mp_world_size"), _NUMBERED_NAME.search(name)
     if _ZERO_FILE_NAME.search(name):
         text = "judging by its name, it has one rank's part of an optimizer state"
         return Finding("part", text, hint=_hint_for_rank_file(checkpoint.path))
-    if type(world_size) is int and world_size > 1:
+    world_size = root.get("mp_world_size")
+    if type(world_size) is int:
+        if world_size <= 1:
+            return None
         text = f"it has one of {world_size} parts of each matrix: its mp_world_size is {world_size}"
         return Finding("part", text, hint=_HINT_GATHER)
-    if type(world_size) is int:
-        return None
-    is_shard_of_set = parse_rank_name(name) and any(
+    has_part_of_tensors = parse_rank_name(name) and any(
         tensor.is_spread and not tensor.whole for _, tensor in checkpoint.tensors()
     )
-    if is_shard_of_set or SHARDING_INFO in checkpoint.details.header:
+    if has_part_of_tensors or SHARDING_INFO in checkpoint.details.header:
         remedy = f"open its folder to join all ranks: {printable(folder or '.')}"
         return Finding("part", "it has one rank's part of each tensor", hint=remedy)
-    total = _NAME_WITH_TOTAL.search(name)
-    if total and not shard_format_of(checkpoint.format):
-        count = int(total["n"] or total["n2"])
-        if count > 1:
+    return _detect_numbered_name(checkpoint, folder, name)
+
+
+def _detect_numbered_name(checkpoint: Checkpoint, folder: str, name: str) -> Finding | None:
+    """Detect one of several files by a number in its name, with or without the total.
+
+    Number 0 may be the only file. So it is a note, unless the file with number 1 exists.
+    """
+    match = _NAME_WITH_TOTAL.search(name)
+    if match and not shard_format_of(checkpoint.format):  # shards have complete tensors
+        total = int(match[1] or match[2])
+        if total > 1:
+            text = f"judging by its name, it is one of {total:,} parts"
             remedy = "open its folder or the index of its shards, or gather all parts"
-            return Finding(
-                "part", f"judging by its name, it is one of {count:,} parts", hint=remedy
-            )
-    if not counted_name:
+            return Finding("part", text, hint=remedy)
+    match = _NUMBERED_NAME.search(name)
+    if match is None:
         return None
-    prefix, number = counted_name[1], counted_name[2]
-    other = f"{int(number) + (1 if int(number) == 0 else -1):0{len(number)}}"
-    sibling = name[: counted_name.start()] + prefix + other + name[counted_name.end() :]
+    prefix, digits = match.groups()
+    number = int(digits)
+    other_number = number - 1 if number else 1
+    sibling = f"{name[: match.start(2)]}{other_number:0{len(digits)}}{name[match.end() :]}"
     if os.path.lexists(os.path.join(folder, sibling)):
         why = f"{printable(sibling)} is next to it"
-    elif int(number):
-        why = f"its name has the number {number}"
+    elif number:
+        why = f"its name has the number {digits}"
     else:
-        text = f"judging by its name ({prefix}{number}), it may be one of several parts"
-        return Finding(
-            "part", text, hint="look for the other parts where you got this one", severity="note"
-        )
+        text = f"judging by its name ({prefix}{digits}), it may be one of several parts"
+        hint = "look for the other parts where you got this one"
+        return Finding("part", text, hint=hint, severity="note")
     return Finding("part", f"it is one of several parts: {why}", hint=_HINT_GATHER)
 
 
@@ -258,7 +268,8 @@ def find_outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tup
     """Return names that `weights_only=True` rejects but the tree does not need.
 
     For example functions with which older torch created tensors: a rewrite uses the current ones.
-    Empty if `objects` (of `symbolic.encoder.blockers`) are reported instead.
+    Empty if something else is reported instead: `objects` (of `symbolic.encoder.find_blockers`), or
+    a format that `torch.load` rejects as a whole.
     """
     if objects or load_format(checkpoint.format).refusal is not None:
         return ()
@@ -266,7 +277,10 @@ def find_outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tup
 
 
 def suggest_import(classes: Iterable[str]) -> str:
-    """Return the import that lets `torch.load` load objects of these classes; "" if none does."""
+    """Return the import that lets `torch.load` load objects of these classes; "" if none does.
+
+    Only torchao adds its own classes to the allow list of torch.
+    """
     if not all(class_name.startswith("torchao.") for class_name in classes):
         return ""
     return "import torchao first; it allows its own classes, so that torch.load(FILE) works"
@@ -275,8 +289,10 @@ def suggest_import(classes: Iterable[str]) -> str:
 def _find_legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield reasons in the pickle protocol and the dtypes of a legacy stream."""
     protocol = checkpoint.details.protocol
+    # The opcodes of other protocols are reported by name, unless only the other pickles of the
+    # stream have them, before and after the object.
     if protocol not in (2, 3) and not checkpoint.details.opcodes:
-        yield f"pickle protocol {protocol}"  # also in the pickles before and after the object
+        yield f"pickle protocol {protocol}"
     dtypes = dict.fromkeys(ref.dtype for _, ref in checkpoint.tensors())
     untyped = [name for name in dtypes if BY_NAME[name].storage is None]
     if untyped:

@@ -75,12 +75,12 @@ def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
     storage = tensor.storage
     if storage is None or storage.data is None:
         return None
-    if isinstance(tensor, StorageRef) or tensor.dtype in PACKED:
+    if isinstance(tensor, StorageRef) or tensor.dtype in PACKED:  # `quint4x2`: two in a byte
         return TensorRef("uint8", (storage.nbytes,), (1,), 0, storage, storage.device)
-    dtype = CODES.get(tensor.dtype, tensor.dtype)
-    if tensor.has_content and dtype == tensor.dtype:
+    stored_dtype = CODES.get(tensor.dtype, tensor.dtype)  # `qint8` is stored as `int8`
+    if tensor.has_content and stored_dtype == tensor.dtype:
         return tensor
-    return replace(tensor, dtype=dtype, kind="strided", parts=None, wrapping=(), hooks=None)
+    return replace(tensor, dtype=stored_dtype, kind="strided", parts=None, wrapping=(), hooks=None)
 
 
 def find_first_difference(
@@ -153,31 +153,31 @@ class _NodeComparison:
         """Return the first difference in a walk over both trees; None if they are equal.
 
         Inside a tensor, only its values have a tolerance; all other parts are compared exactly.
+        `items` is about the two roots only.
         """
-        pending: list[tuple[Any, Any, Link, bool]] = []  # two nodes, their path, and `exact`
         trail: Link = None
-        exact = False
+        pending: list[tuple[Any, Any, Link, bool]] = [(a, b, trail, False)]
+        """Pairs of nodes to compare, with their path, and True if no tolerance applies."""
         try:
-            steps = self._compare_nodes(a, b, exact, items=items)
-            while True:
-                exact = exact or isinstance(a, TensorRef)
-                for key, value_a, value_b in reversed(steps):
-                    pending.append(
-                        (value_a, value_b, (trail, key), exact and key not in _VALUE_PARTS)
-                    )
-                if not pending:
-                    break
+            while pending:
                 a, b, trail, exact = pending.pop()
-                steps = self._compare_nodes(a, b, exact)
+                is_root = trail is None
+                steps = self._compare_nodes(a, b, exact, items=items or not is_root)
+                exact = exact or isinstance(a, TensorRef)
+                for key, part_a, part_b in reversed(steps):
+                    is_exact = exact and key not in _VALUE_PARTS
+                    pending.append((part_a, part_b, (trail, key), is_exact))
         except _Differ as differ:
-            change = differ.args if len(set(differ.args)) > 1 else None
+            has_change = len(set(differ.args)) > 1  # short texts of two values may be equal
+            change = differ.args if has_change else None
             return Unlike(name_of(to_path(trail)) or ITSELF, change)
         return None
 
     def _compare_nodes(self, a: Any, b: Any, exact: bool, *, items: bool = True) -> list[Step]:
         """Compare two nodes, and return their parts to compare.
 
-        There are none if the nodes are one object, were compared before, or are listed tensors.
+        There are none if the nodes are one object, were compared before, are listed tensors, or are
+        devices that do not count.
 
         Raises:
             _Differ: the nodes themselves differ.
@@ -188,16 +188,17 @@ class _NodeComparison:
             return []
         if id(a) in self._listed_ids and id(b) in self._listed_ids:
             return []
-        (head_a, parts_a), (head_b, parts_b) = _describe_node(a, items), _describe_node(b, items)
-        if head_a != head_b:
-            in_words = all(isinstance(node, (*_PLAIN, DeviceValue)) for node in (a, b))
-            raise _Differ(*(map(summarize, (a, b)) if in_words else ()))
+        properties_a, parts_a = _describe_node(a, items)
+        properties_b, parts_b = _describe_node(b, items)
+        if properties_a != properties_b:
+            are_plain = all(isinstance(node, (*_PLAIN, DeviceValue)) for node in (a, b))
+            raise _Differ(*(map(summarize, (a, b)) if are_plain else ()))
         if isinstance(a, dict):
             steps = _pair_by_key(parts_a, parts_b)
             if isinstance(a, OrderedMap) and isinstance(b, OrderedMap):
                 steps += _pair_by_key(_list_attached_parts(a), _list_attached_parts(b))
             return steps
-        if isinstance(a, (Opaque, TensorRef)):
+        if isinstance(a, (Opaque, TensorRef)):  # their parts may have been made just now
             self._keep_alive += (parts_a, parts_b)
         if isinstance(a, TensorRef):
             return self._compare_tensor_parts(a, b, exact, _pair_by_key(parts_a, parts_b))
@@ -209,7 +210,8 @@ class _NodeComparison:
     def _is_new(self, a: Any, b: Any) -> bool:
         """Return True for plain values, and for a pair of nodes that was not compared before.
 
-        Records the pair. Nodes of the first tree that are in many pairs exceed a limit.
+        Records the pair. Nodes of the first tree that are in many pairs exceed a limit, because the
+        number of pairs may be the square of the number of nodes.
         """
         if isinstance(a, _PLAIN):
             return True
@@ -217,39 +219,46 @@ class _NodeComparison:
         if pair in self._compared_pairs:
             return False
         self._compared_pairs.add(pair)
-        self._repeats += pair[0] in self._seen_ids
-        self._seen_ids.add(pair[0])
+        self._repeats += id(a) in self._seen_ids
+        self._seen_ids.add(id(a))
         if self._repeats > self._limits.max_repeats + len(self._seen_ids):
             raise LimitExceeded("the same containers are referenced too many times")
         return True
 
     def _require(self, equal: bool, *values: str) -> None:
-        """Raise `_Differ`, with both values in words, unless `equal`."""
+        """Raise `_Differ`, with both values in words if they are given, unless `equal`."""
         if not equal:
             raise _Differ(*values)
 
     def _compare_tensor_parts(
         self, a: TensorRef, b: TensorRef, exact: bool, steps: list[Step]
     ) -> list[Step]:
-        """Compare devices, elements and counts of two tensors, and return all parts to compare."""
+        """Compare devices, elements and counts of two tensors, and return all parts to compare.
+
+        `steps` are the parts that both have; wrapping layers and codes are added.
+        """
         if self._devices:
             self._require((a.device, a.requires_grad) == (b.device, b.requires_grad))
-        layers = _list_attached_parts(a), _list_attached_parts(b)
-        if len(layers[0]) == len(layers[1]):  # else a file of another format cannot hold them
-            steps += _pair_in_order(*layers)
-        if a.kind == "quantized":  # what its codes mean comes first
+        layers_a, layers_b = _list_attached_parts(a), _list_attached_parts(b)
+        # Some formats cannot store layers, so their absence on one side is not a difference.
+        if len(layers_a) == len(layers_b):
+            steps += _pair_in_order(layers_a, layers_b)
+        if a.kind == "quantized":  # scales come first, because they give the codes their meaning
             codes = raw_elements(a), raw_elements(b)
             self._keep_alive += codes
             return [*steps, ("codes", *codes)]
         self._require_equal_elements(a, b, exact)
-        counts = _count_entries(a), _count_entries(b)
-        self._require(counts[0] == counts[1], *(f"{count} entries" for count in counts))
+        count_a, count_b = _count_entries(a), _count_entries(b)
+        self._require(count_a == count_b, f"{count_a} entries", f"{count_b} entries")
         return steps
 
     def _require_equal_elements(
         self, a: TensorRef | StorageRef, b: TensorRef | StorageRef, exact: bool
     ) -> None:
-        """Raise `_Differ` if the stored elements of two tensors or storages differ."""
+        """Raise `_Differ` if the stored elements of two tensors or storages differ.
+
+        Tensors without stored elements, and all if there is no `same`, count as equal here.
+        """
         elements_a, elements_b = raw_elements(a), raw_elements(b)
         if (
             elements_a is not None
@@ -312,7 +321,7 @@ def _list_tensor_parts(tensor: TensorRef) -> list[Part]:
     if tensor.kind in _PLAIN_KINDS:
         return []
     parts = {key: part for key, part in (tensor.parts or {}).items() if key not in _HEADER_PARTS}
-    if isinstance(parts.get("quantizer"), tuple):
+    if isinstance(parts.get("quantizer"), tuple):  # a per-tensor quantizer has no axis
         parts["quantizer"] = dict(zip(_QUANTIZER_ITEMS, parts["quantizer"], strict=False))
     return list(parts.items())
 
@@ -321,8 +330,8 @@ def _count_entries(tensor: TensorRef) -> int | None:
     """Return the number of entries or blocks of a sparse tensor; None for others."""
     parts = tensor.parts or {}
     values = parts.get("values")
-    sparse = {"indices", "plain_indices"} & parts.keys()
-    return values.shape[0] if sparse and isinstance(values, TensorRef) and values.shape else None
+    is_sparse = "indices" in parts or "plain_indices" in parts  # of COO; of CSR, CSC and blocks
+    return values.shape[0] if is_sparse and isinstance(values, TensorRef) and values.shape else None
 
 
 def _list_attached_parts(node: Any) -> list[Part]:
@@ -341,31 +350,38 @@ def _has_type_or_state(layer: Wrapping) -> bool:
 
 
 def _describe_object(node: Opaque, items: bool) -> tuple[tuple[Any, ...], list[Part]]:
-    """Return the properties and parts of an object, as `_describe_node`."""
+    """Return the properties and parts of an object, as `_describe_node`.
+
+    The steps of an object are the states (`build`) and items that pickle gave to it after its
+    creation.
+    """
     if node.plain is not None:
-        return ("value", node.plain[0], _normalize_value(node.plain[1])), []
+        type_of_value, value = node.plain
+        return ("value", type_of_value, _normalize_value(value)), []
     if is_set(node):
         elements = list(set_items(node))
-        if all(map(_is_member, elements)):
+        if all(map(_is_member, elements)):  # plain: equal in any order
             members = sorted(repr(to_comparable((item,))) for item in elements)
             return ("members", node.class_name, *members), []
         return ("set", node.class_name, len(elements)), [("items", item) for item in elements]
     parts: list[Part] = []
-    head: list[Any] = ["object", node.class_name, isinstance(node.func, Global)]
-    if not isinstance(node.func, Global):
+    has_named_function = isinstance(node.func, Global)  # its name is in `class_name`
+    properties: list[Any] = ["object", node.class_name, has_named_function]
+    if not has_named_function:
         parts.append(("function", node.func))
-    if items or node.class_name != "collections.Counter":
+    if items or node.class_name != "collections.Counter":  # whose argument is its items
         parts.append(("arguments", _constructor_arguments(node)))
     parts.append(("options", node.kwargs))
-    for kind, group in groupby(node.steps, lambda step: step[0]):
-        values = [value for _, value in group]
+    for kind, steps in groupby(node.steps, lambda step: step[0]):
+        values = [value for _, value in steps]
         if kind == "build":
             parts += [("attributes", state) for state in values]
-            head += [kind] * len(values)
-        elif items and (elements := list(chain.from_iterable(values))):  # added in portions
+            properties += [kind] * len(values)
+        # Pickle adds items in portions of 1,000, whose number does not matter.
+        elif items and (elements := list(chain.from_iterable(values))):
             parts.append(("items", elements))
-            head.append(kind)
-    return tuple(head), parts
+            properties.append(kind)
+    return tuple(properties), parts
 
 
 def _is_member(item: Any) -> bool:
@@ -405,6 +421,8 @@ class Fingerprints:
     def compute(self, path: Path, root: Any) -> str:
         """Return the digest of a node, 16 hexadecimal digits; the tree must outlive this object.
 
+        A container is digested after the containers inside it.
+
         Raises:
             LimitExceeded: the tensor at `path`, or one inside it, repeats too many bytes.
         """
@@ -413,33 +431,37 @@ class Fingerprints:
         while stack:
             node = stack[-1]
             if id(node) not in self._described_by_id:
-                head, parts = _describe_node(node)
+                properties, parts = _describe_node(node)
                 parts = [*parts, *_list_attached_parts(node)]
-                self._described_by_id[id(node)] = head, parts
+                self._described_by_id[id(node)] = properties, parts
                 containers = (part for _, part in parts if isinstance(part, _CONTAINERS))
                 stack += [part for part in containers if id(part) not in self._described_by_id]
             elif id(stack.pop()) not in self._digests:
                 self._digests[id(node)] = self._digest(node, *self._described_by_id[id(node)])
         return self._digests[id(root)].hex()[:_DIGEST_LENGTH]
 
-    def _digest(self, node: Any, head: tuple[Any, ...], parts: list[Part]) -> bytes:
+    def _digest(self, node: Any, properties: tuple[Any, ...], parts: list[Part]) -> bytes:
         """Return the digest of a node from its properties and the digests of its parts."""
-        digests = [
-            _hash_bytes(repr(to_comparable((key,)))) + self._digest_part(part)
-            for key, part in parts
-        ]
-        if isinstance(node, (dict, TensorRef)) or is_set(node):
+        digests = []
+        for key, part in parts:
+            key_text = repr(to_comparable((key,)))  # with the type: 1 is not "1" or True
+            digests.append(_hash_bytes(key_text) + self._digest_part(part))
+        if isinstance(node, (dict, TensorRef)) or is_set(node):  # their order does not matter
             digests.sort()
-        return _hash_bytes(f"{head!r} {self._hash_elements(node)}", *digests)
+        return _hash_bytes(f"{properties!r} {self._hash_elements(node)}", *digests)
 
     def _digest_part(self, node: Any) -> bytes:
         """Return the digest of a container computed before, or of a plain value."""
         if isinstance(node, _CONTAINERS):
+            # Only a container that encloses this one, in a cycle, has no digest yet.
             return self._digests.get(id(node), b"itself")
         return self._digest(node, *_describe_node(node))
 
     def _hash_elements(self, node: Any) -> str:
-        """Return the content hash of a tensor's elements; "" if they are listed or missing."""
+        """Return the content hash of a tensor's elements.
+
+        "" for a listed tensor, for one without stored elements, and for any other node.
+        """
         raw = raw_elements(node) if isinstance(node, (TensorRef, StorageRef)) else None
         if raw is None or id(raw) in self._listed_ids:
             return ""

@@ -135,12 +135,12 @@ class Listing(Result):
         """
         if not isinstance(key, str):
             return self.tensors[key]
-        found = [row for row in self.tensors if row.name == key]
-        if not found:
+        rows = [row for row in self.tensors if row.name == key]
+        if not rows:
             raise NotFound(f"no tensor is named {printable(key)!r}", file=self.file)
-        if len(found) > 1:
+        if len(rows) > 1:
             raise AmbiguousName(f"several tensors are named {printable(key)!r}", file=self.file)
-        return found[0]
+        return rows[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.list/1`."""
@@ -178,51 +178,52 @@ def list_tensors(
         UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
         AmbiguousName: a name matches several rows.
     """
-    globs, excluded_globs = tuple(include), tuple(exclude)
-    leaves: list[tuple[Path, TensorRef]] = []
-    values: list[ValueRow] = []
-    objects: list[tuple[Path, Any]] = []
     with open_or_reuse(source) as checkpoint:
-        if hash:  # it reads all bytes
+        if hash:  # all bytes are read anyway
             checkpoint = checkpoint.with_late_values()
         index = NameIndex(walk(checkpoint.root, limits), checkpoint.path)
-        selection = select(index, globs, excluded_globs, endings=True)
-        for path, leaf in selection.pick_from(index):
-            if isinstance(leaf, TensorRef):
-                leaves.append((path, leaf))
-            elif plain := to_plain_value(leaf):
-                kind, value = plain
-                values.append(
-                    ValueRow(to_json_path(path), name_of(path), kind, to_json_value(value))
-                )
-            else:
-                objects.append((path, leaf))
-        rows = list(make_tensor_rows(leaves))
+        selection = select(index, tuple(include), tuple(exclude), endings=True)
+        tensors, values, objects = _group_entries(selection.pick_from(index))
+        tensor_rows = list(make_tensor_rows(tensors))
         object_rows = [_make_object_row(path, leaf) for path, leaf in objects]
         if hash:
-            total = sum(tensor.nbytes for _, tensor in drop_ties(leaves) if tensor.has_content)
-            hashes = hash_contents(leaves, limits, Meter(progress, total).advance)
-            digests = list(_compute_digests(leaves, objects, limits))
-            rows = [
-                replace(row, sha256=sha256, digest=digest)
-                for row, sha256, digest in zip(rows, hashes, digests, strict=False)
+            total = sum(tensor.nbytes for _, tensor in drop_ties(tensors) if tensor.has_content)
+            hashes = hash_contents(tensors, limits, Meter(progress, total).advance)
+            digests = _compute_digests(tensors, objects, limits)
+            tensor_rows = [
+                replace(row, sha256=sha256, digest=next(digests))
+                for row, sha256 in zip(tensor_rows, hashes, strict=True)
             ]
-            object_rows = [
-                replace(row, digest=digest)
-                for row, digest in zip(object_rows, digests[len(rows) :], strict=True)
-            ]
+            object_rows = [replace(row, digest=next(digests)) for row in object_rows]
+        quantizers = (name for section in checkpoint.sections for name in section.quantizers)
         return Listing(
             file=without_query(checkpoint.path),
             format=checkpoint.format,
-            tensors=tuple(rows),
+            tensors=tuple(tensor_rows),
             values=tuple(values),
             objects=tuple(object_rows),
             hashed=hash,
             unmatched=tuple(map(str, selection.unmatched)),
-            quantizers=tuple(
-                dict.fromkeys(q for part in checkpoint.sections for q in part.quantizers)
-            ),
+            quantizers=tuple(dict.fromkeys(quantizers)),
         )
+
+
+def _group_entries(
+    entries: Iterable[tuple[Path, Any]],
+) -> tuple[list[tuple[Path, TensorRef]], list[ValueRow], list[tuple[Path, Any]]]:
+    """Return the tensors, the rows of the plain values, and all other objects of some entries."""
+    tensors: list[tuple[Path, TensorRef]] = []
+    values: list[ValueRow] = []
+    objects: list[tuple[Path, Any]] = []
+    for path, leaf in entries:
+        if isinstance(leaf, TensorRef):
+            tensors.append((path, leaf))
+        elif plain := to_plain_value(leaf):
+            kind, value = plain
+            values.append(ValueRow(to_json_path(path), name_of(path), kind, to_json_value(value)))
+        else:
+            objects.append((path, leaf))
+    return tensors, values, objects
 
 
 def _make_object_row(path: Path, leaf: Any) -> ObjectRow:
@@ -235,18 +236,19 @@ def _make_object_row(path: Path, leaf: Any) -> ObjectRow:
 def make_tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]:
     """Yield the row of each tensor.
 
-    A storage has the name of its key, made unique if several files use the same key.
+    A storage has the name of its key; `0#2` if it is the second one with the key `0`, in another
+    file.
     """
-    identities = [tensor.place for _, tensor in leaves]
-    place_counts = Counter(identities)
-    names: dict[int, str] = {}
-    key_counts = Counter[str]()
+    identities = [tensor.place for _, tensor in leaves]  # None for a tensor without stored bytes
+    tensors_by_identity = Counter(identities)
+    storage_names: dict[int, str] = {}
+    storages_by_key = Counter[str]()
     for (path, tensor), identity in zip(leaves, identities, strict=True):
         storage = tensor.storage
-        if storage is not None and id(storage) not in names:
-            key_counts[storage.key] += 1
-            count = key_counts[storage.key]
-            names[id(storage)] = storage.key if count == 1 else f"{storage.key}#{count}"
+        if storage is not None and id(storage) not in storage_names:
+            storages_by_key[storage.key] += 1
+            number = storages_by_key[storage.key]
+            storage_names[id(storage)] = storage.key if number == 1 else f"{storage.key}#{number}"
         yield TensorRow(
             to_json_path(path),
             name_of(path),
@@ -256,10 +258,10 @@ def make_tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[Tenso
             tensor.device,
             tensor.nbytes,
             tensor.kind,
-            names.get(id(storage)),
+            storage_names.get(id(storage)),
             tensor.requires_grad,
             numel=tensor.numel,
-            tied=identity is not None and place_counts[identity] > 1,
+            tied=identity is not None and tensors_by_identity[identity] > 1,
         )
 
 
@@ -268,12 +270,12 @@ def _compute_digests(
 ) -> Iterator[str | None]:
     """Yield a digest for each tensor, then for each object; None for plain tensors.
 
-    A tensor has a digest if it has data other than elements.
+    A tensor has a digest if it has data other than elements, for example the scales of a quantizer.
     """
     from ckptool.inspection.equality import Fingerprints, is_made_of_parts
 
-    listed = frozenset(id(tensor) for _, tensor in leaves if tensor.has_content)
-    fingerprints = Fingerprints(limits, listed)
+    hashed_ids = frozenset(id(tensor) for _, tensor in leaves if tensor.has_content)
+    fingerprints = Fingerprints(limits, hashed_ids)
     for path, tensor in leaves:
         yield fingerprints.compute(path, tensor) if is_made_of_parts(tensor) else None
     for path, node in objects:
@@ -327,8 +329,8 @@ def build_tree(listing: Listing) -> TreeNode:
 
 def _split_path(row: TensorRow) -> tuple[str, ...]:
     """Return the components of a tensor's path, with its key split at dots."""
-    *outer, own = (str(key) for key in row.path) if row.path else ("",)
-    return (*outer, *own.split(".", MAX_PARTS))
+    *containers, key = (str(part) for part in row.path) if row.path else ("",)
+    return (*containers, *key.split(".", MAX_PARTS))
 
 
 def _fold_module(
@@ -339,8 +341,9 @@ def _fold_module(
 ) -> tuple[TreeNode, int]:
     """Return the node of a module, and a number that equal subtrees share.
 
-    `depth` is the number of path components that belong to the module. A signature has the header
-    of the module's tensor, and the names and numbers of its children.
+    `rows` are the tensors below the module with the components of their paths, of which `depth`
+    belong to the module. It is a tensor itself if a path has no more. A signature has the header of
+    that tensor, and the names and numbers of the children.
     """
     tensor = None
     rows_by_child: dict[str, list[tuple[tuple[str, ...], TensorRow]]] = {}
@@ -353,8 +356,8 @@ def _fold_module(
         (name, *_fold_module(name, depth + 1, child_rows, number_by_signature))
         for name, child_rows in rows_by_child.items()
     ]
-    shape = (tensor.dtype, tensor.shape, tensor.device) if tensor else None
-    signature = (shape, tuple((name, number) for name, _, number in folded))
+    header = (tensor.dtype, tensor.shape, tensor.device) if tensor else None
+    signature = (header, tuple((name, number) for name, _, number in folded))
     number = number_by_signature.setdefault(signature, len(number_by_signature))
     children = tuple(_merge_siblings(folded))
     node = TreeNode(
@@ -373,20 +376,19 @@ def _merge_siblings(folded: list[tuple[str, TreeNode, int]]) -> Iterator[TreeNod
 
     Each sibling is given as its name, node, and the number that equal subtrees share.
     """
-    nodes = {name: node for name, node, _ in folded}
-    for family in group_families(
-        (name, number if name.isdecimal() else name) for name, _, number in folded
-    ):
-        members = [nodes[name] for name in family.names]
-        yield (
-            members[0]
-            if len(members) == 1
-            else replace(
-                members[0],
-                label=family.label,
-                tensors=sum(node.tensors for node in members),
-                elements=sum(node.elements for node in members),
-                nbytes=sum(node.nbytes for node in members),
-                count=len(members),
-            )
+    node_by_name = {name: node for name, node, _ in folded}
+    # Only numbered siblings are merged: the signature of any other is its own name.
+    signed_names = [(name, number if name.isdecimal() else name) for name, _, number in folded]
+    for family in group_families(signed_names):
+        members = [node_by_name[name] for name in family.names]
+        if len(members) == 1:
+            yield members[0]
+            continue
+        yield replace(
+            members[0],
+            label=family.label,
+            tensors=sum(node.tensors for node in members),
+            elements=sum(node.elements for node in members),
+            nbytes=sum(node.nbytes for node in members),
+            count=len(members),
         )

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.finding import Finding
@@ -152,6 +152,7 @@ _Place = tuple[str | int, ...]
 _Group = dict[str | int, HashedTensor]
 """The tensors of one container by their keys without wrapper prefixes."""
 _MAX_CANDIDATES = 16
+"""The most containers for which one tensor votes, which bounds the time."""
 
 
 def compare_tensors(
@@ -163,60 +164,94 @@ def compare_tensors(
     (`state_dict/module.fc.weight` is `fc.weight`). If the layout of the file differs from the
     manifest's, missing containers are a note and not a problem.
     """
-    by_path = {tensor.path: tensor for tensor in actual_tensors}
-    pairs = [
-        (tensor, by_path[tensor.path]) for tensor in expected_tensors if tensor.path in by_path
-    ]
-    paired_paths = {tensor.path for tensor, _ in pairs}
-    expected_groups, actual_groups = (
-        _group_by_container(expected_tensors, paired_paths),
-        _group_by_container(actual_tensors, paired_paths),
-    )
-    is_moved = False
-    for container, partner in _pair_containers(expected_groups, actual_groups):
-        is_moved = is_moved or container != partner
-        common = [name for name in expected_groups[container] if name in actual_groups[partner]]
-        pairs.extend(
-            (expected_groups[container].pop(name), actual_groups[partner].pop(name))
-            for name in common
-        )
-    problems, notes = list[Finding](), list[str]()
-    renamed = [
-        (expected.name, actual.name) for expected, actual in pairs if expected.name != actual.name
-    ]
+    pairing = _pair_tensors(expected_tensors, actual_tensors)
+    notes = []
+    renamed = [pair for pair in pairing.pairs if pair.expected.name != pair.actual.name]
     if renamed:
-        old, new = (listed([name]) for name in renamed[0])
+        old, new = (listed([tensor.name]) for tensor in renamed[0])
         notes.append(
             f"{counted(len(renamed), 'tensor')} compared under other keys: "
             f"{old} in the manifest is {new} in this file"
         )
-    for kind, side, groups, text, where in (
-        (
-            "missing",
-            0,
-            expected_groups,
-            "in the manifest, but not in this file",
-            "not in this file",
-        ),
-        ("extra", 1, actual_groups, "in this file, but not in the manifest", "not in the manifest"),
-    ):
-        paired = {pair[side].path[:-1] for pair in pairs}
-        moved_counts = Counter[str]()
-        for container, group in groups.items():
-            if is_moved and container not in paired:
-                moved_counts[name_of(container[:1])] += len(group)
-            else:
-                problems += (Finding(kind, text, (tensor.name,)) for tensor in group.values())
-        for name, count in (+moved_counts).items():
-            notes.append(f"{counted(count, 'tensor')} of {listed([name])} {are(count)} {where}")
-    for pair in pairs:
-        problems += _compare_tensor(*pair)
-    unhashed = sum(expected.sha256 is None and actual.sha256 is None for expected, actual in pairs)
+    unpaired = _report_unpaired(pairing)
+    notes += unpaired.notes
+    problems = [*unpaired.problems]
+    for expected, actual in pairing.pairs:
+        problems += _compare_tensor(expected, actual)
+    unhashed = sum(not (pair.expected.sha256 or pair.actual.sha256) for pair in pairing.pairs)
     if unhashed:
         notes.append(
             f"{counted(unhashed, 'tensor')} without a hash because they are sparse or quantized: "
             "only dtype and shape were compared"
         )
+    return Findings(tuple(problems), tuple(notes))
+
+
+class _Pair(NamedTuple):
+    """A tensor in the manifest and in the file."""
+
+    expected: HashedTensor
+    actual: HashedTensor
+
+
+class _Pairing(NamedTuple):
+    """The tensors of a manifest and of a file: those in both, and those in only one."""
+
+    pairs: list[_Pair]
+    missing: dict[_Place, _Group]
+    """The tensors that only the manifest has, by container."""
+    extra: dict[_Place, _Group]
+    """The tensors that only the file has, by container."""
+    has_other_layout: bool
+    """True if containers with different paths were paired."""
+
+
+def _pair_tensors(
+    expected_tensors: Sequence[HashedTensor], actual_tensors: Sequence[HashedTensor]
+) -> _Pairing:
+    """Pair tensors with equal paths, then those with the same key in paired containers."""
+    actual_by_path = {tensor.path: tensor for tensor in actual_tensors}
+    pairs = [
+        _Pair(tensor, actual_by_path[tensor.path])
+        for tensor in expected_tensors
+        if tensor.path in actual_by_path
+    ]
+    paired_paths = {pair.expected.path for pair in pairs}
+    missing = _group_by_container(expected_tensors, paired_paths)
+    extra = _group_by_container(actual_tensors, paired_paths)
+    has_other_layout = False
+    for container, partner in _pair_containers(missing, extra):
+        has_other_layout = has_other_layout or container != partner
+        common_keys = [key for key in missing[container] if key in extra[partner]]
+        pairs += [
+            _Pair(missing[container].pop(key), extra[partner].pop(key)) for key in common_keys
+        ]
+    return _Pairing(pairs, missing, extra, has_other_layout)
+
+
+def _report_unpaired(pairing: _Pairing) -> Findings:
+    """Return a problem for each tensor that is missing or extra.
+
+    If the layout of the file differs, all tensors of a container without any pair are one note:
+    the manifest may be of a file with an optimizer, and the file has only the weights.
+    """
+    problems, notes = list[Finding](), list[str]()
+    expected_containers = {pair.expected.path[:-1] for pair in pairing.pairs}
+    actual_containers = {pair.actual.path[:-1] for pair in pairing.pairs}
+    for kind, groups, paired_containers, where, absent in (
+        ("missing", pairing.missing, expected_containers, "in the manifest", "not in this file"),
+        ("extra", pairing.extra, actual_containers, "in this file", "not in the manifest"),
+    ):
+        count_by_section = Counter[str]()
+        for container, group in groups.items():
+            if pairing.has_other_layout and group and container not in paired_containers:
+                count_by_section[name_of(container[:1])] += len(group)
+            else:
+                text = f"{where}, but {absent}"
+                problems += [Finding(kind, text, (tensor.name,)) for tensor in group.values()]
+        for section, count in count_by_section.items():
+            tensors = f"{counted(count, 'tensor')} of {listed([section])}"
+            notes.append(f"{tensors} {are(count)} {absent}")
     return Findings(tuple(problems), tuple(notes))
 
 
@@ -236,16 +271,21 @@ def _compare_tensor(expected: HashedTensor, actual: HashedTensor) -> Iterator[Fi
 def _group_by_container(
     tensors: Iterable[HashedTensor], skipped: Container[_Place]
 ) -> dict[_Place, _Group]:
-    """Group tensors by container and bare key, if unique, except the paths in `skipped`."""
+    """Group tensors by container and by key without wrapper prefixes.
+
+    The keys of a container stay unchanged if two of them would become the same. Tensors with paths
+    in `skipped` are left out.
+    """
     groups: dict[_Place, _Group] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.path[:-1], {})[tensor.path[-1] if tensor.path else ""] = tensor
+        key = tensor.path[-1] if tensor.path else ""  # the root itself may be a tensor
+        groups.setdefault(tensor.path[:-1], {})[key] = tensor
     for container, group in groups.items():
-        renamed: Mapping[Any, str] = map_to_bare_names(
+        bare_names: Mapping[Any, str] = map_to_bare_names(
             [key for key in group if isinstance(key, str)]
         )
         groups[container] = {
-            renamed.get(key, key): tensor
+            bare_names.get(key, key): tensor
             for key, tensor in group.items()
             if tensor.path not in skipped
         }
@@ -255,10 +295,10 @@ def _group_by_container(
 def _pair_containers(
     expected_groups: dict[_Place, _Group], actual_groups: dict[_Place, _Group]
 ) -> Iterator[tuple[_Place, _Place]]:
-    """Yield containers with equal paths, then those with most common content, then most keys.
+    """Yield pairs of containers with equal paths, then those with most tensors in common.
 
     A tensor votes for each pair of containers that have it, under the same key: first with the
-    same content, and then with any.
+    same content, then, for containers without a partner, with any content.
     """
     yield from (
         (container, container) for container in actual_groups if container in expected_groups
@@ -274,18 +314,17 @@ def _pair_containers(
         if container not in expected_groups
     }
     for by_content in (True, False):
-        candidates: dict[Any, list[_Place]] = {}
+        candidates: dict[Any, list[_Place]] = {}  # expected containers by key and content
         for expected, group in unpaired_expected.items():
             for key, tensor in group.items():
-                candidates.setdefault((key, by_content and tensor.sha256), []).append(expected)
-        votes = Counter(
-            (expected, actual)
-            for actual, group in unpaired_actual.items()
-            for key, tensor in group.items()
-            for expected in candidates.get((key, by_content and tensor.sha256), ())[
-                :_MAX_CANDIDATES
-            ]
-        )
+                content = tensor.sha256 if by_content else None
+                candidates.setdefault((key, content), []).append(expected)
+        votes = Counter[tuple[_Place, _Place]]()
+        for actual, group in unpaired_actual.items():
+            for key, tensor in group.items():
+                content = tensor.sha256 if by_content else None
+                containers = candidates.get((key, content), [])[:_MAX_CANDIDATES]
+                votes.update((expected, actual) for expected in containers)
         for (expected, actual), _ in votes.most_common():
             if expected in unpaired_expected and actual in unpaired_actual:
                 del unpaired_expected[expected], unpaired_actual[actual]

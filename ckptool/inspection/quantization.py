@@ -11,7 +11,7 @@ from ckptool.core.quantizers import LIBRARIES, LOOKS_QUANTIZED, find_quantized
 from ckptool.tensors.dequantizing import can_dequantize
 from ckptool.words import are, counted, listed, printable
 
-_BY_METHOD = {
+_LIBRARY_BY_METHOD = {
     "gptq": "gptqmodel or vLLM", "awq": "autoawq or vLLM", "bitsandbytes": "bitsandbytes",
     "quanto": "optimum-quanto", "torchao": "torchao", "hqq": "hqq", "aqlm": "aqlm", "eetq": "eetq",
     "compressed-tensors": "compressed-tensors or vLLM", "fp8": "transformers or vLLM",
@@ -43,33 +43,44 @@ def quantizations(checkpoint: Checkpoint) -> Iterator[Quantization]:
 
     The method is from the configuration, the metadata of the header, or the table of names.
     """
-    quantized = [section for section in checkpoint.sections if section.quantizers]
-    config = quantization_config(checkpoint) if quantized else QuantizationConfig()
-    method, where = config.method, config.where
-    for section in quantized:
-        found = find_quantized(section.node)
+    quantized_sections = [section for section in checkpoint.sections if section.quantizers]
+    if not quantized_sections:
+        return
+    config = quantization_config(checkpoint)
+    for section in quantized_sections:
+        quantized_by_key = find_quantized(section.node)
         for scheme, count in section.quantizers.items():
-            own = {name: one.companions for name, one in found.items() if one.scheme == scheme}
-            what, library, details = scheme, LIBRARIES.get(scheme, ""), list(config.sizes)
-            if method:
-                if scheme == LOOKS_QUANTIZED:
-                    what, details = method, [f"according to {where}", *details]
-                elif method.lower() not in scheme.lower():
-                    details.append(f"{method} according to {where}")
-                library = library or _BY_METHOD.get(method.lower(), "")
-            what += f" ({', '.join(details)})" if details else ""
-            verb = f"{are(count).strip()} quantized: {what}"
-            if what == LOOKS_QUANTIZED:
-                name, companions = next(iter(own.items()))
+            keys = [key for key, found in quantized_by_key.items() if found.scheme == scheme]
+            description = _describe_scheme(scheme, config)
+            fact = f"{counted(count, 'tensor')} {are(count).strip()} quantized: {description}"
+            if description == LOOKS_QUANTIZED:  # nothing states the method
                 verb = "looks" if count == 1 else "look"
-                verb += (
-                    f" quantized, judging by shapes: {printable(name)} with {listed(companions)}"
+                companions = listed(quantized_by_key[keys[0]].companions)
+                fact = (
+                    f"{counted(count, 'tensor')} {verb} quantized, judging by shapes: "
+                    f"{printable(keys[0])} with {companions}"
                 )
-            remedy = f"{library} loads {'it' if count == 1 else 'them'}" if library else ""
-            remedy = remedy or "load it with the library that wrote it"
-            fact = f"{counted(count, 'tensor')} {verb}"
-            # One is enough: some layouts state the shape of each weight in the bytes of a tensor.
-            is_known = any(
-                can_dequantize(section.node, name, found[name], config) for name in [*own][:1]
+            library = LIBRARIES.get(scheme) or _LIBRARY_BY_METHOD.get(config.method.lower())
+            remedy = "load it with the library that wrote it"
+            if library:
+                remedy = f"{library} loads {'it' if count == 1 else 'them'}"
+            # Only the first weight is tried: some layouts state the shape of each weight in the
+            # bytes of a tensor. A pickled module may have quantized objects without keys.
+            is_known = bool(keys) and can_dequantize(
+                section.node, keys[0], quantized_by_key[keys[0]], config
             )
-            yield Quantization(fact, remedy, tuple(own), is_known)
+            yield Quantization(fact, remedy, tuple(keys), is_known)
+
+
+def _describe_scheme(scheme: str, config: QuantizationConfig) -> str:
+    """Return a scheme with the stated sizes, for example `GPTQ (4 bits, groups of 128)`.
+
+    The stated method replaces an unknown scheme, and is added to a known one with another name.
+    """
+    details = list(config.sizes)
+    if config.method and scheme == LOOKS_QUANTIZED:
+        scheme = config.method
+        details.insert(0, f"according to {config.where}")
+    elif config.method.lower() not in scheme.lower():
+        details.append(f"{config.method} according to {config.where}")
+    return f"{scheme} ({', '.join(details)})" if details else scheme

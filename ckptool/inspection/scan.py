@@ -32,8 +32,8 @@ from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
 from ckptool.inspection.scan_calls import (
     CANNOT_TELL,
     DATA,
+    NEEDS_CODE,
     RUNS,
-    VERDICTS,
     Judge,
     SuspectCall,
     worst_verdict,
@@ -48,6 +48,8 @@ _MAX_DEPTH = 6
 """Most levels of archives in archives, and of pickles in pickles."""
 _MAX_INFLATED_BYTES = 256 << 20
 """Most bytes to decompress from a file or record. Later bytes are unknown."""
+_MAX_CONFIG_BYTES = 16 << 20
+"""Bytes of a file in which to look for the config of a Keras model."""
 _INFLATE_STEP_BYTES = 1 << 11
 """Bytes that are decompressed at a time."""
 _MAX_STREAMS = 1000
@@ -88,27 +90,37 @@ _INFLATER_BY_METHOD: dict[int, Callable[[], Any]] = {
 
 
 _TrailingBytes = Callable[[ByteRange, Any, int], int]
+"""Returns the number of bytes between a pickle and the next one: from the data, the object of the
+pickle, and the position after it."""
 
 
 def _storage_bytes_after_pickle(data: ByteRange, record: Any, position: int) -> int:
-    """Return the number of bytes after a pickle in the storages of torch's tar of 2017."""
+    """Return the bytes after a pickle in the member `storages` of torch's tar of 2017.
+
+    `record` is the object of the pickle. A tuple that ends with a storage class is followed by the
+    number of elements and the elements. Any other object, for example the number of storages, is
+    followed by the next pickle.
+    """
     if not (isinstance(record, tuple) and record):
         return 0
     numel = int.from_bytes(data.read(position, COUNT_STRUCT.size), "little")
-    return (
-        COUNT_STRUCT.size
-        + numel * BY_NAME[parse_storage_class(record[-1], data.source.name)[0]].itemsize
-    )
+    dtype, *_ = parse_storage_class(record[-1], data.source.name)
+    return COUNT_STRUCT.size + numel * BY_NAME[dtype].itemsize
 
 
 def _tensor_bytes_after_pickle(data: ByteRange, record: Any, position: int) -> int:
-    """Return the number of bytes after a pickle in that tar's tensors: sizes, strides, offset."""
+    """Return the bytes after a pickle in the member `tensors` of torch's tar of 2017.
+
+    A tuple is followed by integers of 8 bytes: number of dimensions, sizes, strides, offset. Only
+    the first 4 bytes of the number count.
+    """
     if not isinstance(record, tuple):
         return 0
-    return 16 * (1 + int.from_bytes(data.read(position, 4), "little"))
+    dimensions = int.from_bytes(data.read(position, 4), "little")
+    return 8 * (1 + dimensions + dimensions + 1)
 
 
-_TORCH_TAR = {
+_TRAILING_BYTES_BY_TAR_MEMBER: dict[str, _TrailingBytes] = {
     "storages": _storage_bytes_after_pickle,
     "tensors": _tensor_bytes_after_pickle,
     "pickle": lambda *_: 0,
@@ -176,11 +188,12 @@ class Scan(Result):
     @property
     def runs(self) -> tuple[SuspectCall, ...]:
         """The calls that run something."""
-        return tuple(d for stream in self.streams for d in stream.calls if d.verdict == RUNS)
+        calls = (call for stream in self.streams for call in stream.calls)
+        return tuple(call for call in calls if call.verdict == RUNS)
 
     def ok(self, *, strict: bool = False) -> bool:
-        """Return True if the file passes; with `strict` only data passes."""
-        return self.verdict in VERDICTS[: 1 if strict else 2]
+        """Return True if the verdict is `data`, or `needs code` unless `strict`."""
+        return self.verdict == DATA or (self.verdict == NEEDS_CODE and not strict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.scan/1`."""
@@ -226,11 +239,11 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
     """
     seen = set()
     for given_path in map(os.fsdecode, paths):
-        is_pattern = not os.path.lexists(given_path) and has_magic(given_path)
-        for path in (sorted(glob(given_path, recursive=True)) if is_pattern else ()) or (
-            given_path,
-        ):
-            for file in _walk_files(path) if place_of(path).is_folder(path) else (path,):
+        matches = []
+        if has_magic(given_path) and not os.path.lexists(given_path):
+            matches = sorted(glob(given_path, recursive=True))
+        for path in matches or [given_path]:
+            for file in _walk_files(path) if place_of(path).is_folder(path) else [path]:
                 if file not in seen:
                     seen.add(file)
                     yield file
@@ -252,6 +265,26 @@ def _walk_files(folder: str) -> Iterator[str]:
             if os.path.isfile(path) or os.path.islink(path):
                 yield path
     yield from (os.fsdecode(error.filename) for error in failed)
+
+
+class _Window:
+    """The bytes of some data that are in memory."""
+
+    def __init__(self, data: ByteRange, start: int) -> None:
+        """Begin with no bytes, at `start`."""
+        self.data = data
+        self.start = start
+        self.chunk = b""
+
+    @property
+    def stop(self) -> int:
+        """The position after the bytes in memory."""
+        return self.start + len(self.chunk)
+
+    def read(self, position: int, length: int) -> None:
+        """Replace the bytes with those from `position`, up to `length` of them."""
+        self.start = position
+        self.chunk = self.data.read(position, min(length, self.data.length - position))
 
 
 class _Scanner:
@@ -279,12 +312,16 @@ class _Scanner:
         return worst_verdict(*(stream.verdict for stream in self.streams))
 
     def add_stream(self, stream: Stream) -> None:
-        """Add a stream; in a full list, a worse one replaces the last, which keeps the verdict."""
-        if len(self.streams) < _MAX_STREAMS:
-            self.streams[stream] = None
-        elif worst_verdict(stream.verdict, last := next(reversed(self.streams)).verdict) != last:
-            self.streams.popitem()
-            self.streams[stream] = None
+        """Add a stream; in a full list, it replaces the last one if its verdict is worse.
+
+        So the worst verdict of the list is that of the whole file.
+        """
+        if len(self.streams) >= _MAX_STREAMS:
+            last = next(reversed(self.streams))
+            if worst_verdict(stream.verdict, last.verdict) == last.verdict:
+                return
+            del self.streams[last]
+        self.streams[stream] = None
 
     def report_unread(self, where: str, why: str) -> None:
         """Report data that may contain a pickle but is not read."""
@@ -314,49 +351,56 @@ class _Scanner:
     def _scan_container(self, data: ByteRange, where: str, depth: int) -> None:
         """Scan the content of an archive, an array, a compressed stream or a Keras config.
 
-        Several kinds may apply, because a file can begin like one and contain another. A Python
-        file is only listed.
+        Several kinds may apply, because a file can begin like one and contain another. A file that
+        begins as a zip has no other kind. A Python file is only listed.
         """
         head = data.read(0, min(BLOCK, data.length))
-        is_raw = not isinstance(
-            data.source, InflatedSource
-        )  # reading its end would decompress all of it
-        tail = data.read(max(data.length - _ZIP_END_BYTES, 0)) if is_raw else b""
+        tail = b""
+        if not isinstance(data.source, InflatedSource):  # else this would decompress all of it
+            tail = data.read(max(data.length - _ZIP_END_BYTES, 0))
         is_zip = head.startswith(b"PK\x03\x04")
         if is_zip or b"PK\x05\x06" in tail:
             self._scan_zip(data, where, depth)
         if is_zip:
             return
         if is_tar(head):
-            if data.length != data.source.size:
-                if data.length > _MAX_INFLATED_BYTES:
-                    raise LimitExceeded("a tar inside an archive is too large to read")
-                data = self.wrap_memory(data.read())
-            for name, member in read_members(data.source, self.limits).items():
-                self.scan_content(member, _join_names(where, name), depth + 1, _TORCH_TAR.get(name))
+            self._scan_tar(data, where, depth)
         elif head.startswith(b"\x93NUMPY"):
             header = read_array_header(Record(where or self.file, data))
+            # An array of objects is a pickle. A backslash in the dtype may hide the letter O.
             if re.search(r"O|object|\\", header.descr):
                 self._scan_pickles(data, where, header.length)
         for pattern, make_inflater in _INFLATER_BY_START.items():
             if match := re.match(pattern, head):
                 packed = data.slice(match.end(), data.length - match.end())
-                is_certain = head[:1] not in b"\x78\x5d"  # two bytes may match by chance
+                # Of zlib (78) and raw LZMA (5D), a few bytes may match by chance.
+                is_certain = head[:1] not in b"\x78\x5d"
                 inflated = self._inflate(packed, make_inflater, where, is_certain=is_certain)
                 self.scan_content(inflated, _join_names(where, "inflated"), depth + 1)
         for magic, description in _UNSUPPORTED:
             if head.startswith(magic):
                 self.report_unread(where, f"{description} is not supported")
-        is_config = head.lstrip()[:1] == b"{" or head.startswith(b"\x89HDF")
-        if is_config and _KERAS_LAMBDA.search(data.read(0, min(data.length, 16 << 20))):
+        may_have_config = head.lstrip()[:1] == b"{" or head.startswith(b"\x89HDF")
+        if may_have_config and _KERAS_LAMBDA.search(
+            data.read(0, min(data.length, _MAX_CONFIG_BYTES))
+        ):
             text = "keras.layers.Lambda: keras.models.load_model runs the code in it"
-            self.add_stream(
-                Stream(where, 0, RUNS, (SuspectCall(text, 0, "a Keras config", RUNS),), told=1)
-            )
+            call = SuspectCall(text, 0, "a Keras config", RUNS)
+            self.add_stream(Stream(where, 0, RUNS, (call,), told=1))
         if (where or self.file).endswith(".py"):
             self.code.append(where or self.file)
 
     # Pickles
+
+    def _scan_tar(self, data: ByteRange, where: str, depth: int) -> None:
+        """Scan the members of a tar; one inside an archive is first read into memory."""
+        if data.length != data.source.size:
+            if data.length > _MAX_INFLATED_BYTES:
+                raise LimitExceeded("a tar inside an archive is too large to read")
+            data = self.wrap_memory(data.read())
+        for name, member in read_members(data.source, self.limits).items():
+            trailing_bytes = _TRAILING_BYTES_BY_TAR_MEMBER.get(name)
+            self.scan_content(member, _join_names(where, name), depth + 1, trailing_bytes)
 
     def _scan_pickles(
         self,
@@ -372,47 +416,34 @@ class _Scanner:
         bytes of its storages are skipped, unless a pickle is in their place.
         """
         position, keys = start, set[str]()
-        # A safetensors file may begin with bytes that look like the start of a pickle.
-        is_header_length = start == 0 and _is_safetensors(data, self.limits)
-        chunk, base = b"", start
+        # The length of a safetensors header may look like the start of a pickle.
+        is_safetensors = start == 0 and _is_safetensors(data, self.limits)
+        window = _Window(data, start)
         roots, storage_sizes = list[Any](), dict[str, int]()
         while position < data.length:
-            if position - base >= len(chunk):
-                chunk, base = (
-                    data.read(position, min(_WINDOW_BYTES, data.length - position)),
-                    position,
-                )
-            run = self._trace_pickle(chunk, position - base, base)
-            is_cut_off = run.failed is TruncatedFile or (run.failed and run.cut)
-            if is_cut_off and base + len(chunk) < data.length:
-                refuse_bomb(data, self.limits.max_header_inflation)
-                length = min(
-                    _WINDOW_BYTES if position > base else len(chunk) * 8, data.length - position
-                )
-                if length > self.limits.max_pickle_bytes:
-                    if is_header_length:
-                        break
-                    raise LimitExceeded("its pickle is longer than the limit")
-                chunk, base = data.read(position, length), position
-                continue
-            is_pickle = bool(run.end is not None or run.seen)
-            if not is_header_length:
-                is_pickle |= run.failed is LimitExceeded
-                is_pickle |= bool(_PROTOCOL.match(chunk, position - base))
+            judge = self._trace_complete_pickle(window, position)
+            if judge is None:
+                if is_safetensors:
+                    break
+                raise LimitExceeded("its pickle is longer than the limit")
+            is_pickle = judge.end is not None or bool(judge.seen)
+            if not is_safetensors:
+                is_pickle |= judge.failed is LimitExceeded
+                is_pickle |= bool(_PROTOCOL.match(window.chunk, position - window.start))
             if not is_pickle:
                 break
-            self._add_traced(run, where, position)
-            if run.end is None:
+            self._add_traced(judge, where, position)
+            if judge.end is None:
                 break
-            storages = self._find_storages(run)
+            storages = self._find_storages(judge)
             keys |= storages.keys()
-            position = base + run.end
+            position = window.start + judge.end
             if trailing_bytes is not None:
-                position += trailing_bytes(data, run.root, position)
-            roots = [*roots, run.root][-_N_LEGACY_PICKLES:]
-            storage_sizes = storages or storage_sizes
+                position += trailing_bytes(data, judge.root, position)
+            roots = [*roots, judge.root][-_N_LEGACY_PICKLES:]
+            storage_sizes = storages or storage_sizes  # the last pickle only lists their keys
             if len(roots) == _N_LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
-                extra = self._trace_pickle(chunk, position - base, base)
+                extra = self._trace_pickle(window.chunk, position - window.start, window.start)
                 if extra.seen:  # a pickle in place of the storages
                     self._add_traced(extra, where, position)
                 position += sum(COUNT_STRUCT.size + nbytes for nbytes in storage_sizes.values())
@@ -421,40 +452,65 @@ class _Scanner:
             self.report_unread(where, f"the data at byte {position:,} is not a pickle")
         return keys
 
-    def _find_storages(self, run: Judge) -> dict[str, int]:
-        """Return the sizes of the storages that a pickle refers to: key -> bytes."""
+    def _find_storages(self, judge: Judge) -> dict[str, int]:
+        """Return the sizes of the storages that a pickle refers to: key -> bytes.
+
+        Invalid persistent ids are left out.
+        """
         sizes: dict[str, int] = {}
-        for pid in filter(is_storage_pid, run.pids):
+        for pid in filter(is_storage_pid, judge.pids):
             with suppress(CheckpointError):
                 storage = parse_storage_pid(pid, self.file)
                 sizes.setdefault(storage.key, storage.nbytes)
         return sizes
 
-    def _trace_pickle(self, chunk: bytes, start: int, base: int) -> Judge:
-        """Trace the pickle at `start` of `chunk`, also as joblib reads it if it has joblib arrays.
+    def _trace_complete_pickle(self, window: _Window, position: int) -> Judge | None:
+        """Trace the pickle at `position`, in a larger window if that cuts it off.
 
-        `base` is the position of `chunk` in the data.
+        None if a larger window exceeds the limit for pickles.
+        """
+        data = window.data
+        if position >= window.stop:
+            window.read(position, _WINDOW_BYTES)
+        while True:
+            judge = self._trace_pickle(window.chunk, position - window.start, window.start)
+            is_cut_off = judge.failed is TruncatedFile or (judge.failed and judge.cut)
+            if not is_cut_off or window.stop >= data.length:
+                return judge
+            refuse_bomb(data, self.limits.max_header_inflation)
+            # First a window that begins with the pickle, then larger ones.
+            length = _WINDOW_BYTES if position > window.start else len(window.chunk) * 8
+            if min(length, data.length - position) > self.limits.max_pickle_bytes:
+                return None
+            window.read(position, length)
+
+    def _trace_pickle(self, chunk: bytes, start: int, base: int) -> Judge:
+        """Trace the pickle at `start` of `chunk`, and return its judge.
+
+        `base` is the position of `chunk` in the data. A pickle with joblib arrays is traced also as
+        joblib reads it, which skips the raw bytes of the arrays. The result is that of joblib, with
+        the calls that pickle.load would run.
         """
         make_judge = partial(
             Judge, chunk, self.judge_nested, base, file=self.file, limits=self.limits
         )
-        run = make_judge().watch(start)
-        if JOBLIB_ARRAY not in run.names:
-            return run
-        joblib_run = make_judge(as_joblib=True).watch(start)
-        if run.verdict == RUNS:  # for pickle.load, which stops at the raw bytes
-            joblib_run.verdict = RUNS
-            joblib_run.calls += [call for call in run.calls if call.verdict == RUNS]
-        return joblib_run
+        judge = make_judge().watch(start)
+        if JOBLIB_ARRAY not in judge.names:
+            return judge
+        joblib_judge = make_judge(as_joblib=True).watch(start)
+        if judge.verdict == RUNS:
+            joblib_judge.verdict = RUNS
+            joblib_judge.calls += [call for call in judge.calls if call.verdict == RUNS]
+        return joblib_judge
 
-    def _add_traced(self, run: Judge, where: str, offset: int) -> None:
+    def _add_traced(self, judge: Judge, where: str, offset: int) -> None:
         """Count a traced pickle, and add it to the streams unless it is only data."""
         self.pickles += 1
-        verdict = worst_verdict(run.verdict, CANNOT_TELL if run.failed else DATA)
+        verdict = worst_verdict(judge.verdict, CANNOT_TELL if judge.failed else DATA)
         if verdict != DATA:
-            calls = tuple(dict.fromkeys(run.calls))
+            calls, names = tuple(dict.fromkeys(judge.calls)), tuple(judge.names)
             self.add_stream(
-                Stream(where, offset, verdict, calls, tuple(run.names), run.fault, run.run_count)
+                Stream(where, offset, verdict, calls, names, judge.fault, judge.run_count)
             )
 
     def judge_nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:
@@ -466,7 +522,7 @@ class _Scanner:
             if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MAX_STREAMS:
                 return CANNOT_TELL, ()
             inner = _Scanner(self.file, self.limits)
-            inner.depth, inner.judged = self.depth + 1, self.judged
+            inner.depth, inner.judged = self.depth + 1, self.judged  # shared by all levels
             inner.scan_content(self.wrap_memory(raw), "", 1)
             calls = tuple(call for stream in inner.streams for call in stream.calls)[:_MAX_STREAMS]
             self.pickles += inner.pickles
@@ -575,6 +631,7 @@ class _Scanner:
     def _find_headers(self, data: ByteRange) -> Iterator[tuple[int, bytes]]:
         """Yield the position and the bytes of everything that looks like a zip header."""
         for start in range(0, data.length, _WINDOW_BYTES):
+            # With 3 bytes of the next window, for a signature of 4 bytes that begins in this one.
             block = data.read(start, min(_WINDOW_BYTES + 3, data.length - start))
             for match in _ZIP_SIGNATURE.finditer(block):
                 position = start + match.start()
@@ -594,30 +651,37 @@ class _Scanner:
         meets a fault. A fault is only reported if `is_certain`: other bytes may look like a stream
         by chance.
         """
-        out, member_end, is_new = bytearray(), -1, False
-        inflater, blocks, pending = make_inflater(), data.iterate_blocks(_INFLATE_STEP_BYTES), b""
+        inflated = bytearray()
+        member_end = -1  # of the last complete member, in `inflated`
+        is_between_members = False
+        inflater, blocks = make_inflater(), data.iterate_blocks(_INFLATE_STEP_BYTES)
+        pending = b""  # compressed bytes that were read, but not decompressed
         try:
-            while len(out) < _MAX_INFLATED_BYTES:
+            while len(inflated) < _MAX_INFLATED_BYTES:
                 block = pending or next(blocks, b"")
+                # bz2 and lzma may still have output; zlib leaves its input in `unconsumed_tail`.
                 if not block and getattr(inflater, "needs_input", True):
                     break
-                if is_new and not block.strip(b"\0"):  # padding between members
-                    pending = b""
-                    continue
-                block, is_new = block.lstrip(b"\0") if is_new else block, False
-                out += inflater.decompress(block, _INFLATE_STEP_BYTES)
+                if is_between_members:
+                    block = block.lstrip(b"\0")  # padding
+                    if not block:
+                        pending = b""
+                        continue
+                    is_between_members = False
+                inflated += inflater.decompress(block, _INFLATE_STEP_BYTES)
                 pending = getattr(inflater, "unconsumed_tail", b"")
                 if inflater.eof:
-                    pending, member_end = inflater.unused_data, len(out)
-                    inflater, is_new = make_inflater(), True
+                    pending, member_end = inflater.unused_data, len(inflated)
+                    inflater, is_between_members = make_inflater(), True
             else:
                 self.report_unread(
                     where, f"it decompresses to more than {_MAX_INFLATED_BYTES >> 20} MiB"
                 )
         except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
-            if is_certain and len(out) != member_end:  # not of bytes after a stream
+            # At the end of a member, the fault is in bytes after the stream, which do not matter.
+            if is_certain and len(inflated) != member_end:
                 self.report_unread(where, f"it cannot be fully decompressed ({error})")
-        return self.wrap_memory(bytes(out))
+        return self.wrap_memory(bytes(inflated))
 
 
 def _is_safetensors(data: ByteRange, limits: Limits) -> bool:

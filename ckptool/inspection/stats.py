@@ -66,11 +66,11 @@ class TensorStats:
     def to_dict(self) -> dict[str, Any]:
         """Return the row of `ckptool.stats/1`."""
         row, measures = self.row, self.measures
-        figures = {
-            name: to_json_value(getattr(measures, field, None))
-            for name, field in _FIELDS_BY_KEY.items()
+        figures = {  # all None without measures
+            key: to_json_value(getattr(measures, field, None))
+            for key, field in _FIELD_BY_KEY.items()
         }
-        drawn = measures.histogram if measures else None
+        histogram = measures.histogram if measures else None
         return {
             "path": row.path,
             "name": row.name,
@@ -81,7 +81,7 @@ class TensorStats:
             "kind": row.kind,
             "elements": row.numel,
             **figures,
-            "histogram": drawn and to_document(drawn),
+            "histogram": to_document(histogram) if histogram else None,
             "reason": self.reason,
             "tie": self.tie,
             "count": self.count,
@@ -91,7 +91,7 @@ class TensorStats:
         }
 
 
-_FIELDS_BY_KEY = {
+_FIELD_BY_KEY = {
     "min": "minimum",
     "max": "maximum",
     "mean": "mean",
@@ -171,12 +171,13 @@ class Stats(Result):
             raise UsageError(f"cannot sort by {column!r}; choose one of {listed(SORTABLE)}")
         if column == "name":
             return replace(self, tensors=tuple(sorted(self.tensors, key=lambda row: row.name)))
-        value = SORTABLE[column]
+        read_figure = SORTABLE[column]
 
         def sort_key(row: TensorStats) -> tuple[bool, float]:
-            """Return the sort key of a row: rows without a figure are the last."""
-            figure = value(row)
-            return (False, 0) if figure is None or math.isnan(figure) else (True, figure)
+            """Return a key to sort in reverse: rows without a figure are the last."""
+            figure = read_figure(row)
+            has_figure = figure is not None and not math.isnan(figure)
+            return (True, figure) if has_figure else (False, 0)
 
         return replace(self, tensors=tuple(sorted(self.tensors, key=sort_key, reverse=True)))
 
@@ -188,25 +189,25 @@ class Stats(Result):
         return replace(self, tensors=tuple(_fold_rows(self.tensors)))
 
 
-def _measure_key(field: str) -> Callable[[TensorStats], Any]:
-    """Return a function that reads a statistic of a row; None without statistics."""
+def _read_measure(field: str) -> Callable[[TensorStats], Any]:
+    """Return a function that returns one statistic of a row; None for a row without statistics."""
     return lambda row: getattr(row.measures, field, None)
 
 
 SORTABLE: dict[str, Callable[[TensorStats], Any]] = {
-    "name": lambda one: one.name,
-    "elements": lambda one: one.row.numel,
-    "min": _measure_key("minimum"),
-    "max": _measure_key("maximum"),
-    "mean": _measure_key("mean"),
-    "std": _measure_key("std"),
-    "zeros": lambda one: one.measures and one.measures.zeros / max(one.measures.elements, 1),
-    "nan": _measure_key("nan"),
-    "inf": _measure_key("infinite"),
-    "norm": _measure_key("norm"),
-    "flags": lambda one: len(one.flags),
+    "name": lambda row: row.name,
+    "elements": lambda row: row.row.numel,
+    "min": _read_measure("minimum"),
+    "max": _read_measure("maximum"),
+    "mean": _read_measure("mean"),
+    "std": _read_measure("std"),
+    "zeros": lambda row: row.measures and row.measures.zeros / max(row.measures.elements, 1),
+    "nan": _read_measure("nan"),
+    "inf": _read_measure("infinite"),
+    "norm": _read_measure("norm"),
+    "flags": lambda row: len(row.flags),
 }
-"""The columns to sort by: zeros by their share, flags by their number."""
+"""Reads the figure of a row by column: zeros are sorted by their share, flags by their number."""
 
 
 def stats(
@@ -241,49 +242,65 @@ def stats(
         if isinstance(patterns, str):
             raise UsageError(f"expected a list of globs, not {patterns!r}", hint=f"[{patterns!r}]")
     with open_or_reuse(source) as checkpoint:
-        base_path: Path = () if key is None else resolve(checkpoint, key)[0]
-        included, excluded = tuple(include), tuple(exclude)
-        index = NameIndex(
-            (
-                (path, leaf)
-                for path, leaf in walk(checkpoint.root, limits)
-                if isinstance(leaf, TensorRef) and is_within(path, base_path)
-            ),
-            checkpoint.path,
-        )
-        selection = select(index, included, excluded, endings=True)
+        index = _index_tensors(checkpoint, key, limits)
+        selection = select(index, tuple(include), tuple(exclude), endings=True)
         leaves = list(selection.pick_from(index))
-        if key is not None and not index.nodes:
-            raise NotFound(
-                f"no tensor to measure under {printable(name_of(base_path))!r}",
-                file=checkpoint.path or None,
-                hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
-            )
-        placeholders = find_placeholders(checkpoint)
-        if placeholders is not None and placeholders.kind == "part":
-            names = set(placeholders.where)
-            if any(name_of(path) in names for path, _ in leaves):
-                refuse_placeholders(checkpoint)
+        _refuse_selected_placeholders(checkpoint, leaves)
         rows = list(_measure_tensors(leaves, Measurer(bins), limits, progress))
-        optimizers = [part.path for part in checkpoint.sections if part.kind == "optimizer"]
-        model_positions = [
-            position
-            for position, (path, _) in enumerate(leaves)
-            if not any(is_within(path, optimizer) for optimizer in optimizers)
-        ]
-        # The state of optimizers is not compared.
-        model_rows = [rows[position] for position in model_positions]
-        for number, flags, remark in _find_outliers(model_rows):
-            position = model_positions[number]
-            rows[position] = replace(
-                rows[position],
-                flags=(*rows[position].flags, *flags),
-                remarks=(*rows[position].remarks, remark),
-            )
+        _flag_outliers(checkpoint, leaves, rows)
         _note_codes(checkpoint, leaves, rows)
         unmatched = tuple(map(str, selection.unmatched))
         name = without_query(checkpoint.path)
         return Stats(name, checkpoint.format, tuple(rows), _sum_up(rows), unmatched)
+
+
+def _index_tensors(checkpoint: Checkpoint, key: Any, limits: Limits) -> NameIndex:
+    """Return an index of the tensors at `key` and below, or of all if `key` is None."""
+    base_path: Path = () if key is None else resolve(checkpoint, key)[0]
+    tensors = (
+        (path, leaf)
+        for path, leaf in walk(checkpoint.root, limits)
+        if isinstance(leaf, TensorRef) and is_within(path, base_path)
+    )
+    index = NameIndex(tensors, checkpoint.path)
+    if key is not None and not index.nodes:
+        raise NotFound(
+            f"no tensor to measure under {printable(name_of(base_path))!r}",
+            file=checkpoint.path or None,
+            hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
+        )
+    return index
+
+
+def _refuse_selected_placeholders(
+    checkpoint: Checkpoint, leaves: Sequence[tuple[Path, TensorRef]]
+) -> None:
+    """Raise NotRepresentable if a tensor to measure is a placeholder of ZeRO-3."""
+    placeholders = find_placeholders(checkpoint)
+    if placeholders is not None and placeholders.kind == "part":
+        names = set(placeholders.where)
+        if any(name_of(path) in names for path, _ in leaves):
+            refuse_placeholders(checkpoint)
+
+
+def _flag_outliers(
+    checkpoint: Checkpoint, leaves: Sequence[tuple[Path, TensorRef]], rows: list[TensorStats]
+) -> None:
+    """Add flags and remarks to the rows of tensors that differ from similar ones.
+
+    The state of optimizers is not compared.
+    """
+    optimizers = [section.path for section in checkpoint.sections if section.kind == "optimizer"]
+    positions = [
+        position
+        for position, (path, _) in enumerate(leaves)
+        if not any(is_within(path, optimizer) for optimizer in optimizers)
+    ]
+    model_rows = [rows[position] for position in positions]
+    for model_position, flags, remark in _find_outliers(model_rows):
+        position = positions[model_position]
+        row = rows[position]
+        rows[position] = replace(row, flags=(*row.flags, *flags), remarks=(*row.remarks, remark))
 
 
 def _note_codes(
@@ -291,19 +308,22 @@ def _note_codes(
 ) -> None:
     """Add a remark to the first quantized weight of each scheme: its statistics are of codes.
 
-    Codes are the integers of a weight that needs other tensors (scales) to be interpreted.
+    Codes are the integers of a weight that needs other tensors (scales) to be interpreted. Weights
+    that are not in `leaves` get none.
     """
-    positions = {id(tensor): position for position, (_, tensor) in reversed([*enumerate(leaves)])}
-    for part in checkpoint.sections:
-        quantized_by_key = find_quantized(part.node) if part.kind in MODEL_KINDS else {}
+    position_by_id: dict[int, int] = {}
+    for position, (_, tensor) in enumerate(leaves):
+        position_by_id.setdefault(id(tensor), position)
+    for section in checkpoint.sections:
+        quantized_by_key = find_quantized(section.node) if section.kind in MODEL_KINDS else {}
+        counts = Counter(quantized.scheme for quantized in quantized_by_key.values())
         first_by_scheme: dict[str, tuple[int, Quantized]] = {}
-        for name, quantized in quantized_by_key.items():
-            if (
-                position := positions.get(id(part.node[name]))
-            ) is not None and quantized.companions:
-                first_by_scheme.setdefault(quantized.scheme, (position, quantized))
+        for key, quantized in quantized_by_key.items():
+            measured_position = position_by_id.get(id(section.node[key]))
+            if measured_position is not None and quantized.companions:
+                first_by_scheme.setdefault(quantized.scheme, (measured_position, quantized))
         for position, quantized in first_by_scheme.values():
-            count = sum(quantized.scheme == other.scheme for other in quantized_by_key.values())
+            count = counts[quantized.scheme]
             others = f", like {count - 1:,} more here" if count > 1 else ""
             description = f"{str(quantized).removeprefix('is ')}{others}"
             remark = f"{description}: statistics of codes, without {listed(quantized.companions)}"
@@ -342,25 +362,27 @@ def _measure_tensors(
 
 def _sum_up(rows: Iterable[TensorStats]) -> Totals:
     """Return the totals of the measured rows, tied tensors counted once."""
-    by_type: dict[str, list[Measures]] = {}
+    all_measures: list[Measures] = []
+    measures_by_dtype: dict[str, list[Measures]] = {}
     for row in rows:
         if row.measures and row.tie is None:
-            by_type.setdefault(row.row.dtype, []).append(row.measures)
-    merged = {
-        dtype: (len(measures), _merge_measures(measures)) for dtype, measures in by_type.items()
-    }
-    all_merged = _merge_measures([measures for group in by_type.values() for measures in group])
+            all_measures.append(row.measures)
+            measures_by_dtype.setdefault(row.row.dtype, []).append(row.measures)
+    dtypes = []
+    for dtype, measures in measures_by_dtype.items():
+        merged = _merge_measures(measures)
+        dtypes.append(
+            DtypeRange(dtype, len(measures), merged.elements, merged.minimum, merged.maximum)
+        )
+    total = _merge_measures(all_measures)
     return Totals(
-        tensors=sum(count for count, _ in merged.values()),
-        elements=all_merged.elements,
-        zeros=all_merged.zeros,
-        nan=all_merged.nan,
-        infinite=all_merged.infinite,
-        norm=all_merged.norm,
-        dtypes=tuple(
-            DtypeRange(dtype, count, total.elements, total.minimum, total.maximum)
-            for dtype, (count, total) in merged.items()
-        ),
+        tensors=len(all_measures),
+        elements=total.elements,
+        zeros=total.zeros,
+        nan=total.nan,
+        infinite=total.infinite,
+        norm=total.norm,
+        dtypes=tuple(dtypes),
     )
 
 
@@ -383,11 +405,11 @@ def _fold_rows(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
     by_name: dict[str, list[TensorStats]] = {}
     for row in rows:
         by_name.setdefault(row.name, []).append(row)
-    heads = (
-        (row.name, (row.row.dtype, row.row.shape, row.row.device, row.row.kind, row.reason))
+    signature_by_name = {
+        row.name: (row.row.dtype, row.row.shape, row.row.device, row.row.kind, row.reason)
         for row in rows
-    )
-    for family in group_families(dict(heads).items()):
+    }
+    for family in group_families(signature_by_name.items()):
         members = [row for name in family.names for row in by_name[name]]
         yield members[0] if len(members) == 1 else _merge_rows(family.label, members)
 
@@ -441,7 +463,7 @@ def _merge_measures(parts: Sequence[Measures]) -> Measures:
     lows = [part.minimum for part in parts if part.minimum is not None]
     highs = [part.maximum for part in parts if part.maximum is not None]
     low, high = min(lows, default=None), max(highs, default=None)
-    drawn = [part.histogram for part in parts if part.histogram is not None]
+    histograms = [part.histogram for part in parts if part.histogram is not None]
     return Measures(
         elements=sum(part.elements for part in parts),
         minimum=low,
@@ -452,19 +474,24 @@ def _merge_measures(parts: Sequence[Measures]) -> Measures:
         nan=sum(part.nan for part in parts),
         infinite=sum(part.infinite for part in parts),
         norm=math.hypot(*(part.norm for part in parts)),
-        histogram=None if low is None or high is None else _merge_histograms(drawn, low, high),
+        histogram=None if low is None or high is None else _merge_histograms(histograms, low, high),
     )
 
 
 def _merge_histograms(parts: Sequence[Histogram], low: float, high: float) -> Histogram:
-    """Return one histogram between `low` and `high`, by the middle of each bin."""
+    """Return one histogram between `low` and `high`, by the middle of each bin.
+
+    All distances are halved, because a range may be twice the largest float64.
+    """
     bins = max(len(part.counts) for part in parts)
     counts = [0] * bins
-    half = high / 2 - low / 2  # whole, it may be beyond float64
+    half_range = high / 2 - low / 2
     for part in parts:
-        step = (part.high / 2 - part.low / 2) / len(part.counts)
+        half_bin = (part.high / 2 - part.low / 2) / len(part.counts)
+        half_offset = part.low / 2 - low / 2
         for position, count in enumerate(part.counts):
-            share = (part.low / 2 - low / 2 + step * (position + 0.5)) / half if half else 0.5
+            half_middle = half_offset + half_bin * (position + 0.5)
+            share = half_middle / half_range if half_range else 0.5
             counts[min(int(share * bins), bins - 1)] += count
     return Histogram(low, high, tuple(counts))
 
@@ -500,12 +527,15 @@ def _find_outliers(rows: Sequence[TensorStats]) -> Iterator[Oddity]:
     The tensors of a role have keys that differ only in numbers, and as many dimensions, for example
     `layers.{0..31}.mlp.weight`. Statistics are compared among those of one shape.
     """
-    positions: dict[str, list[int]] = {}
+    positions_by_name: dict[str, list[int]] = {}
     for position, row in enumerate(rows):
-        positions.setdefault(row.name, []).append(position)
-    for family in group_families((name, None) for name in positions):
+        positions_by_name.setdefault(row.name, []).append(position)
+    # Without a signature (None), only the keys decide: dtypes and shapes are compared below.
+    for family in group_families((name, None) for name in positions_by_name):
         members = [
-            (position, rows[position]) for name in family.names for position in positions[name]
+            (position, rows[position])
+            for name in family.names
+            for position in positions_by_name[name]
         ]
         for role in _group_members(members, lambda row: len(row.row.shape)):
             yield from _find_header_outliers(role, family.label)
