@@ -221,7 +221,9 @@ def _create_folder(target: str) -> Iterator[str]:
         raise
 
 
-def _seal(file: FileIO, output: FileOutput, old: os.stat_result | None, mode: int | None) -> None:
+def _finish_file(
+    file: FileIO, output: FileOutput, old: os.stat_result | None, mode: int | None
+) -> None:
     """Finish the output, and sync its file with the owner, group and mode of the one to replace.
 
     `mode` is the mode of a file that replaces nothing (None: unchanged).
@@ -282,15 +284,15 @@ def open_atomic_output(
         with hold_edit_lock(target), _create_folder(target) as folder:
             _remove_debris(target)  # makes space, too
             check_space(folder, (size or 0) - (shared.length if shared else 0))
-            is_private = old is not None or mode is not None
+            is_private = old is not None or mode is not None  # until it has this mode
             with _create_temporary(target, is_private=is_private) as file:
-                _remove_debris(target, file.name)
+                _remove_debris(target, file.name)  # a writer may have started at the same time
                 if shared is None or not try_sharing_blocks(shared.run, file.fileno()):
                     check_space(folder, size or 0)
                     reserve(file.fileno(), size or 0)
                 output = FileOutput(file.fileno(), size, progress, file.name)
                 yield output
-                _seal(file, output, old, mode)
+                _finish_file(file, output, old, mode)
                 close_to_rename(file)
                 refuse_target(path, overwrite=overwrite)  # it may have appeared since
                 if check is not None:
@@ -548,7 +550,7 @@ class PendingFile:
         with open(self.temporary, "r+b", buffering=0) as file:
             output = FileOutput(file.fileno(), self.size, progress, self.temporary)
             yield output
-            _seal(file, output, self.old, self.mode)
+            _finish_file(file, output, self.old, self.mode)
             self.inode = os.fstat(file.fileno()).st_ino
 
     def check_finished(self, *, overwrite: bool) -> None:

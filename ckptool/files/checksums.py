@@ -17,7 +17,7 @@ _POLYNOMIAL = 0xEDB88320
 """The polynomial of CRC-32, with its bits reversed."""
 
 
-class Checked:
+class CheckedRange:
     """A range of bytes with a known CRC-32, which is checked while the range is read."""
 
     def __init__(

@@ -226,7 +226,7 @@ class _Rows:
     def __init__(
         self, data: ByteRange, itemsize: int, axes: list[tuple[int, int]], offset: int
     ) -> None:
-        """Represent the view of `data` with these axes: (size, stride) in elements."""
+        """Represent the view of `data` from element `offset` with (size, stride) of each axis."""
         self.size = prod(size for size, _ in axes) * itemsize
         self._data = data
         self._itemsize = itemsize

@@ -85,7 +85,9 @@ class Edit:
         """
         status = os.fstat(fd)
         size = status.st_size
-        if patch.offset != size and (patch.offset or len(patch.data) > size):
+        appends = patch.offset == size
+        overwrites_start = patch.offset == 0 and len(patch.data) <= size
+        if not (appends or overwrites_start):
             raise WriteError(
                 f"cannot put {len(patch.data):,} bytes at {patch.offset:,} of a file of "
                 f"{size:,} bytes"
@@ -136,16 +138,16 @@ class Edit:
             raise self._other_file_error(fd, path)
         status = os.fstat(fd)
         if not self.size <= status.st_size <= self.new_size:
-            raise _foreign_error(path, f"size is {status.st_size:,}, expected {self.size:,}")
+            raise _other_content_error(path, f"size is {status.st_size:,}, expected {self.size:,}")
         if _hash_tail(fd, self.size, self.offset, len(self.old)) != self.tail:
-            raise _foreign_error(path, f"the bytes before {self.size:,} differ")
+            raise _other_content_error(path, f"the bytes before {self.size:,} differ")
         # The bytes that the edit may have written so far.
         content = read_at(fd, self.offset, min(len(self.new), status.st_size - self.offset))
         if content == self.old and status.st_size == self.size:
             return EditState.OLD
         if content == self.new and status.st_size == self.new_size:
             return EditState.NEW
-        self._check_sectors(content, path)
+        self._check_sectors(content, path)  # raises CorruptFile if the edit cannot leave it so
         return EditState.INTERRUPTED
 
     def _other_file_error(self, fd: int, path: str) -> CorruptFile:
@@ -153,7 +155,7 @@ class Edit:
         with suppress(CorruptFile):
             if self.state(fd, path, is_moved=True) is EditState.INTERRUPTED:
                 return _moved_error(path)
-        return _foreign_error(path, "the file was replaced")
+        return _other_content_error(path, "the file was replaced")
 
     def _is_same_file(self, status: os.stat_result) -> bool:
         """Return True if the open file is the edited file."""
@@ -189,7 +191,7 @@ class Edit:
                 torn_count += 1
                 if torn_count > 1 or not _is_torn(sector, old, new):
                     position = self.offset + start
-                    raise _foreign_error(
+                    raise _other_content_error(
                         path, f"the bytes at {position:,} are neither the old nor the new ones"
                     )
             start = stop
@@ -291,7 +293,7 @@ def _moved_error(path: str) -> CorruptFile:
     )
 
 
-def _foreign_error(path: str, difference: str) -> CorruptFile:
+def _other_content_error(path: str, difference: str) -> CorruptFile:
     """Return the error for a journal that belongs to other content than the file has."""
     return CorruptFile(
         f"the journal next to it belongs to other content ({difference}); nothing was changed",

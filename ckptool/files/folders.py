@@ -57,7 +57,7 @@ def open_atomic_folder(
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder; rename it before its files are removed.
+    """Remove a folder; it is renamed first, so that a kill does not leave some of its files.
 
     Raises:
         OSError: a system call fails.

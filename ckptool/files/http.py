@@ -28,7 +28,7 @@ FROM_THE_START = 64 << 20
 _RETRIED_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS: dict[str, str] = {}
 """The redirect target of an address, for further parts of the file: hosts limit their redirects."""
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+_CONTENT_RANGE = re.compile(r"bytes (?P<first>\d{1,18})-(?P<last>\d{1,18})/(?P<size>\d{1,18})")
 _DOWNLOAD_HINT = "download it first: curl -LO URL"
 
 
@@ -46,10 +46,9 @@ class _Retry(Exception):
     """A failure that is worth another attempt; the last one becomes the error message."""
 
     def __init__(self, reason: str, pause: float | None = None, data: bytes = b"") -> None:
-        """Store the reason, the pause in seconds, and the bytes that arrived before the failure."""
+        """Store the reason, the seconds to wait (None: the usual), and the bytes that arrived."""
         super().__init__(reason)
         self.pause, self.data = pause, data
-        """Seconds to wait; the bytes that arrived before the failure."""
 
 
 def fetch(
@@ -163,16 +162,16 @@ def _read_response(url: str, response: Any, start: int, stop: int, tag: str) -> 
     current_tag = headers.get("ETag") or headers.get("Last-Modified") or ""
     if tag and current_tag and current_tag != tag:
         raise changed_error(url)
-    if status == 206:
+    if status == 206:  # partial content
         content_range = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
-        if content_range is None or int(content_range[1]) != start:
+        if content_range is None or int(content_range["first"]) != start:
             raise UnreadableFile("the server sent other bytes than requested", file=url)
-        size, end = int(content_range[3]), int(content_range[2]) + 1
+        size, end = int(content_range["size"]), int(content_range["last"]) + 1
         data = _read_exactly(response, min(stop, size, end) - start)
         if data and end < min(stop, size):
             raise _Retry("the server sent fewer bytes than requested", 0.0, data)
         return RangeResponse(data, size, current_tag)
-    length = headers.get("Content-Length", "")
+    length = headers.get("Content-Length", "")  # of the whole file
     if stop > FROM_THE_START or not re.fullmatch(r"[0-9]{1,18}", length):
         raise UnreadableFile(
             "the server does not support range requests; without them, only the start of a "

@@ -75,7 +75,7 @@ def write_journal(target: str, journal: Journal) -> None:
     try:
         opener = make_opener(is_private=True)
         with open(path + UNFINISHED, "xb", buffering=0, opener=opener) as file:
-            _share(file.name, target)
+            _copy_access(target, file.name)
             write_at(file.fileno(), content + hashlib.sha256(content).digest(), 0)
             os.fsync(file.fileno())
         os.replace(path + UNFINISHED, path)
@@ -178,8 +178,8 @@ def unusable_error(
     return CorruptFile(text, file=file or target, hint=hint)
 
 
-def _share(path: str, target: str) -> None:
-    """Give the journal the owner and mode of the target: readers may have to recover it."""
+def _copy_access(target: str, path: str) -> None:
+    """Give the journal at `path` the owner and mode of `target`: its readers may recover it."""
     with suppress(FileNotFoundError):
         status = os.stat(target)
         hand_over(path, status)
@@ -209,7 +209,7 @@ def open_locked(path: str | os.PathLike[str]) -> Iterator[int]:
     path = os.fspath(path)
     target = os.path.realpath(path)
     while True:
-        fd = _open(target)
+        fd = _open_to_lock(target)
         try:
             _take_lock(fd, path)
             if is_path_of(target, fd):  # otherwise it was replaced before it was locked
@@ -265,7 +265,7 @@ def hold_folder_lock(folder: str) -> Iterator[None]:
 
 
 def _remove_empty(folders: list[str]) -> None:
-    """Remove folders, innermost first, until one is not empty."""
+    """Remove these folders, in their order (innermost first), until one is not empty."""
     with suppress(OSError):  # it is not empty
         for folder in folders:
             os.rmdir(folder)
@@ -284,6 +284,9 @@ def find_missing_folders(folder: str) -> list[str]:
 def lock_file(path: str, busy_error: Callable[[int | None], FileBusy]) -> Iterator[bool]:
     """Create a lock file, lock it, and remove it after the block.
 
+    It is removed while it is locked, so that no other process has locked it. Windows has no locks
+    here, and removes only closed files.
+
     Yields:
         True if the system and the file system support locks.
 
@@ -291,7 +294,8 @@ def lock_file(path: str, busy_error: Callable[[int | None], FileBusy]) -> Iterat
         FileBusy: another process has the lock; `busy_error` makes the error from its number.
     """
     while True:
-        fd, is_locked, is_ours = _open_lock_file(path), None, False
+        fd = _open_lock_file(path)
+        is_locked, is_ours = None, False
         try:
             is_locked = try_lock(fd)
             if is_locked is False:
@@ -301,10 +305,10 @@ def lock_file(path: str, busy_error: Callable[[int | None], FileBusy]) -> Iterat
                 yield bool(is_locked)
                 return
         finally:
-            if is_ours and is_locked:  # while it is locked, so that no other process has it
+            if is_ours and is_locked:
                 remove(path)
             os.close(fd)
-            if is_ours and not is_locked:  # Windows cannot remove an open file
+            if is_ours and not is_locked:
                 remove(path)
 
 
@@ -337,7 +341,7 @@ def is_path_of(path: str | os.PathLike[str], fd: int) -> bool:
         return False
 
 
-def _open(path: str) -> int:
+def _open_to_lock(path: str) -> int:
     """Return a descriptor for reading and writing, or for reading only without write permission.
 
     Both can be locked.

@@ -31,14 +31,14 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
     try:
         source = FileSource(path)
     except FileMissing:
-        if not has_journal(path):
+        if not has_journal(path):  # with one, it is an index that was not renamed yet
             raise
     else:
         is_edited = has_journal(path)
         if not is_edited and source.describe_change() is None:
             return source  # consistent: no edit had begun when it was opened
         source.close()
-        if not is_edited:
+        if not is_edited:  # an edit has ended since: open the new content
             return open_source(path)
     # Imported here: almost no file needs a recovery.
     from ckptool.files.recovery import open_recovered
@@ -50,11 +50,11 @@ class Place:
     """The file system of this machine; other places have the same methods."""
 
     def normalize_path(self, path: str) -> str:
-        """Return the path in a form that can be joined with other names."""
+        """Return the path in a form that can be joined with other names: here, the path itself."""
         return path
 
     def pin_revision(self, path: str) -> str:
-        """Return the path with its revision, if its content may change over time."""
+        """Return the path with its revision if it can have one; empty here."""
         return ""
 
     def exists(self, path: str) -> bool:
@@ -94,7 +94,7 @@ class Place:
         return open_source(path)
 
     def expect(self, paths: Sequence[str]) -> None:
-        """Prepare for files that are about to be opened one after the other."""
+        """Prepare for files that are about to be opened one after the other; not needed here."""
 
     def open_member(self, path: str, size: int) -> Source:
         """Return a file in a folder, which is opened when read and must then have `size` bytes."""

@@ -133,6 +133,7 @@ def recover(
             raise FileMissing("no such file", file=path)
         if not has_journal(path):
             return nothing
+        # -1: a missing file has no lock, and only its journal can be discarded.
         with _lock_patiently(path) if file_exists else nullcontext(-1) as fd:
             if discard:
                 remove_unfinished(path)

@@ -251,7 +251,8 @@ class RemoteSource(Source):
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`.
 
-        The bytes come from requests ahead, then from one request for a long read, or from windows.
+        The first bytes come from requests ahead, if some are pending; the others from one request
+        for a long read, or from windows.
         """
         with self._lock:
             done = self._ahead.fill_from_requests(offset, buffer)

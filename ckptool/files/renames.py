@@ -67,7 +67,7 @@ class PendingRename:
         return self._is_new(os.path.join(folder, self.name))
 
     def is_pending(self, folder: str) -> bool:
-        """Return True if the new file has its temporary name, and the old file is unchanged."""
+        """Return True if the new file has its temporary name; an old file must be unchanged."""
         is_temporary = self._is_new(os.path.join(folder, self.temporary))
         current_state = state_of(_try_lstat(os.path.join(folder, self.name)))
         return is_temporary and current_state in (None, self.replaces)
@@ -133,7 +133,7 @@ def finish_renames(target: str, journal: Journal) -> None:
 
 
 def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
-    """Return the identity and state of a file; None if it does not exist."""
+    """Return the inode, size and time of a file from its status; None if it does not exist."""
     return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 

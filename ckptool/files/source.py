@@ -72,7 +72,7 @@ class Source:
         return None
 
     def version(self) -> str:
-        """Return a text that changes with the content."""
+        """Return a text that changes with the content; here, only with its size."""
         return str(self.size)
 
     def describe_change(self) -> str | None:
@@ -214,7 +214,7 @@ class FileSource(Source):
         return super().read(offset, length)  # `fill` continues a short read, and puts the head in
 
     def fill(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
+        """Fill `buffer` from `offset`, with the first bytes that `head` replaces."""
         done = 0
         while done < len(buffer):
             count = self._call_system(_fill_once, buffer[done:], offset + done)
@@ -290,7 +290,10 @@ def _fill_once(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def _reopen(path: str, state: tuple[int, int], size: int, head: bytes) -> FileSource:
-    """Return the file of a copied or unpickled source, if it has not changed."""
+    """Return the file of a copied or unpickled source, if it has not changed.
+
+    `state` is its size and time on the disk; `size` and `head` are as in `FileSource`.
+    """
     source = FileSource(path, size=size, head=head)
     status = os.fstat(source.fd())
     if (status.st_size, status.st_mtime_ns) != state:

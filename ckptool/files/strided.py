@@ -358,7 +358,7 @@ def narrow(
 
 
 def _complete_index(index: Any, dimensions: int) -> list[Any]:
-    """Return one item for each dimension, with the ellipsis and missing items spelled out."""
+    """Return one item for each dimension: a full slice for those of `...` and for missing ones."""
     items = list(index) if isinstance(index, tuple) else [index]
     ellipses = [position for position, item in enumerate(items) if item is Ellipsis]
     if len(ellipses) > 1:
@@ -366,8 +366,11 @@ def _complete_index(index: Any, dimensions: int) -> list[Any]:
     missing = dimensions - len(items) + len(ellipses)
     if missing < 0:
         raise UsageError(f"{len(items) - len(ellipses)} indices for {dimensions} dimensions")
-    first_dots = ellipses[0] if ellipses else len(items)
-    return [*items[:first_dots], *[slice(None)] * missing, *items[first_dots + 1 :]]
+    full_slices = [slice(None)] * missing
+    if not ellipses:
+        return items + full_slices
+    position = ellipses[0]
+    return [*items[:position], *full_slices, *items[position + 1 :]]
 
 
 def _select_along(item: Any, size: int, axis: int) -> int | range:

@@ -206,6 +206,7 @@ def remove_unlocked(path: str) -> int | None:
     if sys.platform != "win32":
         mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
         with suppress(OSError):
+            # Without waiting for the other end of a pipe.
             fd = os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 got_lock = try_lock(fd)
@@ -311,6 +312,7 @@ def copy_bytes(source: Source, offset: int, target: int, position: int, length: 
         OSError: the target cannot be written.
     """
     fd = source.fd()
+    # The kernel would copy the bytes of the file, not the overlaid ones.
     calls = list(KERNEL_COPIES) if offset >= source.overlaid else []
     # The file system shares blocks only if a range begins at a block in both files.
     can_share = (offset - position) % SHARED == 0

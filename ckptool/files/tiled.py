@@ -86,7 +86,7 @@ def join_tiles(
     tiles = [tile for tile in tiles if 0 not in tile.sizes]
     _check_tiles(shape, tiles)
     size = prod(shape) * itemsize
-    if len(tiles) == 1:
+    if len(tiles) == 1:  # it is the whole tensor
         return tiles[0].get_range()
 
     @cache

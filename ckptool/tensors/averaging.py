@@ -15,7 +15,7 @@ from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
-from ckptool.files.checksums import Checked
+from ckptool.files.checksums import CheckedRange
 from ckptool.files.computed import ReadAhead, make_computed_range
 from ckptool.files.source import BLOCK
 from ckptool.tensors.casting import (
@@ -114,7 +114,7 @@ class Averager:
         """Make an averager without buffers; torch is imported on the first read."""
         self._kernels_of_thread = local()
         self._ahead = ReadAhead()
-        self._check_by_storage: dict[int, Checked] = {}
+        self._check_by_storage: dict[int, CheckedRange] = {}
         """By `id` of a storage, its check of the CRC-32; tensors in one storage share the check."""
 
     def average(

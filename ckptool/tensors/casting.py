@@ -15,7 +15,7 @@ from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange
-from ckptool.files.checksums import Checked
+from ckptool.files.checksums import CheckedRange
 from ckptool.files.computed import ReadAhead, make_computed_range
 from ckptool.files.source import BLOCK
 from ckptool.tensors.materialize import get_torch_dtype, materialize, require_torch
@@ -141,9 +141,9 @@ class Caster:
         )
 
 
-def check_storage(storage: Storage, data: ByteRange) -> Checked:
+def check_storage(storage: Storage, data: ByteRange) -> CheckedRange:
     """Wrap the bytes of a storage, to be compared with the CRC-32 that its file states."""
-    return Checked(
+    return CheckedRange(
         data,
         storage.crc32,
         lambda: CorruptFile(

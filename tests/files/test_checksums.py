@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from ckptool.errors import CorruptFile, TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource, checksums
-from ckptool.files.checksums import Checked, combine_crc32, compute_crc32cs, crc32c
+from ckptool.files.checksums import CheckedRange, combine_crc32, compute_crc32cs, crc32c
 
 CONTENT = bytes(range(256)) * 5
 CRC = zlib.crc32(CONTENT)
@@ -21,7 +21,7 @@ class Damaged(Exception):
 
 def checked(crc32=CRC):
     source = MemorySource(CONTENT, "m.pth")
-    return Checked(ByteRange(source, 0, len(CONTENT)), crc32, Damaged)
+    return CheckedRange(ByteRange(source, 0, len(CONTENT)), crc32, Damaged)
 
 
 def parts(length):
