@@ -85,6 +85,10 @@ _CALLS_FIRST_ARGUMENT = re.compile(r"(\w+\.)+_rebuild_from_type(_v2)?")
 """Functions of torch, fastai and others that call their first argument, and set a state."""
 _MAPPINGS = ("builtins.dict", "collections.OrderedDict", "collections.defaultdict")
 _MAX_LISTED_CALLS, _MAX_PARTS = 100, 2_000_000
+_MAX_FREE_PARTS = 100
+"""Rows up to this length are not counted."""
+_MAX_SEARCHED = 1000
+"""The most nodes, and parts of each, that are searched for pickles in arguments."""
 
 
 class SuspectCall(NamedTuple):
@@ -101,7 +105,7 @@ _Nested = Callable[[bytes], tuple[str, tuple[SuspectCall, ...]]]
 
 
 def worst_verdict(*verdicts: str) -> str:
-    """Return the worst of some verdicts."""
+    """Return the worst of some verdicts; `data` if there are none."""
     return max(verdicts, key=VERDICTS.index, default=DATA)
 
 
@@ -126,8 +130,10 @@ class Judge(Watcher):
         """The number of calls that run something, including calls that are not listed."""
         self.seen = 0
         """The number of calls and known names, which other files do not have by chance."""
-        self.danger = 0
-        """1: the pickle names an unknown function; 2: it names one that may do harm."""
+        self.has_harmful_name = False
+        """True if the pickle names a function or class that may do harm when called."""
+        self.has_unclear_name = False
+        """True if it names a function of unknown effect."""
         self.parts_left = _MAX_PARTS
         """The number of parts that may still be looked at, which bounds the time."""
         self.root: Any = None
@@ -173,8 +179,8 @@ class Judge(Watcher):
             return
         self.names[name] = None
         self.seen += kind != "unknown"
-        unclear = name in _FINDERS or _may_act(reference, strict=True)
-        self.danger = max(self.danger, 2 * _may_act(reference), unclear)
+        self.has_harmful_name |= _may_act(reference)
+        self.has_unclear_name |= name in _FINDERS or _may_act(reference, strict=True)
         is_through_module = reference.name not in _CONSTANTS and any(
             _classify_name(owner) != "unknown" for owner in reference.name.split(".")[:-1]
         )
@@ -192,8 +198,13 @@ class Judge(Watcher):
             self.calls.append(SuspectCall(text, self.base + self.at, opcode, verdict))
 
     def _judge_nested_pickles(self, called: Opaque) -> None:
-        """Judge pickles among the arguments of a call."""
-        for raw in _find_bytes(called.args) if len(self.calls) < _MAX_LISTED_CALLS else ():
+        """Judge pickles among the arguments of a call, and list their calls with those of this one.
+
+        None is judged if the list is full: then the verdict is known.
+        """
+        if len(self.calls) >= _MAX_LISTED_CALLS:
+            return
+        for raw in _find_bytes(called.args):
             verdict, calls = self.judge_nested(raw)
             self.verdict = worst_verdict(self.verdict, verdict)
             self.run_count += sum(call.verdict == RUNS for call in calls)
@@ -208,17 +219,13 @@ class Judge(Watcher):
         unknown class needs code, and an unknown function runs something.
         """
         func = func if isinstance(func, Global) else _resolve_getattr(func)
-        if not isinstance(func, Global):  # pickle fails too if it is not an object
-            is_made = isinstance(func, Opaque) and not is_unknown(func)
-            wrapped = _unwrap_partial(func, args, kwargs) if is_made and not is_new else None
-            if wrapped is not None:
-                return worst_verdict(NEEDS_CODE, self.judge_call(*wrapped))
-            return RUNS if is_made else CANNOT_TELL
+        if not isinstance(func, Global):
+            return self._judge_object_call(func, args, kwargs, is_new=is_new)
         parts = args if isinstance(args, tuple) else (args,)
         name = func.qualified
-        pairs = (
-            [part for part in parts if isinstance(part, (list, tuple))] if name in _MAPPINGS else []
-        )
+        pairs: list[Any] = []  # lists of pairs, whose items a mapping hashes
+        if name in _MAPPINGS:
+            pairs = [part for part in parts if isinstance(part, (list, tuple))]
         if not self._has_budget_for(parts, *pairs):
             return CANNOT_TELL
         verdict = self._judge_by_arguments(name, parts)
@@ -227,20 +234,36 @@ class Judge(Watcher):
         kind = _classify_name(name)
         if kind in (DATA, NEEDS_CODE):
             objects = [part for row in (parts, *pairs) for part in row if isinstance(part, Opaque)]
-            strict = not func.name.startswith("_rebuild")
-            is_fine = self.is_harmless(parts if kind == NEEDS_CODE else objects, strict=strict)
-            return (
-                kind
-                if is_fine and not (objects and _can_iterate_library_object(name, objects))
-                else RUNS
+            if objects and _can_iterate_library_object(name, objects):
+                return RUNS
+            calls_no_argument = func.name.startswith("_rebuild")  # as in torch._utils
+            arguments = parts if kind == NEEDS_CODE else objects
+            return kind if self.is_harmless(arguments, strict=not calls_no_argument) else RUNS
+        if kind == "numeric":  # a class of an empty object, or of numbers such as numpy.float64(1)
+            is_class = bool(_CLASS.fullmatch(func.name))
+            has_only_numbers = bool(parts) and all(
+                type(part) in (int, float, bool) for part in parts
             )
-        is_class = bool(_CLASS.fullmatch(func.name))
-        if kind == "numeric":
-            is_counted = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
-            is_fine = (is_class and (is_new or is_counted)) or (is_new and not (parts or kwargs))
+            is_empty = is_new and not (parts or kwargs)
+            is_fine = is_empty or (is_class and (is_new or has_only_numbers))
+        elif kind == "unknown":  # a class of the user, or a method such as Config.from_dict
+            is_fine = is_new or bool(_CLASS_OR_METHOD.fullmatch(func.name))
         else:
-            is_fine = kind == "unknown" and (is_new or bool(_CLASS_OR_METHOD.fullmatch(func.name)))
+            is_fine = False
         return NEEDS_CODE if is_fine and self.is_harmless((*parts, kwargs)) else RUNS
+
+    def _judge_object_call(self, func: Any, args: Any, kwargs: Any, *, is_new: bool) -> str:
+        """Return the verdict on a call of an object that the pickle made.
+
+        A `functools.partial` is judged by its function, any other object runs something. pickle
+        fails if `func` is no object, and nobody knows an unknown one.
+        """
+        if not isinstance(func, Opaque) or is_unknown(func):
+            return CANNOT_TELL
+        wrapped_call = None if is_new else _unwrap_partial(func, args, kwargs)
+        if wrapped_call is None:
+            return RUNS
+        return worst_verdict(NEEDS_CODE, self.judge_call(*wrapped_call))
 
     def _judge_by_arguments(self, name: str, parts: tuple[Any, ...]) -> str:
         """Return the verdict on a call with arguments that decide; "" for any other.
@@ -249,12 +272,12 @@ class Judge(Watcher):
         function with other arguments runs something.
         """
         match name, parts:
-            case "builtins.getattr", (owner, str() as attribute, *_):
+            case "builtins.getattr", (owner, str() as attribute, *_):  # a method or enum member
                 owner = _resolve_getattr(owner)
                 is_class = isinstance(owner, Global) and bool(_CLASS.match(owner.name))
                 is_made = isinstance(owner, Opaque) and not _is_imported_object(owner)
                 is_fine = (is_class or is_made) and not attribute.startswith("__")
-            case "_operator.getitem" | "operator.getitem", (Global() as owner, key):
+            case "_operator.getitem" | "operator.getitem", (Global() as owner, key):  # list[int]
                 is_fine = bool(_CLASS.fullmatch(owner.name)) and isinstance(key, (Global, str, int))
             case "operator.itemgetter" | "operator.attrgetter" | "_operator.itemgetter", _:
                 is_fine = all(
@@ -262,7 +285,7 @@ class Judge(Watcher):
                 )
             case "builtins.iter", _:
                 is_fine = len(parts) == 1 and isinstance(parts[0], (list, tuple, str, bytes, dict))
-            case "builtins.type", (part,):
+            case "builtins.type", (part,):  # the class of an object; not the metaclass of a class
                 is_fine = not isinstance(part, Global)
             case "builtins.eval", ("data", {"data": Opaque(), **more}):  # an array of Paddle
                 is_fine = not more
@@ -273,7 +296,7 @@ class Judge(Watcher):
                 is_fine = is_function and self.is_harmless((func, arguments))
             case "torch.storage._load_from_bytes", (part,):  # the pickle in the bytes is judged
                 is_fine = _to_bytes(part) is not None
-            case "copyreg._reconstructor", (cls, base, *state):
+            case "copyreg._reconstructor", (cls, base, *state):  # `object`, or a base such as dict
                 return worst_verdict(
                     self.judge_call(base, (*state,)), self.judge_call(cls, (), is_new=True)
                 )
@@ -283,12 +306,13 @@ class Judge(Watcher):
                 return self.judge_call(cls, arguments, kwargs, is_new=True)
             case _, (str() as module, str()) if name in _UFUNC_FINDERS:
                 is_fine = module.partition(".")[0] in ("numpy", "scipy")
-            case _, (Global() as func, tuple() as inner, *_) if (
+            case _, (Global() as func, tuple() as func_args, *_) if (
                 name in JAX_ARRAYS and func.qualified in NUMPY_ARRAYS
             ):
-                return self.judge_call(func, inner)
-            case _, (func, _, inner, *_) if _CALLS_FIRST_ARGUMENT.fullmatch(name):
-                return RUNS if _is_imported_object(Opaque(func)) else self.judge_call(func, inner)
+                return self.judge_call(func, func_args)
+            case _, (func, _, func_args, *_) if _CALLS_FIRST_ARGUMENT.fullmatch(name):
+                is_finder = _is_imported_object(Opaque(func))
+                return RUNS if is_finder else self.judge_call(func, func_args)
             case _:
                 return ""
         return NEEDS_CODE if is_fine else RUNS
@@ -320,17 +344,21 @@ class Judge(Watcher):
         return DATA if _classify_name(name) == DATA else NEEDS_CODE
 
     def _has_budget_for(self, *rows: Sequence[Any]) -> bool:
-        """Count the parts of long rows, which calls may share; return False above the limit."""
+        """Count the parts of long rows; return False above the limit for all calls together.
+
+        Many calls may share one long row, so that the time is not limited by the size of the file.
+        """
         for row in rows:
-            self.parts_left -= len(row) if len(row) > 100 else 0
+            self.parts_left -= len(row) if len(row) > _MAX_FREE_PARTS else 0
         return self.parts_left >= 0
 
     def is_harmless(self, args: Any, *, strict: bool = False) -> bool:
         """Return True if no argument is a function that may do harm when called.
 
-        With `strict`, nor an unknown one, because some constructors call their arguments.
+        With `strict`, nor a function of unknown effect, because some constructors call their
+        arguments. False also beyond the limit on parts.
         """
-        if self.danger + strict < 2:
+        if not (self.has_harmful_name or (strict and self.has_unclear_name)):
             return True
         pending, seen = [args], set()
         while pending:
@@ -346,15 +374,19 @@ class Judge(Watcher):
                 self.parts_left -= 1 + len(parts)
                 if self.parts_left < 0:
                     return False
-                pending += parts[
-                    isinstance(node, Opaque) :
-                ]  # the call of an object has been judged
+                if isinstance(node, Opaque):
+                    del parts[0]  # the constructor, whose call has been judged
+                pending += parts
         return True
 
 
 @lru_cache(1 << 14)
 def _classify_name(name: str) -> str:
-    """Return `data` or `needs code` for a known name, else `system`, `numeric` or `unknown`."""
+    """Return the verdict on a known constructor, `data` or `needs code`, else a kind of library.
+
+    `system`: the standard library and tools, which may do anything. `numeric`: NumPy, torch and
+    others, which compute. `unknown`: any other library, and the user's own code.
+    """
     if not find_blocked_names((name,)) or name in _CONSTANTS:
         return DATA
     if _DATA.fullmatch(name):
@@ -371,11 +403,12 @@ def is_data_constructor(name: str) -> bool:
 def _may_act(func: Global, *, strict: bool = False) -> bool:
     """Return True if a name may be a function or class that does more than compute.
 
-    With `strict`, also for functions of unknown effect.
+    With `strict`, also for functions of unknown effect. A name is a function unless it is spelled
+    like a class.
     """
     kind = _classify_name(func.qualified)
-    is_unclear = strict and kind in ("numeric", "unknown") and not _CLASS.fullmatch(func.name)
-    return kind == "system" or is_unclear
+    is_unclear = kind in ("numeric", "unknown") and not _CLASS.fullmatch(func.name)
+    return kind == "system" or (strict and is_unclear)
 
 
 def _resolve_getattr(node: Any) -> Any:
@@ -394,15 +427,16 @@ def _unwrap_partial(func: Opaque, args: Any, kwargs: Any) -> tuple[Any, Any, Any
     None if it is not a partial of a function that the file names. The state that pickle gives to a
     partial, `(function, args, kwargs, dict)`, replaces the arguments of its constructor.
     """
+    if func.class_name != _PARTIAL or len(func.steps) > 1:
+        return None
     partial_args = func.args if isinstance(func.args, tuple) else ()
     partial_state: Any = (*partial_args[:1], partial_args[1:], func.kwargs or {}, None)
-    match [step for step in func.steps if step[0] == "build"]:
-        case [(_, state)]:
+    for kind, state in func.steps:
+        if kind == "build":
             partial_state = state
     match partial_state, args:
-        case (Global() as inner, tuple() as first, first_named, _), tuple():
-            if func.class_name == _PARTIAL and len(func.steps) < 2:
-                return inner, (*first, *args), {**(first_named or {}), **(kwargs or {})}
+        case (Global() as inner, tuple() as first_args, first_kwargs, _), tuple():
+            return inner, (*first_args, *args), {**(first_kwargs or {}), **(kwargs or {})}
     return None
 
 
@@ -413,8 +447,13 @@ def _is_imported_object(node: Any) -> bool:
 
 
 def _can_iterate_library_object(name: str, nodes: Iterable[Any]) -> bool:
-    """Return True if a container, by its name, iterates over an object of a library's own code."""
-    return (name.partition(".")[0] in _SYSTEM or name == "torch.Size") and any(
+    """Return True if a container, by its name, may iterate over one of `nodes` that runs code.
+
+    Containers are those of the standard library, and `torch.Size`. An object of a library may have
+    an `__iter__` that runs something.
+    """
+    is_container = name.partition(".")[0] in _SYSTEM or name == "torch.Size"
+    return is_container and any(
         isinstance(node, Opaque) and _classify_name(node.class_name) in ("system", "numeric")
         for node in nodes
     )
@@ -431,16 +470,19 @@ def _to_bytes(node: Any) -> bytes | None:
 
 
 def _find_bytes(args: Any) -> Iterator[bytes]:
-    """Yield the byte strings among arguments and inside them."""
-    for node in islice(walk_everything((args,)), 1000):
-        for part in islice(get_children(node), 1000):
+    """Yield the byte strings among arguments and inside them, of the first nodes and parts.
+
+    A single byte is no pickle.
+    """
+    for node in islice(walk_everything((args,)), _MAX_SEARCHED):
+        for part in islice(get_children(node), _MAX_SEARCHED):
             raw = _to_bytes(part)
             if raw and len(raw) > 1:
                 yield raw
 
 
 def _format_step(kind: str, node: Any, items: Any) -> str:
-    """Return a step as Python code."""
+    """Return a step as Python code, with the first of several items."""
     target = to_python(node)
     match kind, items:
         case "import", _:
@@ -459,7 +501,7 @@ _MAX_TEXT_LENGTH, _MAX_ITEMS, _MAX_DEPTH, _MAX_NODES = 120, 6, 8, 200
 
 def to_python(value: Any) -> str:
     """Return a value as Python code, shortened to a few lines."""
-    budget = [_MAX_NODES]
+    nodes_left = _MAX_NODES
 
     def format_items(items: Collection[Any], depth: int) -> str:
         """Return the first items, separated by commas."""
@@ -467,12 +509,13 @@ def to_python(value: Any) -> str:
         return ", ".join(shown + ["..."] * (len(items) > _MAX_ITEMS))
 
     def format_node(node: Any, depth: int) -> str:
-        """Return a node as Python code, or `...` below the deepest level."""
-        budget[0] -= 1
-        if depth > _MAX_DEPTH or budget[0] < 0:
+        """Return a node as Python code, or `...` below the deepest level or after many nodes."""
+        nonlocal nodes_left
+        nodes_left -= 1
+        if depth > _MAX_DEPTH or nodes_left < 0:
             return "..."
         match node:
-            case Global():
+            case Global():  # the names in Python code; pickle stores the module of the platform
                 return re.sub(r"^(posix|nt)\.", "os.", node.qualified)
             case str() | bytes():
                 return repr(node[:_MAX_TEXT_LENGTH]) + "..." * (len(node) > _MAX_TEXT_LENGTH)
@@ -493,15 +536,14 @@ def to_python(value: Any) -> str:
             case Opaque() if is_unknown(node):
                 return f"<{node.args[0]}>"
             case Opaque():
-                is_plain = isinstance(node.args, tuple)
-                inner = (
-                    format_items(node.args, depth)
-                    if is_plain
-                    else f"*{format_node(node.args, depth + 1)}"
-                )
-                inner += f", **{format_node(node.kwargs, depth + 1)}" if node.kwargs else ""
-                new = ".__new__" * (node.maker == "newobj")
-                return f"{format_node(node.func, depth + 1)}{new}({inner})"
+                if isinstance(node.args, tuple):
+                    arguments = format_items(node.args, depth)
+                else:
+                    arguments = f"*{format_node(node.args, depth + 1)}"
+                if node.kwargs:
+                    arguments += f", **{format_node(node.kwargs, depth + 1)}"
+                method = ".__new__" if node.maker == "newobj" else ""
+                return f"{format_node(node.func, depth + 1)}{method}({arguments})"
         return repr(node)[:_MAX_TEXT_LENGTH]
 
     return format_node(value, 0)
