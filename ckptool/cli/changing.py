@@ -61,7 +61,7 @@ def write_changed(
             + ("; remote files cannot be edited in place" if target.in_place else ""),
         )
     group = find_group()
-    is_silent = group is not None and group.own > 0  # the first process prints everything
+    is_silent = group is not None and group.rank > 0  # the first process prints everything
     screen = Screen(as_json=False, quiet=True) if is_silent else target.screen
     options_of_result = {  # options that the written bytes may depend on
         name: value

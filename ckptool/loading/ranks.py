@@ -66,13 +66,13 @@ class Ranks:
         """True after another process did not answer, or made another call."""
 
     @property
-    def own(self) -> int:
+    def rank(self) -> int:
         """The number of this process, or 0 without groups."""
         return _current_rank() if self._groups else 0
 
     @property
     def has_failed(self) -> bool:
-        """Whether a process is known to have failed, without waiting."""
+        """True if a process is known to have failed; does not wait."""
         return self._store is not None and bool(self._store.check([_FAILURE_KEY]))
 
     @contextmanager
@@ -113,7 +113,7 @@ class Ranks:
         result: _Result | None = None
         try:
             with self.raise_on_all_ranks():
-                if self.own == 0:
+                if self.rank == 0:
                     result = work()
             return self.collect(result)[0]  # type: ignore[return-value]
         except CheckpointError as error:

@@ -359,7 +359,7 @@ class _States:
         labels_by_rank = [labels for labels, _ in answers]
         if any(labels_by_rank):
             with self._ranks.raise_on_all_ranks():
-                _refuse_different(labels_by_rank, self._ranks.own)
+                _refuse_different(labels_by_rank, self._ranks.rank)
             self._pending_dtensors, self._gather_jobs = [], []
             with self._ranks.raise_on_all_ranks():
                 for tensor in dtensors:
@@ -460,7 +460,7 @@ class _States:
     def _consolidate_optimizer(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
         """Gather the state of a `ZeroRedundancyOptimizer` in the first process."""
         optimizer.consolidate_state_dict(to=0)
-        state = self._make_optimizer_state(optimizer, owner) if self._ranks.own == 0 else {}
+        state = self._make_optimizer_state(optimizer, owner) if self._ranks.rank == 0 else {}
         return self._replace(optimizer, state)
 
     def _make_optimizer_state(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
@@ -495,7 +495,7 @@ class _States:
         except RuntimeError as error:
             text = f"nothing was written, because a tensor could not be gathered: {error}"
             raise WriteError(text) from error
-        self._replace(tensor, whole.cpu() if self._ranks.own == 0 else whole.new_empty(0))
+        self._replace(tensor, whole.cpu() if self._ranks.rank == 0 else whole.new_empty(0))
 
 
 Label = tuple[str, tuple[int, ...] | None]

@@ -104,11 +104,11 @@ def write_folder(
         for group in optimizer.param_groups
     ]
     with open_atomic_folder(
-        path, count_bytes(state), last_file=VALUES, run_first=ranks.run_on_first, rank=ranks.own
+        path, count_bytes(state), last_file=VALUES, run_first=ranks.run_on_first, rank=ranks.rank
     ) as new_folder:
         with ranks.raise_on_all_ranks(), convert_os_errors(path):
             # Every process has the tensors that are not sharded; only rank 0 writes these.
-            _write_shards(state if ranks.own == 0 else _select_shards(state), new_folder)
+            _write_shards(state if ranks.rank == 0 else _select_shards(state), new_folder)
         ckptool.save(os.path.join(new_folder, VALUES), **other_values)
 
 

@@ -32,7 +32,7 @@ class WriterGroup(Protocol):
     """Processes that make the same calls in the same order, such as `loading.ranks.Ranks`."""
 
     @property
-    def own(self) -> int:
+    def rank(self) -> int:
         """The rank of this process."""
 
     @property
@@ -97,7 +97,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
         shares = _distribute(missing, process_count)
         with group.raise_on_all_ranks():
             files = {file.path: file for file in plan.files}
-            files_of_rank = [(files[shard.path], shard) for shard in shares[group.own]]
+            files_of_rank = [(files[shard.path], shard) for shard in shares[group.rank]]
             _write_share(job, files_of_rank, complete_names, plan.format, group)
         group.run_on_first(lambda: _finish(plan, target, pending_files, complete_names, job))
 

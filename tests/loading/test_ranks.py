@@ -38,7 +38,7 @@ def alone():
 
 def test_a_process_alone_asks_nobody():
     ranks = alone()
-    assert (ranks.own, ranks.collect(3), ranks.run_on_first(lambda: 4)) == (0, [3], 4)
+    assert (ranks.rank, ranks.collect(3), ranks.run_on_first(lambda: 4)) == (0, [3], 4)
     with pytest.raises(KeyError), ranks.raise_on_all_ranks():
         raise KeyError
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ckptool.errors.CheckpointWarnin
 class Alone:
     """The first of some processes, of which the others do nothing."""
 
-    own = 0
+    rank = 0
     has_failed = False
 
     def __init__(self, seen_elsewhere=None):
