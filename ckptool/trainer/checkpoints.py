@@ -110,7 +110,8 @@ def list_checkpoints(folder: str) -> list[tuple[str, int | None]]:
         match = _CHECKPOINT_NAME.fullmatch(entry.name)
         if match is not None:
             step = int(match["step"]) if match["step"] else _read_counter(entry.path, "step")
-            priority = ("best", "step", "last").index(entry.name[:4])
+            kind = entry.name[:4]
+            priority = ("best", "step", "last").index(kind)
             modified = entry.stat().st_mtime_ns
             checkpoints.append(_FoundCheckpoint(entry.path, step, modified, priority))
     has_all_steps = all(found.step is not None for found in checkpoints)
@@ -333,7 +334,7 @@ class Checkpoints:
             UnreadableFile: it is damaged, or not a checkpoint.
             MatchError: it is of another architecture; model and optimizer are unchanged.
         """
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # of rank 0, which locks the folder until the end of the run
             self._ranks.run_on_first(lambda: stack.enter_context(hold_run_folder(self._config.out)))
             if self._config.save == "module":
                 module = self._strategy.gather_module()
@@ -475,7 +476,8 @@ class Checkpoints:
             average = self._strategy.tuning.average
             return sharded.load_values(path, {} if average is None else average.state())
         with ckptool.open(path) as checkpoint:
-            if not isinstance(checkpoint.root, dict) or "progress" not in checkpoint.root:
+            is_full = isinstance(checkpoint.root, dict) and "progress" in checkpoint.root
+            if not is_full:  # written by a script, or with another option `save`
                 return {}
             values = {
                 key: value

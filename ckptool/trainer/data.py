@@ -193,7 +193,7 @@ def collate(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple[
     Raises:
         TrainingError: a sample is not a pair, or the samples cannot be stacked.
     """
-    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:  # it can index many rows
         return cast("tuple[Any, Any]", cast_floats(dataset[rows], dtype))
     samples = [dataset[row] for row in rows]
     pairs = [(sample, sample) if isinstance(sample, Mapping) else sample for sample in samples]

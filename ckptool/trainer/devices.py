@@ -46,7 +46,7 @@ def restrict_gpus(numbers: str) -> None:
     if os.environ.get(VISIBLE) != chosen and torch is not None and torch.cuda.is_initialized():
         raise UsageError(f"--gpus {numbers!r}: CUDA is already initialized with other GPUs")
     os.environ[VISIBLE] = chosen
-    os.environ.setdefault(_ORDER, "PCI_BUS_ID")
+    os.environ.setdefault(_ORDER, "PCI_BUS_ID")  # the order of nvidia-smi
 
 
 def list_visible_gpus() -> dict[str, str]:
@@ -61,16 +61,18 @@ def list_visible_gpus() -> dict[str, str]:
 
 
 def resolve_device(word: str, *, local_rank: int = 0) -> torch.device:
-    """Return the device for a word; `auto` and `cuda` mean GPU number `local_rank`, if it exists.
+    """Return the device for a word such as `cuda:1`, after a check that it works.
+
+    `auto` is a GPU, or else mps, or else the CPU; `auto` and `cuda` mean GPU number `local_rank`.
 
     Raises:
         TrainingError: this machine has no such device, or this torch cannot use it.
     """
     import torch
 
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if word == "auto":
-        word = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
+        word = "cuda" if gpus else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(word)
     except RuntimeError as error:
@@ -81,12 +83,12 @@ def resolve_device(word: str, *, local_rank: int = 0) -> torch.device:
         raise TrainingError("--device xla needs --strategy xla")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
-        if index >= cuda:
-            raise _device_error(f"cuda:{index} is not available: torch sees {counted(cuda, 'GPU')}")
+        if index >= gpus:
+            raise _device_error(f"cuda:{index} is not available: torch sees {counted(gpus, 'GPU')}")
         return torch.device("cuda", index)
     try:
-        torch.zeros(1, device=device)
-    except Exception as error:  # of each backend's own
+        torch.zeros(1, device=device)  # torch.device also accepts backends that it does not have
+    except Exception as error:  # each backend raises another class
         raise _device_error(
             f"{word} is not available, or this torch was built without it"
         ) from error
@@ -108,13 +110,12 @@ def require_visible_gpus() -> None:
     """
     import torch
 
-    named = list_visible_gpus()
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if cuda < len(named):
-        numbers = list(named.values())
+    requested = list(list_visible_gpus().values())
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < len(requested):
         raise TrainingError(
-            f"GPU {numbers[cuda]} is not available: torch sees {counted(cuda, 'GPU')} of "
-            f"{','.join(numbers)}",
+            f"GPU {requested[gpus]} is not available: torch sees {counted(gpus, 'GPU')} of "
+            f"{','.join(requested)}",
             hint="list all GPUs with --list-devices, without --gpus and CUDA_VISIBLE_DEVICES",
         )
 
@@ -161,10 +162,10 @@ def detect_devices() -> Devices:
     """Return all devices that this process can train on, GPUs first."""
     import torch
 
-    physical = list_visible_gpus()
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    physical_numbers = list_visible_gpus()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = []
-    for number in range(cuda):
+    for number in range(gpus):
         properties = torch.cuda.get_device_properties(number)
         name = f"cuda:{number}"
         devices.append(
@@ -173,17 +174,16 @@ def detect_devices() -> Devices:
                 model=properties.name,
                 memory=properties.total_memory,
                 is_current=number == torch.cuda.current_device(),
-                physical=physical.get(name),
+                physical=physical_numbers.get(name),
             )
         )
     if torch.backends.mps.is_available():
-        devices.append(Device("mps", "Apple GPU", is_current=not cuda))
+        devices.append(Device("mps", "Apple GPU", is_current=gpus == 0))
     devices += _detect_xla_devices()
     processor = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    devices.append(
-        Device("cpu", processor, is_current=not any(device.is_current for device in devices))
-    )
-    return Devices(cuda, torch.get_num_threads(), tuple(devices))
+    has_current = any(device.is_current for device in devices)
+    devices.append(Device("cpu", processor, is_current=not has_current))
+    return Devices(gpus, torch.get_num_threads(), tuple(devices))
 
 
 def _detect_xla_devices() -> list[Device]:

@@ -61,7 +61,7 @@ class Loop:
                     results = strategy.step(step)  # forward pass, backward pass, optimizer
                     self._count_steps(results)
                     signal, is_due = self._read_votes(step, results)
-                    if signal is not None or is_due:
+                    if signal is not None or is_due:  # a checkpoint has every step handed out
                         self._count_steps(strategy.collect_finished_steps())
                     if signal is not None:
                         checkpoints.write("last", progress)

@@ -225,9 +225,8 @@ class Strategy:
     ) -> Iterator[None]:
         """Prepare the batches of an epoch from step `first` on, ahead if there are workers."""
         rows = [self.select_rows(batch) for step in steps for batch in step]
-        self._prefetched_batches = self._load_batches(
-            self._train, rows, epoch, first * self.config.accumulate
-        )
+        first_batch = first * self.config.accumulate
+        self._prefetched_batches = self._load_batches(self._train, rows, epoch, first_batch)
         try:
             yield
         finally:

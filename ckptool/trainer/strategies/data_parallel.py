@@ -125,8 +125,14 @@ class DistributedDataParallel(Distributed):
         """
         super().set_data(dataset, validation, loss)
         rows = range(min(_TRIAL, len(dataset)))
+
+        def run_trial() -> None:
+            """Pass the first samples forward and backward through `self.model`."""
+            batch = next(self._load_batches(dataset, [rows]))
+            self._loss_of_batch(batch, rows).backward()  # type: ignore[no-untyped-call]
+
         with _preserve_state(self.module):
-            self._loss_of_batch(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
+            run_trial()
             trained = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad
             ]
@@ -137,7 +143,7 @@ class DistributedDataParallel(Distributed):
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
                 find_unused_parameters=has_unused,
             )
-            self._loss_of_batch(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
+            run_trial()
             self.module.zero_grad()
 
     def accumulate(self, *, is_last: bool) -> AbstractContextManager[None]:

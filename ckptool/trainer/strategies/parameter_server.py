@@ -163,6 +163,7 @@ def _connect(rank: int, size: int) -> None:
     """Start rpc in this process, over the launcher's store, with an empty inbox."""
     global _inbox, _run_end
     _inbox, _run_end = SimpleQueue(), Future()
+    # For an address of this scheme torch gets its store from `_yield_store`.
     with suppress(RuntimeError):  # it is registered already
         register_rendezvous_handler(_SCHEME, _yield_store)  # type: ignore[no-untyped-call]
     options = rpc.TensorPipeRpcBackendOptions(
