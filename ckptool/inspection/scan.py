@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from glob import glob, has_magic
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool._lazy import Result
 from ckptool.core.values import to_document
@@ -267,6 +267,34 @@ def _walk_files(folder: str) -> Iterator[str]:
     yield from (os.fsdecode(error.filename) for error in failed)
 
 
+class _ZipHeader(NamedTuple):
+    """The fields of a local header of a zip, or of a central one in its directory."""
+
+    flags: int
+    method: int
+    packed: int
+    """Bytes of the compressed record."""
+    name: str
+    data_offset: int | None
+    """Bytes from a local header to its record; None for a central header."""
+    local_position: int
+    """The position of the local header that a central header states."""
+
+
+def _parse_zip_header(head: bytes) -> _ZipHeader | None:
+    """Return the fields of a header; None for an end record or a truncated header."""
+    layout = {b"PK\x03\x04": _LOCAL_HEADER, b"PK\x01\x02": _CENTRAL_HEADER}.get(head[:4])
+    if layout is None or len(head) < layout.size:
+        return None
+    flags, method, packed, name_length, last_field = layout.unpack_from(head)
+    name = head[layout.size :][:name_length].decode("utf-8", "backslashreplace")
+    if layout is _LOCAL_HEADER:
+        extra_length = last_field
+        data_offset = layout.size + name_length + extra_length
+        return _ZipHeader(flags, method, packed, name, data_offset, local_position=0)
+    return _ZipHeader(flags, method, packed, name, None, local_position=last_field)
+
+
 class _Window:
     """The bytes of some data that are in memory."""
 
@@ -390,8 +418,6 @@ class _Scanner:
         if (where or self.file).endswith(".py"):
             self.code.append(where or self.file)
 
-    # Pickles
-
     def _scan_tar(self, data: ByteRange, where: str, depth: int) -> None:
         """Scan the members of a tar; one inside an archive is first read into memory."""
         if data.length != data.source.size:
@@ -401,6 +427,8 @@ class _Scanner:
         for name, member in read_members(data.source, self.limits).items():
             trailing_bytes = _TRAILING_BYTES_BY_TAR_MEMBER.get(name)
             self.scan_content(member, _join_names(where, name), depth + 1, trailing_bytes)
+
+    # Pickles
 
     def _scan_pickles(
         self,
@@ -583,50 +611,43 @@ class _Scanner:
         """Bytes of a record by the position of its local header, name and method."""
         for position, head in self._find_headers(data):
             header_positions.append(position)
-            layout = {b"PK\x03\x04": _LOCAL_HEADER, b"PK\x01\x02": _CENTRAL_HEADER}.get(head[:4])
-            if layout is None or len(head) < layout.size:
+            header = _parse_zip_header(head)
+            if header is None:
                 continue
-            flags, method, packed, name_length, last_field = layout.unpack_from(head)
-            name = head[layout.size :][:name_length].decode("utf-8", "backslashreplace")
-            if layout is _LOCAL_HEADER:  # the last field is the length of the extra field
-                data_starts[position] = position + _LOCAL_HEADER.size + name_length + last_field
-                last_header_by_name[name] = position
-                targets = {position}
+            if header.data_offset is not None:
+                data_starts[position] = position + header.data_offset
+                last_header_by_name[header.name] = position
+                local_positions = {position}
             else:
-                # A central header belongs to the last local header with its name, or to the one at
-                # its last field: a position in the file, or relative to the first local header.
-                targets = {
-                    last_header_by_name.get(name, -1),
-                    last_field,
-                    last_field + next(iter(data_starts), 0),
+                # A central header belongs to the last local header with its name, or to the one
+                # that it states: a position in the file, or relative to the first local header.
+                local_positions = {
+                    last_header_by_name.get(header.name, -1),
+                    header.local_position,
+                    header.local_position + next(iter(data_starts), 0),
                 } & data_starts.keys()
-            for header in targets:
-                known = packed_sizes.get((header, name, method), 0)
-                packed_sizes[header, name, method] = max(known, packed)
-            if flags & UNSUPPORTED_FLAGS:
-                self.report_unread(
-                    _join_names(where, name), "its flags mark it as encrypted or a patch"
-                )
+            for local_position in local_positions:
+                record = local_position, header.name, header.method
+                packed_sizes[record] = max(packed_sizes.get(record, 0), header.packed)
+            if header.flags & UNSUPPORTED_FLAGS:
+                text = "its flags mark it as encrypted or a patch"
+                self.report_unread(_join_names(where, header.name), text)
             if len(header_positions) > self.limits.max_records:
                 raise LimitExceeded("its zip has more headers than the limit")
         next_header = dict(zip(header_positions, [*header_positions[1:], data.length], strict=True))
-        for (header, name, method), packed in packed_sizes.items():
-            begin = data_starts[header]
+        for (local_position, name, method), packed in packed_sizes.items():
+            begin = data_starts[local_position]
             available = data.length - begin
-            length = packed if 0 < packed <= available else next_header[header] - begin
+            length = packed if 0 < packed <= available else next_header[local_position] - begin
             if not 0 < length <= available:
                 continue
-            record = data.slice(begin, length)
-            yield name, record
+            stored = data.slice(begin, length)
+            yield name, stored
+            record_name = _join_names(where, name)
             if method in _INFLATER_BY_METHOD:
-                yield (
-                    name,
-                    self._inflate(record, _INFLATER_BY_METHOD[method], _join_names(where, name)),
-                )
+                yield name, self._inflate(stored, _INFLATER_BY_METHOD[method], record_name)
             elif method != STORED:
-                self.report_unread(
-                    _join_names(where, name), f"compression method {method} is not supported"
-                )
+                self.report_unread(record_name, f"compression method {method} is not supported")
 
     def _find_headers(self, data: ByteRange) -> Iterator[tuple[int, bytes]]:
         """Yield the position and the bytes of everything that looks like a zip header."""

@@ -239,13 +239,11 @@ class Judge(Watcher):
             calls_no_argument = func.name.startswith("_rebuild")  # as in torch._utils
             arguments = parts if kind == NEEDS_CODE else objects
             return kind if self.is_harmless(arguments, strict=not calls_no_argument) else RUNS
-        if kind == "numeric":  # a class of an empty object, or of numbers such as numpy.float64(1)
+        if kind == "numeric":  # an empty object, a new one, or one made of numbers
             is_class = bool(_CLASS.fullmatch(func.name))
-            has_only_numbers = bool(parts) and all(
-                type(part) in (int, float, bool) for part in parts
-            )
+            are_numbers = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
             is_empty = is_new and not (parts or kwargs)
-            is_fine = is_empty or (is_class and (is_new or has_only_numbers))
+            is_fine = is_empty or (is_class and (is_new or are_numbers))
         elif kind == "unknown":  # a class of the user, or a method such as Config.from_dict
             is_fine = is_new or bool(_CLASS_OR_METHOD.fullmatch(func.name))
         else:
@@ -256,7 +254,7 @@ class Judge(Watcher):
         """Return the verdict on a call of an object that the pickle made.
 
         A `functools.partial` is judged by its function, any other object runs something. pickle
-        fails if `func` is no object, and nobody knows an unknown one.
+        fails if `func` is plain data, and an unknown object may be any function.
         """
         if not isinstance(func, Opaque) or is_unknown(func):
             return CANNOT_TELL
