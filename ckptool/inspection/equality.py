@@ -257,18 +257,16 @@ class _NodeComparison:
     ) -> None:
         """Raise `_Differ` if the stored elements of two tensors or storages differ.
 
-        Tensors without stored elements, and all if there is no `same`, count as equal here.
+        With `exact`, no tolerance applies. Tensors without stored elements, and all if there is no
+        `same`, count as equal here.
         """
         elements_a, elements_b = raw_elements(a), raw_elements(b)
-        if (
-            elements_a is not None
-            and elements_b is not None
-            and self._has_equal_elements is not None
-        ):
-            self._require(
-                elements_a.shape == elements_b.shape
-                and self._has_equal_elements(elements_a, elements_b, exact)
-            )
+        if elements_a is None or elements_b is None or self._has_equal_elements is None:
+            return
+        self._require(
+            elements_a.shape == elements_b.shape
+            and self._has_equal_elements(elements_a, elements_b, exact)
+        )
 
 
 def _pair_by_key(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
@@ -414,7 +412,9 @@ class Fingerprints:
         self._repeated = RepeatedBytes(limits)
         self._listed_ids = listed
         self._path: Path = ()
+        """The path of the node that `compute` was called with, for errors."""
         self._digests: dict[int, bytes] = {}
+        """The digests of the containers so far, by `id`."""
         self._described_by_id: dict[int, tuple[tuple[Any, ...], list[Part]]] = {}
         """By `id` of a node, its properties and parts, which stay alive."""
 
