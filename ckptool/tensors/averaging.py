@@ -90,7 +90,7 @@ def run_of_tensor(tensor: TensorRef) -> Elements:
     return Elements(tensor.dtype, tensor.row_major, order, storage, tensor.flags)
 
 
-PARALLEL, SHORT = 0.9995, 1e-8
+_PARALLEL_COSINE, _MIN_NORM = 0.9995, 1e-8
 """The cosine from which `slerp` is linear, and the length up to which a vector has no direction.
 
 Those of mergekit 0.1.5: `dot_threshold` and `eps` in `mergekit/merge_methods/slerp.py`.
@@ -151,7 +151,7 @@ class Averager:
             """Return the weights of the two runs, which depend on the angle between them."""
             self._check_storages(runs)
             cosine = self._kernel_for(runs, dtype).cosine_between(runs)
-            if not abs(cosine) <= PARALLEL:  # nearly parallel, or NaN
+            if not abs(cosine) <= _PARALLEL_COSINE:  # nearly parallel, or NaN
                 return _Mix((1 - t, t), total=1.0, bounded=0 <= t <= 1)
             angle = math.acos(cosine)
             weights = math.sin(angle - t * angle), math.sin(t * angle)
@@ -167,10 +167,10 @@ class Averager:
         name: str,
         get_mix: Callable[[], _Mix],
     ) -> Storage:
-        """Return a storage; its bytes are mixed from the runs when they are read.
+        """Return a storage of `dtype`; its bytes are mixed from the runs when they are read.
 
         Key and device are those of `like`. `get_mix` is called when bytes are read, as it may read
-        the runs itself.
+        the runs itself. `name` is for the error of an overflow.
         """
         for run in runs:
             storage = run.storage
@@ -186,13 +186,10 @@ class Averager:
             self._check_storages(runs)
             kernel = self._kernel_for(runs, dtype)
             try:
-                mix = get_mix()
-                for start, stop, room, skipped in iterate_chunks(
-                    offset, buffer, itemsize, count, CHUNK
-                ):
-                    room[:] = kernel.mix_elements(runs, mix, start, stop)[
-                        skipped : skipped + len(room)
-                    ]
+                mix, chunks = get_mix(), iterate_chunks(offset, buffer, itemsize, count, CHUNK)
+                for start, stop, room, skipped in chunks:
+                    mixed = kernel.mix_elements(runs, mix, start, stop)
+                    room[:] = mixed[skipped : skipped + len(room)]
             except OverflowError as error:
                 raise NotRepresentable(
                     f"the mean of {printable(name)!r} overflows {dtype}, its dtype in the "
@@ -260,7 +257,7 @@ class _Kernel:
             squares_a += float(a @ a)
             squares_b += float(b @ b)
         for norm in (math.sqrt(squares_a), math.sqrt(squares_b)):
-            if not norm <= SHORT:  # a NaN is divided by too, so that the result is NaN
+            if not norm <= _MIN_NORM:  # a NaN is divided by too, so that the result is NaN
                 product /= norm
         return product
 

@@ -113,7 +113,7 @@ class Caster:
         size = count * BY_NAME[self.target].itemsize
         data = None
         if storage.data is not None:
-            run = _Run(self, storage, storage.data, list(views))
+            run = _StorageCast(self, storage, storage.data, list(views))
             ahead = self._ahead if storage.data.source.is_shared else None
             data = make_computed_range((storage.data,), size, run.fill, ahead=ahead)
         return replace(storage, data=data, nbytes=size, byteorder=sys.byteorder, crc32=None)
@@ -155,13 +155,17 @@ def check_storage(storage: Storage, data: ByteRange) -> CheckedRange:
 
 
 def load_checked(ref: TensorRef) -> torch.Tensor:
-    """Return the tensor of `ref` after its storage has passed the check of its CRC-32."""
+    """Return the tensor of `ref` after its storage has passed the check of its CRC-32.
+
+    Raises:
+        CorruptFile: the bytes do not match the CRC-32 that the file states.
+    """
     if ref.storage is not None and ref.storage.data is not None:
         check_storage(ref.storage, ref.storage.data).check()
     return materialize(ref).detach()
 
 
-class _Run:
+class _StorageCast:
     """The cast of one storage, chunk by chunk."""
 
     def __init__(
@@ -247,17 +251,22 @@ class _Run:
                 self._caster.losses.setdefault(self._name, Losses()).add(losses)
         if losses.overflow and not self._caster.allow_overflow:
             self._check.check()  # raises CorruptFile if damaged bytes are the reason
-            total = Losses()
-            for first in range(0, self._count, CHUNK):
-                end = min(first + CHUNK, self._count)
-                kernel.read(self._data, first, end)
-                kernel.cast(swap=self._needs_swap)
-                total.add(self._count_losses_in_views(kernel, first, end))
-            self._overflow_error = self._caster.overflow_error(self._name, total)
+            losses_of_all = self._count_all_losses(kernel)
+            self._overflow_error = self._caster.overflow_error(self._name, losses_of_all)
             raise self._overflow_error
 
+    def _count_all_losses(self, kernel: Kernel) -> Losses:
+        """Return the losses of the whole storage, reading and casting it once more."""
+        total = Losses()
+        for start in range(0, self._count, CHUNK):
+            stop = min(start + CHUNK, self._count)
+            kernel.read(self._data, start, stop)
+            kernel.cast(swap=self._needs_swap)
+            total.add(self._count_losses_in_views(kernel, start, stop))
+        return total
+
     def _count_losses_in_views(self, kernel: Kernel, start: int, stop: int) -> Losses:
-        """Return the losses of the chunk from `start`, limited to elements that views cover."""
+        """Return the losses of the chunk that was just cast, limited to elements in views."""
         first, end = max(start, self._first_covered), min(stop, self._end_covered)
         return kernel.count_losses(first - start, end - start) if first < end else Losses()
 
@@ -339,23 +348,28 @@ class Kernel:
         self._count = 0
 
     def read(self, data: ByteRange, start: int, stop: int, crc: int | None = None) -> int:
-        """Read the elements `start` to `stop`; return their CRC-32, continued from `crc`."""
+        """Read the elements `start` to `stop`; return their CRC-32, continued from `crc`.
+
+        None as `crc`: it is not computed, and 0 is returned.
+        """
         self._count = stop - start
         raw = memoryview(self._source_bytes)[: self._count * self._itemsize]
         data.read_into(raw, start * self._itemsize)
         return 0 if crc is None else zlib.crc32(raw, crc)
 
     def cast(self, *, swap: bool, into: memoryview | None = None) -> memoryview:
-        """Return the bytes of the elements in the target dtype, in `into` or a reused buffer."""
+        """Cast the elements that were read, and return their bytes in `into` or a reused buffer.
+
+        `swap` reverses the bytes of the elements first: they have the other byte order.
+        """
         import torch
 
-        source, size = self._source[: self._count], self._itemsize
-        target_dtype = self._own_target.dtype
+        source, target_dtype = self._source[: self._count], self._own_target.dtype
         self._target = (
             self._own_target if into is None else torch.frombuffer(into, dtype=target_dtype)
         )
-        if swap and size > 1:
-            rows = source.view(torch.uint8).view(-1, size)
+        if swap and self._itemsize > 1:
+            rows = source.view(torch.uint8).view(-1, self._itemsize)
             rows.copy_(rows.flip(1))
         self._target[: self._count].copy_(source)
         return into or memoryview(self._target_bytes)[: self._count * target_dtype.itemsize]

@@ -327,24 +327,44 @@ class _Kernel:
             return None
         if largest and not smallest < squares < math.inf:
             return None
-        ratio, sums = self.ratio, _Sums()
-        if ratio < math.inf:
-            # `gap` and `b` have squares now. They show if any element can exceed the ratio so far:
-            # |a - b|^2 > ratio^2 |b|^2. Small squares are inexact, so the ratios are calculated
-            # unless the excess is clearly negative (the smallest float32 is 1e-45).
-            excess = gap.sub_(b, alpha=min(ratio * ratio, 1e30)).amax().item()
-            if not excess < -1e-44:
-                gaps = torch.sub(x.to(a.dtype), b.copy_(y), out=gap).abs_()
-                ratios = gaps.div_(b.abs_()).nan_to_num_(0.0, math.inf)
-                ratio = max(ratio, ratios.amax().item())
+        ratio = self._find_largest_ratio(x, y, gap, b)
         # |a - b|^2 = |a|^2 + |b|^2 - 2ab gives ab, but loses digits if the norms differ much.
         product = (squares_a + squares_b - squares) / 2
         if squares_a > 4 * squares_b or squares_b > 4 * squares_a:
             product = a.copy_(x).mul_(b.copy_(y)).sum().item()
-        sums.mismatched, sums.finite, sums.total, sums.largest = mismatched, count, total, largest
-        sums.squares, sums.squares_a, sums.squares_b = squares, squares_a, squares_b
-        sums.product, sums.ratio, sums.close = product, ratio, close
-        return sums
+        return _Sums(
+            mismatched=mismatched,
+            finite=count,
+            total=total,
+            squares=squares,
+            squares_a=squares_a,
+            squares_b=squares_b,
+            product=product,
+            largest=largest,
+            ratio=ratio,
+            close=close,
+        )
+
+    def _find_largest_ratio(
+        self, x: torch.Tensor, y: torch.Tensor, gap: torch.Tensor, b: torch.Tensor
+    ) -> float:
+        """Return the largest |x - y| / |y| of a chunk, or `self.ratio` if that is larger.
+
+        `gap` and `b` contain the squares of x - y and of y; they are overwritten.
+        """
+        import torch
+
+        if self.ratio == math.inf:
+            return self.ratio
+        # The squares show if an element can exceed the ratio so far: gap^2 > ratio^2 b^2. Small
+        # squares are inexact, so the ratios are calculated unless the excess is clearly negative
+        # (the smallest float32 is 1e-45).
+        excess = gap.sub_(b, alpha=min(self.ratio * self.ratio, 1e30)).amax().item()
+        if excess < -1e-44:
+            return self.ratio
+        gaps = torch.sub(x.to(b.dtype), b.copy_(y), out=gap).abs_()
+        ratios = gaps.div_(b.abs_()).nan_to_num_(0.0, math.inf)
+        return max(self.ratio, ratios.amax().item())
 
     def _compare_exactly(self, x: torch.Tensor, y: torch.Tensor) -> _Sums:
         """Return the sums over a chunk of any numbers, in float64 or complex128."""

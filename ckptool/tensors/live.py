@@ -104,7 +104,7 @@ class LiveTree:
         return mapping
 
     def make_child(self, key: Any, value: Any) -> Any:
-        """Return the node of the value at `key` of the current object."""
+        """Return the node of the value at `key` of the current object, with `key` in `path`."""
         self.path.append(key)
         child = self.make_node(value)
         self.path.pop()

@@ -697,7 +697,7 @@ class Materializer:
             raise _creation_error(ref, name, error) from error
 
     def _load_parts(self, ref: TensorRef, name: str, *, cast: bool) -> dict[str, Any]:
-        """Return the parts of a tensor with tensors loaded; empty if it has a storage only."""
+        """Return the parts of a tensor with tensors loaded; {} if its kind is not made of parts."""
         if ref.kind not in _KINDS_OF_PARTS and ref.kind != "quantized":
             return {}
         return {

@@ -175,7 +175,10 @@ def _refuse_doubtful_bits(parts: Parts, bits: int, group_size: int) -> None:
 
 
 def dequantize_int8(parts: Parts) -> TensorRef:
-    """Dequantize int8 as compressed-tensors does: codes minus a zero point, times a scale."""
+    """Dequantize int8 as compressed-tensors does: codes minus a zero point, times a scale.
+
+    ComfyUI uses the same keys for other layouts.
+    """
     if "comfy_quant" in parts.companions:
         raise UnknownLayout
     refuse_entries(parts, "weight_g_idx")

@@ -139,14 +139,14 @@ class Parts:
         return "".join(map(chr, codes))
 
     def refuse_contradiction(self) -> NoReturn:
-        """Raise `UnknownLayout` because shapes and configuration differ."""
+        """Raise `UnknownLayout` because the shapes of the tensors contradict the configuration."""
         block = self.config.entries.get("weight_block_size")
         stated = listed([*self.config.sizes, *([f"blocks of {block}"] if block else [])])
         raise UnknownLayout(f"its tensors contradict {self.config.where} ({stated})")
 
 
 def is_plain(tensor: Any) -> TypeGuard[TensorRef]:
-    """Return True if the bytes of a tensor in its file are its elements in order."""
+    """Return True for a tensor whose bytes in the file are its elements, in row-major order."""
     return isinstance(tensor, TensorRef) and tensor.has_content and tensor.is_verbatim
 
 
@@ -274,7 +274,10 @@ def expand_blocks(
 
 
 def rearrange(weight: TensorRef, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorRef:
-    """Return a view of a weight with another shape and stride, gathered when it is read."""
+    """Return a contiguous tensor of the elements of a weight at another shape and stride.
+
+    Its bytes are gathered when they are read; their CRC-32 is not known.
+    """
     view = replace(weight, shape=shape, stride=stride)
     data = view.row_major
     if weight.storage is None:
