@@ -178,7 +178,8 @@ class Memory(NamedTuple):
 def locate_tensor(tensor: torch.Tensor) -> Memory | None:
     """Return the location of a tensor; None if it has no storage of its own, or a freed one.
 
-    Sparse, quantized, nested and lazy tensors have none, and neither has a DTensor.
+    Sparse, quantized, nested and lazy tensors have none, nor has a DTensor, or a tensor that torch
+    conjugates or negates when it is read.
     """
     import torch
 

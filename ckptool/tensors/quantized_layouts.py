@@ -316,7 +316,7 @@ def _fits_strategy(
     """Return True if the `strategy` of compressed-tensors gives a weight scales of this shape.
 
     `weights` is the configuration of the weights in a scheme, `shape` the shape of the plain
-    weight. A strategy that is not known fits.
+    weight. Any shape fits a strategy that is not known.
     """
     match weights:
         case {"strategy": "tensor"}:
