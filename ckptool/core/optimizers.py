@@ -169,16 +169,21 @@ def find_model(
 
 
 def _find_noted_model(section: Section, models: Sequence[Section]) -> Section | None:
-    """Return the model next to an optimizer that `ckptool.save` noted as its model, or None."""
+    """Return the model next to an optimizer that `ckptool.save` noted as its model, or None.
+
+    One of the models in the same dict has the notes for all of its optimizers: the key of an
+    optimizer, with that of its model.
+    """
     parent, depth = section.path[:-1], len(section.path)
     siblings = [
         sibling for sibling in models if sibling.path[:-1] == parent and len(sibling.path) == depth
     ]
-    notes = [owners for sibling in siblings if (owners := read_noted_owners(sibling))]
-    if len(notes) != 1 or section.path[-1] not in notes[0]:
+    all_notes = [notes for sibling in siblings if (notes := read_noted_owners(sibling))]
+    if len(all_notes) != 1:
         return None
-    key = notes[0][section.path[-1]]
-    return next((sibling for sibling in siblings if sibling.path[-1] == key), None)
+    [model_key_by_optimizer_key] = all_notes
+    model_key = model_key_by_optimizer_key.get(section.path[-1])
+    return next((sibling for sibling in siblings if sibling.path[-1] == model_key), None)
 
 
 def extract_owner(section: Section) -> str:

@@ -104,13 +104,15 @@ def _find_contradiction(path: str, where: str, method: str, entries: Mapping[str
 
 def plain_header(header: Mapping[str, str]) -> dict[str, str]:
     """Return the `__metadata__` of a file without the entries that mark it as quantized."""
-    return {
-        key: text
-        for key, text in header.items()
-        if key not in (_TORCHAO_ENTRY, *_CONFIG_KEYS)
-        and (key, text) != ("format", "mlx")
-        and not (isinstance(entry := _parse_json(text), dict) and "_type" in entry)
-    }
+
+    def is_marker(key: str, text: str) -> bool:
+        """Return True for a configuration, MLX's own `format`, and torchao's types of tensors."""
+        if key in (_TORCHAO_ENTRY, *_CONFIG_KEYS) or (key, text) == ("format", "mlx"):
+            return True
+        entry = _parse_json(text)
+        return isinstance(entry, dict) and "_type" in entry
+
+    return {key: text for key, text in header.items() if not is_marker(key, text)}
 
 
 def find_entry(entries: Mapping[str, Any], keys: Iterable[str]) -> Any:

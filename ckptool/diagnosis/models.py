@@ -588,17 +588,25 @@ def check_versions(subject: Subject) -> Iterator[Complaint]:
             )
         if section.kind == "state_dict" and not _has_metadata(section.node):
             yield from _check_batch_norms(subject, tensors)
-    packed_keys = [
-        key
-        for node in walk_everything(subject.checkpoint.root)
-        if isinstance(node, dict) and not _has_metadata(node)
-        for key, value in node.items()
-        # A key without a dot is an attribute of a pickled module.
-        if isinstance(key, str) and key.endswith("._packed_params") and not isinstance(value, dict)
-    ]
+    packed_keys = list(_find_packed_keys(subject.checkpoint.root))
     if packed_keys:
         why = "a quantized layer reads the state as the oldest version"
         yield _complain_of_lost_metadata("fails", packed_keys, why, quote("packed"))
+
+
+def _find_packed_keys(root: Any) -> Iterator[str]:
+    """Yield the keys of packed parameters in dicts without `_metadata`.
+
+    Every dict is searched, because one of packed parameters alone is not found as a state dict. In
+    a pickled module the key has no dot.
+    """
+    for node in walk_everything(root):
+        if isinstance(node, dict) and not _has_metadata(node):
+            for key, value in node.items():
+                is_packed = isinstance(key, str) and key.endswith("._packed_params")
+                # A `_metadata` has such keys too, each with a dict that has the version.
+                if is_packed and not isinstance(value, dict):
+                    yield key
 
 
 def _check_batch_norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complaint]:

@@ -221,7 +221,10 @@ def _read_constants(archive: Archive, byteorder: str, limits: Limits) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class _ClassSource:
-    """The lists in the source of a class; None for a list that old torch did not write."""
+    """The names of parameters and buffers in the source of a class.
+
+    None for a list that old torch did not write.
+    """
 
     is_module: bool
     parameters: tuple[str, ...] | None = None
@@ -297,7 +300,9 @@ class _Collector:
         return self.classes_by_file[file].get(func.name, _UNKNOWN_CLASS)
 
     def _parse_file(self, file: str) -> dict[str, _ClassSource]:
-        """Return the lists of each class by name in a source file; empty if the file is missing.
+        """Return the parameter and buffer names of each class in a source file, by class name.
+
+        Empty if the file is missing.
 
         Also counts its mkldnn constants, which torch does not save.
         """

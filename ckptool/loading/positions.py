@@ -81,7 +81,8 @@ def find_doubt(
         optimizer: The live optimizer.
         model: The live model.
         state: The state dict of the model in the file.
-        file_parameters: Its parameters, as `list_file_parameters` returns them.
+        file_parameters: By key in `state`, the parameter of the live model that is loaded from it,
+            or None if the model has none.
     """
     if not is_in_model_order(state.tree, list(state.slots), state.metadata):
         return "the model's file is sorted by key, so the original order of parameters is lost"

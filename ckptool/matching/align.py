@@ -135,17 +135,17 @@ def align(
         has_rules: True if the user's rules renamed keys. Equal keys are then
             kept; no prefix is tried.
     """
-    model_forms = list(_iterate_forms(model_slots, 1))
+    model_forms = list(_iterate_forms(model_slots, side=1))
     candidates: list[_KeyForms] = []
-    for file_form in _iterate_forms(file_slots, 0):
+    for file_form in _iterate_forms(file_slots, side=0):
         for model_form in model_forms:
             candidates.append(_KeyForms(file_slots, model_slots, file_form, model_form, closed))
             if candidates[-1].score == len(model_slots):
                 break
-    barest = candidates[-1]  # usually without any wrapper components
+    barest = candidates[-1]  # with the fewest wrapper components
     best = max(candidates, key=lambda forms: forms.score)
     if not best.score:
-        best = barest  # for the proposals
+        best = barest  # rules are proposed for keys without wrappers
     alignment = _pair_equal_keys(best)
     if best.score < len(model_slots) and not (has_rules and best.score):
         alignment = _apply_prefix(alignment, barest)
@@ -236,7 +236,7 @@ def _respell_keys(names: Names, respelled: Mapping[str, Respelling]) -> Names:
     }
 
 
-def _iterate_forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
+def _iterate_forms(slots: Mapping[str, Slot], *, side: int) -> Iterator[_Form]:
     """Yield the keys of one side (0: file, 1: model) in up to three forms, the plainest last.
 
     They are the keys unchanged, without wrapper prefixes, and without `module` in submodules too. A

@@ -174,15 +174,16 @@ class _Planner(Generic[T]):
             UsageError: if a rule matches no tensor, or a tensor no rule.
         """
         recipe = self._recipe
-        (drop, _), is_path = recipe.drop, recipe.uses_paths
-        source_ties, target_ties = recipe.tied
+        is_path = recipe.uses_paths
         dropped = {
-            key for key in tensors if any(pattern.covers(key, is_path=is_path) for pattern in drop)
+            key
+            for key in tensors
+            if any(pattern.covers(key, is_path=is_path) for pattern in recipe.drop.source)
         }
         source = {key: tensor for key, tensor in tensors.items() if key not in dropped}
         self._plan = Plan(source, [key for key in tensors if key in dropped])
         current, untouched = dict(source), set(source)
-        for key, tied_key in source_ties.items():
+        for key, tied_key in recipe.tied.source.items():
             if key not in current and tied_key in current:
                 current[key] = current[tied_key]
                 self._plan.aliases.add(key)
@@ -195,7 +196,7 @@ class _Planner(Generic[T]):
             }
             untouched -= {key for key, use in outcome.taken.items() if use.rule in final_rules}
         self._refuse_unmatched(untouched, current)
-        for key, tied_key in target_ties.items():
+        for key, tied_key in recipe.tied.target.items():
             if (
                 key in current
                 and tied_key in current
@@ -503,15 +504,16 @@ class _Planner(Generic[T]):
 
         For example, ranks with copies of a norm: only the copy of the first rank is taken.
         """
-        for names, members in zip(group.rule.stacked, group.members, strict=True):
-            if all(name in axes for name in names):
+        # For each key on the left: its stacked variables, and the members by these numbers.
+        for variables, members in zip(group.rule.stacked, group.members, strict=True):
+            if all(variable in axes for variable in variables):
                 continue
-            for number, member in members.items():
-                first_number = tuple(
-                    position if name in axes else 0
-                    for name, position in zip(names, number, strict=True)
+            for numbers, member in members.items():
+                first_numbers = tuple(
+                    number if variable in axes else 0
+                    for variable, number in zip(variables, numbers, strict=True)
                 )
-                first = members[first_number]
+                first = members[first_numbers]
                 if member is not first and not self._maker.is_same(first.tensor, member.tensor):
                     keys = f"{printable(first.key)!r} and {printable(member.key)!r}"
                     text = f"{keys} differ, but the recipe expects the same elements"
@@ -675,15 +677,19 @@ def _step_of(part: Part, name: str, strides: Shape) -> int:
 def find_left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
     """Return the keys that no rule of a recipe takes, or None if a rule matches no key.
 
-    Only keys are read: rules are applied without shapes, and optional rules may match nothing.
+    Only keys are read: rules are applied without shapes, and optional rules may match nothing. Keys
+    of the result that the recipe leaves unfinished are added.
     """
-    (drop, _), is_path = recipe.drop, recipe.uses_paths
+    is_path = recipe.uses_paths
     current = [
-        key for key in keys if not any(pattern.covers(key, is_path=is_path) for pattern in drop)
+        key
+        for key in keys
+        if not any(pattern.covers(key, is_path=is_path) for pattern in recipe.drop.source)
     ]
-    ties, _ = recipe.tied
-    current += [key for key, tied_key in ties.items() if key not in current and tied_key in current]
-    untouched = set(current)
+    for key, tied_key in recipe.tied.source.items():
+        if key not in current and tied_key in current:
+            current.append(key)
+    untouched = set(current)  # keys before the first pass
     for rules in recipe.passes:
         used, created = set[int](), dict[str, None]()
         for key in current:
@@ -693,7 +699,7 @@ def find_left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
                 continue
             rule, values = match
             used.add(rule.number)
-            if not recipe.keeps_for_next_pass(rule):
+            if not recipe.keeps_for_next_pass(rule):  # which does not count as a match
                 untouched.discard(key)
             for pattern, names in zip(rule.right, rule.unstacked, strict=True):
                 # The number of results is unknown without shapes, so the first stands for all.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckptool.errors import UnreadableFile, UsageError
 from ckptool.files.source import FileSource
@@ -25,6 +25,20 @@ _MAX_RECIPE_BYTES = 1 << 18
 _MAX_RULES, _MAX_PARAMS, _MAX_PASSES, _MAX_ALTERNATIVES, _MAX_KEYS = 2_000, 200, 16, 16, 64
 _SHIPPED = Path(__file__).parent / "shipped"
 _FIELDS = {"about", "files", "rest", "drop", "params", "tied", "names", "tensors", "pass"}
+
+
+_Entries = TypeVar("_Entries")
+
+
+class Sides(NamedTuple, Generic[_Entries]):
+    """Entries of a recipe for its source, and for its target."""
+
+    source: _Entries
+    target: _Entries
+
+    def swap(self) -> Sides[_Entries]:
+        """Return the entries for the inverse recipe."""
+        return Sides(self.target, self.source)
 
 
 @dataclass(frozen=True)
@@ -185,9 +199,11 @@ class Recipe:
     """The file names of the source (reversed: of the target): `consolidated.{rank:02}.pth`."""
     keeps_rest: bool = False
     """True if tensors without a matching rule are kept."""
-    drop: tuple[tuple[Pattern, ...], tuple[Pattern, ...]] = ((), ())
+    drop: Sides[tuple[Pattern, ...]] = field(
+        default_factory=lambda: Sides[tuple[Pattern, ...]]((), ())
+    )
     """The keys left out of the source, and of the target when reversed."""
-    tied: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+    tied: Sides[dict[str, str]] = field(default_factory=lambda: Sides[dict[str, str]]({}, {}))
     """Keys of the source, and of the target, that are tied to another key if they are missing."""
     is_reversed: bool = False
     text: str = field(default="", repr=False, compare=False)
@@ -267,15 +283,15 @@ class Recipe:
         return replace(
             self,
             passes=passes,
-            drop=self.drop[::-1],
-            tied=self.tied[::-1],
+            drop=self.drop.swap(),
+            tied=self.tied.swap(),
             is_reversed=not self.is_reversed,
         )
 
     @property
     def uses_paths(self) -> bool:
         """True if the recipe matches whole paths: a key of its source contains a `/`."""
-        if any("/" in pattern.text for pattern in self.drop[0]):
+        if any("/" in pattern.text for pattern in self.drop.source):
             return True
         for rules in self.passes:
             if any("/" in pattern.text for rule in rules for pattern in rule.left):
@@ -295,7 +311,10 @@ class Recipe:
         return rule.left == rule.right and has_text and rule.renames and len(self.passes) > 1
 
     def find_unfinished(self, keys: Iterable[str]) -> list[str]:
-        """Return the keys that still contain a path, if the target has none."""
+        """Return the keys that still contain a `/`, although the target has no paths.
+
+        A rule that keeps them for the next pass does not finish them.
+        """
         if not self.uses_paths or self.invert().uses_paths:
             return []
         return [key for key in keys if "/" in key]
@@ -438,7 +457,7 @@ class _Reader:
                     raise UsageError(text, hint='write files = "consolidated.{rank:02}.pth"')
         return files
 
-    def _parse_sides(self, data: Any, key: str, read: Any, default: Any) -> tuple[Any, Any]:
+    def _parse_sides(self, data: Any, key: str, read: Any, default: Any) -> Sides[Any]:
         """Return the values of `from` and `to` in the table `key`, each read by `read`.
 
         A missing one is `default`.
@@ -448,7 +467,7 @@ class _Reader:
             _check_keys(table, {"from", "to"})
             source = read(table["from"]) if "from" in table else default
             target = read(table["to"]) if "to" in table else default
-        return source, target
+        return Sides(source, target)
 
     @staticmethod
     def _parse_drop(value: Any) -> tuple[Pattern, ...]:

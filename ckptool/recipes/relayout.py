@@ -20,7 +20,7 @@ from ckptool.recipes.assembling import TensorMaker
 from ckptool.recipes.outcome import Plan, Sketch, find_differences
 from ckptool.recipes.params import Params
 from ckptool.recipes.planning import Sketches, find_left_over, plan_recipe
-from ckptool.recipes.recipe import Recipe, load_shipped
+from ckptool.recipes.recipe import Recipe, Sides, load_shipped
 from ckptool.recipes.several import first_prefix, nest_entries
 from ckptool.transforms.casting import find_optimizer_paths
 from ckptool.transforms.dequantizing import refuse_dependent_tensors
@@ -89,8 +89,7 @@ def _select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorR
     models = [section.path for section in checkpoint.sections if section.kind in MODEL_KINDS]
     optimizer_paths = find_optimizer_paths(checkpoint)
     rules = (rule for rules in recipe.passes for rule in rules)
-    source_drop, _ = recipe.drop
-    patterns = [*source_drop, *(pattern for rule in rules for pattern in rule.left)]
+    patterns = [*recipe.drop.source, *(pattern for rule in rules for pattern in rule.left)]
     path_patterns = [pattern for pattern in patterns if "/" in pattern.text]
     tensors: dict[str, TensorRef] = {}
     for path, tensor in checkpoint.tensors():
@@ -167,12 +166,13 @@ def merge_entries(
     Raises:
         NameCollision: if a tensor gets the key of a value.
     """
-    drop, _ = recipe.drop  # of the source
     values = {
         key: entry
         for key, entry in node.items()
         if key not in tensor_keys
-        and not (isinstance(key, str) and any(pattern.covers(key) for pattern in drop))
+        and not (
+            isinstance(key, str) and any(pattern.covers(key) for pattern in recipe.drop.source)
+        )
     }
     if both := result.tensors.keys() & values.keys():
         text = f"a tensor would get the key {listed(sorted(both))}, which a value already has"
@@ -213,7 +213,7 @@ def _rearrange_moments(
     passes = tuple(
         tuple(replace(rule, is_optional=True) for rule in rules) for rules in recipe.passes
     )
-    recipe = replace(recipe, passes=passes, drop=((), ()), tied=({}, {}), keeps_rest=True)
+    recipe = replace(recipe, passes=passes, drop=Sides((), ()), tied=Sides({}, {}), keeps_rest=True)
     replacements: dict[int, TensorRef] = {}
     for tensors in parameters_by_moment.values():
         rearranged = plan_recipe(

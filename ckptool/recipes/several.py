@@ -45,7 +45,8 @@ def first_prefix(recipe: Recipe) -> str:
 def output_files(recipe: Recipe) -> str | None:
     """Return the pattern of the files that a recipe writes into a folder, or None for one file.
 
-    Each Megatron rank gets a file in its own folder.
+    Only a reversed recipe writes several files: those that it reads when it is not reversed, or a
+    file in its own folder for each Megatron rank.
     """
     if not recipe.is_reversed:
         return None

@@ -82,6 +82,7 @@ def _changed_rows(
         aspects = [aspect for aspect in changed.what if tags or aspect not in TAGS]
         if not aspects:
             continue
+        # An aspect `quantizer` already says where the place is.
         place = (changed.place or "").removeprefix("quantizer/")
         description = ", ".join(aspects) + (f" at {clean(place)}" if place else "")
         a, b = (" ".join(_describe_side(side, aspects, full)) for side in (changed.a, changed.b))
@@ -90,7 +91,7 @@ def _changed_rows(
             text_a, text_b = changed.change
             a, b = f"{a} {clean(text_a)}".strip(), f"{b} {clean(text_b)}".strip()
         yield Row(
-            changed.status if changed.counts else "=",
+            changed.status if changed.counts else "=",  # only device or requires_grad differ
             changed.name,
             description,
             a,

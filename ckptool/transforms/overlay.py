@@ -162,20 +162,23 @@ class Overlay(Step):
         """Return the error for files without a common key.
 
         Its hint has the submodule with the most tensors of these keys and shapes, if there is one.
-        `selected` has the tensors of the other file by bare key, which starts with `at`.
+        `selected` has the tensors of the other file by bare key, with the path `at` before it.
         """
+        shape_by_model_key = {bare: section.node[key].shape for bare, key in key_by_bare.items()}
+        # Only keys with the same last component can end alike.
+        model_keys_by_component: dict[str, list[str]] = {}
+        for model_key in shape_by_model_key:
+            component = model_key.rpartition(".")[2]
+            model_keys_by_component.setdefault(component, []).append(model_key)
         matches_by_submodule: Counter[str] = Counter()
-        shapes = {bare: section.node[key].shape for bare, key in key_by_bare.items()}
-        keys_by_last_part: dict[str, list[str]] = {}
-        for bare in shapes:
-            keys_by_last_part.setdefault(bare.rpartition(".")[2], []).append(bare)
         for bare, tensor in selected.items():
-            other_key = bare if self.at is None else bare.removeprefix(f"{self.at}.")
-            for model_key in keys_by_last_part.get(other_key.rpartition(".")[2], ()):
-                if model_key.endswith(f".{other_key}") and shapes[model_key] == tensor.shape:
-                    matches_by_submodule[model_key.removesuffix(f".{other_key}")] += 1
+            end = "." + (bare if self.at is None else bare.removeprefix(f"{self.at}."))
+            for model_key in model_keys_by_component.get(end.rpartition(".")[2], ()):
+                if model_key.endswith(end) and shape_by_model_key[model_key] == tensor.shape:
+                    matches_by_submodule[model_key.removesuffix(end)] += 1
         hint = f"the model has {listed(key_by_bare, 3)}; the other file {listed(selected, 3)}"
-        for path, count in matches_by_submodule.most_common(1):
+        if matches_by_submodule:
+            [(path, count)] = matches_by_submodule.most_common(1)
             hint = f"add --overlay-at {path}, which matches {count:,} of {len(selected):,}"
         return NotFound(
             f"no tensor of {printable(other.path)} has a key of the model",
