@@ -222,7 +222,7 @@ def plan_load(
         expect_file_shapes(target.slots, kinds, transpose_rules) if may_permute else target.slots,
         rules=parse_rules(rename, prefixes),
         metadata=state.metadata,
-        closed=target.unrespelled_paths,
+        unrespelled_paths=target.unrespelled_paths,
         foreign=has_foreign_layout,
         file=state.file,
         model=target.label,

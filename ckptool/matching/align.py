@@ -120,7 +120,7 @@ def align(
     file_slots: Mapping[str, Slot],
     model_slots: Mapping[str, Slot],
     *,
-    closed: Collection[str] = (),
+    unrespelled_paths: Collection[str] = (),
     has_rules: bool = False,
 ) -> KeyAlignment:
     """Pair the keys of a file with those of a model, if that is certain.
@@ -131,7 +131,7 @@ def align(
     Args:
         file_slots: The slots of the file by key.
         model_slots: The slots of the model by key.
-        closed: Paths of the model's modules in which no key is respelled.
+        unrespelled_paths: Paths of the model's modules in which no key is respelled.
         has_rules: True if the user's rules renamed keys. Equal keys are then
             kept; no prefix is tried.
     """
@@ -139,7 +139,9 @@ def align(
     candidates: list[_KeyForms] = []
     for file_form in _iterate_forms(file_slots, side=0):
         for model_form in model_forms:
-            candidates.append(_KeyForms(file_slots, model_slots, file_form, model_form, closed))
+            candidates.append(
+                _KeyForms(file_slots, model_slots, file_form, model_form, unrespelled_paths)
+            )
             if candidates[-1].score == len(model_slots):
                 break
     barest = candidates[-1]  # with the fewest wrapper components
@@ -161,12 +163,12 @@ class _KeyForms:
         model_slots: Mapping[str, Slot],
         file_form: _Form,
         model_form: _Form,
-        closed: Collection[str],
+        unrespelled_paths: Collection[str],
     ) -> None:
         """Compute the keys to compare, and the score: the number of model keys with a match."""
         self.file_slots, self.model_slots = file_slots, model_slots
-        self.forms, self.closed = (file_form, model_form), closed
-        self.respelled = _find_respellings(file_form.names, model_form.names, closed)
+        self.forms, self.unrespelled_paths = (file_form, model_form), unrespelled_paths
+        self.respelled = _find_respellings(file_form.names, model_form.names, unrespelled_paths)
         """For each side, the respellings of its keys."""
         self.file_keys = _respell_keys(file_form.names, self.respelled[0])
         """The keys to compare, each with the full key in the file."""
@@ -191,18 +193,18 @@ class _KeyForms:
 
 
 def _find_respellings(
-    file_keys: Names, model_keys: Names, closed: Collection[str]
+    file_keys: Names, model_keys: Names, unrespelled_paths: Collection[str]
 ) -> tuple[dict[str, Respelling], dict[str, Respelling]]:
     """Return the respelling of each key in an old spelling, for the file and for the model.
 
     A key that both sides have is not respelled, unless its respelling differs on the other side.
-    Keys in the modules of `closed` are not respelled either, because their own code expects them.
+    Keys in the modules at `unrespelled_paths` are not respelled either: their own code expects them.
     """
     file_respellings, model_respellings = find_respellings(file_keys), find_respellings(model_keys)
     if not (file_respellings or model_respellings):
         return file_respellings, model_respellings
-    prefixes = tuple(f"{path}." if path else "" for path in closed)
-    closed_modules = {
+    prefixes = tuple(f"{path}." if path else "" for path in unrespelled_paths)
+    unrespelled_modules = {
         key.rpartition(".")[0] for key, full in model_keys.items() if full.startswith(prefixes)
     }
 
@@ -216,8 +218,8 @@ def _find_respellings(
             key: respelling
             for key, respelling in respellings.items()
             if (key not in other_keys or other_respellings.get(key, respelling) != respelling)
-            and key.rpartition(".")[0] not in closed_modules
-            and respelling.respell(key).rpartition(".")[0] not in closed_modules
+            and key.rpartition(".")[0] not in unrespelled_modules
+            and respelling.respell(key).rpartition(".")[0] not in unrespelled_modules
         }
 
     return (
@@ -537,7 +539,7 @@ def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlign
         for key, full in names.items():
             if not key.startswith(prefix.text):
                 sides[side].setdefault(key, full)
-        respelled = _find_respellings(sides[0], sides[1], forms.closed)
+        respelled = _find_respellings(sides[0], sides[1], forms.unrespelled_paths)
     file_keys, model_keys = map(_respell_keys, sides, respelled)
     alignment = KeyAlignment(file_slots, model_slots, (sides[0], sides[1]), (file_keys, model_keys))
     for key, model_key in model_keys.items():

@@ -59,7 +59,7 @@ _LEAVES = {
 }
 """The last component of keys in TensorFlow, Keras (`_kernel` in checkpoints by Keras 3) and Flax,
 with torch's."""
-FOREIGN = {
+FOREIGN_KEY_RULES = {
     ":0 removed": ":0$=>",
     "/ -> .": "/=>.",
     "params. removed": r"^params\.=>",

@@ -11,7 +11,7 @@ from ckptool.errors import without_query
 from ckptool.matching.align import KeyAlignment, align, is_average_counter, propose_rules
 from ckptool.matching.known_renames import (
     BATCHES,
-    FOREIGN,
+    FOREIGN_KEY_RULES,
     find_optional_counters,
     running_mean_key,
 )
@@ -55,7 +55,7 @@ def match_keys(
     *,
     rules: Iterable[Rule] = (),
     metadata: Mapping[str, Any] | None = None,
-    closed: Collection[str] = (),
+    unrespelled_paths: Collection[str] = (),
     foreign: bool = False,
     file: str = "",
     model: str = "",
@@ -68,8 +68,8 @@ def match_keys(
         rules: The user's rules, applied to the file's keys first.
         metadata: `_metadata` of the file's state dict. Its versions show which counters old files
             do not have.
-        closed: Paths of the model's modules with a loading method of their own. No key below them
-            is respelled.
+        unrespelled_paths: Paths of the model's modules with a loading method of their own. No key
+            below them is respelled.
         foreign: True if the keys are in the style of TensorFlow, Keras or Flax.
         file: The name of the file in the report.
         model: The name of the model in the report.
@@ -79,22 +79,14 @@ def match_keys(
         UsageError: if the user's rules leave an empty key.
     """
     # The user's rules come first, then those for other libraries, then the alignment.
-    rules = list(rules)
-    applied_rules = AppliedRules(rules, file)
-    renamed_by_user = applied_rules.rename_keys(file_slots)
-    if rules:
-        check_collisions(renamed_by_user, renamed_by_user, file=file or None, hint=RULES_HINT)
-    spelling_rules: list[Rule] = []
-    new_by_file_key = renamed_by_user
-    if foreign:
-        spelling_rules = [regex_rule(rule)._replace(text=text) for text, rule in FOREIGN.items()]
-        new_by_file_key = _apply_spelling_rules(renamed_by_user, spelling_rules, model_slots)
+    renaming = _rename_file_keys(file_slots, model_slots, list(rules), foreign=foreign, file=file)
+    new_by_file_key = renaming.new_by_file_key
     file_key_by_new = {new_key: file_key for file_key, new_key in new_by_file_key.items()}
     slot_by_new_key = {new_by_file_key[file_key]: slot for file_key, slot in file_slots.items()}
     alignment = align(
         slot_by_new_key,
         model_slots,
-        closed=closed,
+        unrespelled_paths=unrespelled_paths,
         has_rules=slot_by_new_key.keys() != file_slots.keys(),
     )
     # Pairs of keys of the model with keys of the file, as they were before any rule.
@@ -116,8 +108,7 @@ def match_keys(
     unused = [file_key for file_key in unused if file_key not in left_out]
     key_by_file_key = {file_key: key for key, file_key in all_pairs.items()}
     renamed = (
-        *_report_rules("rule", rules, {key: key for key in file_slots}, key_by_file_key),
-        *_report_rules("known", spelling_rules, renamed_by_user, key_by_file_key),
+        *renaming.report_rules(key_by_file_key),
         *_report_steps(alignment, new_by_file_key, all_pairs),
     )
     ambiguous, proposed = _propose(alignment, file_key_by_new, missing, unused)
@@ -139,10 +130,57 @@ def match_keys(
         recipe=_find_recipe(file_slots, model_slots) if missing and unused else "",
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
-        notes=tuple(applied_rules.describe_unused()),
+        notes=tuple(renaming.applied_rules.describe_unused()),
         **count_loaded(model_slots, pairs, kept),
     )
     return Match(pairs, _rename_all_keys(new_by_file_key, key_by_file_key, renamed), report)
+
+
+class _KeyRenaming(NamedTuple):
+    """The rules that rename the keys of a file before these are aligned, and the results."""
+
+    rules: Sequence[Rule]
+    """The user's rules."""
+    applied_rules: AppliedRules
+    """The same, with those that changed a key."""
+    foreign_rules: Sequence[Rule]
+    """The rules for the style of other libraries, applied after the user's."""
+    renamed_by_user: Mapping[str, str]
+    """Each key of the file with its new key after the user's rules."""
+    new_by_file_key: Mapping[str, str]
+    """The same after all of these rules."""
+
+    def report_rules(self, key_by_file_key: Mapping[str, str]) -> Iterator[Renaming]:
+        """Yield the rules that changed a matched key; `key_by_file_key` has the model's keys."""
+        unchanged = {key: key for key in self.new_by_file_key}
+        yield from _report_rules("rule", self.rules, unchanged, key_by_file_key)
+        yield from _report_rules("known", self.foreign_rules, self.renamed_by_user, key_by_file_key)
+
+
+def _rename_file_keys(
+    file_keys: Iterable[str],
+    model_keys: Collection[str],
+    rules: Sequence[Rule],
+    *,
+    foreign: bool,
+    file: str,
+) -> _KeyRenaming:
+    """Rename the keys of a file by the user's rules and, if `foreign`, those for other libraries.
+
+    Raises:
+        NameCollision: if the user's rules give two keys one name.
+    """
+    applied_rules = AppliedRules(rules, file)
+    renamed_by_user = applied_rules.rename_keys(file_keys)
+    if rules:
+        check_collisions(renamed_by_user, renamed_by_user, file=file or None, hint=RULES_HINT)
+    if not foreign:
+        return _KeyRenaming(rules, applied_rules, [], renamed_by_user, renamed_by_user)
+    foreign_rules = [
+        regex_rule(rule)._replace(text=text) for text, rule in FOREIGN_KEY_RULES.items()
+    ]
+    new_by_file_key = _apply_spelling_rules(renamed_by_user, foreign_rules, model_keys)
+    return _KeyRenaming(rules, applied_rules, foreign_rules, renamed_by_user, new_by_file_key)
 
 
 def _find_recipe(file_keys: Collection[str], model_keys: Collection[str]) -> str:
