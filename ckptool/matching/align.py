@@ -198,7 +198,7 @@ def _find_respellings(
     """Return the respelling of each key in an old spelling, for the file and for the model.
 
     A key that both sides have is not respelled, unless its respelling differs on the other side.
-    Keys in the modules at `unrespelled_paths` are not respelled either: their own code expects them.
+    Keys in the modules at `unrespelled_paths` are not respelled either: their code expects them.
     """
     file_respellings, model_respellings = find_respellings(file_keys), find_respellings(model_keys)
     if not (file_respellings or model_respellings):
