@@ -454,7 +454,7 @@ class TensorRef(Result):
         )
         if any(name.endswith("Partial") for name in names):
             return None
-        layers = (layer for layer in self.wrapping if layer.kind != "type")
+        layers = (layer for layer in self.wrapping if layer.kind != "type")  # without DTensor
         return replace(local, requires_grad=self.requires_grad, wrapping=(*local.wrapping, *layers))
 
     @property

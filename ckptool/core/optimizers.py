@@ -79,7 +79,8 @@ def _list_group_names(group: dict[Any, Any]) -> list[str]:
 def find_moments(root: Any, sections: Iterable[Section]) -> Iterator[tuple[Any, str, TensorRef]]:
     """Yield the parameter, the key and the tensor for each tensor in optimizer states.
 
-    The parameter is a name, or a number if no group has names.
+    The parameter is a name, or a number if no group has names. Flat states, with keys such as
+    `state.NAME.exp_avg`, follow wherever they are below `root`; their keys begin with a dot.
     """
     for section in sections:
         optimizers = (
@@ -93,7 +94,8 @@ def find_moments(root: Any, sections: Iterable[Section]) -> Iterator[tuple[Any, 
             for key, value in node.items():
                 match = FLAT_KEY.fullmatch(key) if isinstance(key, str) else None
                 if match and isinstance(value, TensorRef):
-                    yield match[2], match[3], value
+                    _, parameter, moment = match.groups()
+                    yield parameter, moment, value
 
 
 def _find_section_moments(section: Section) -> Iterator[tuple[Any, str, TensorRef]]:

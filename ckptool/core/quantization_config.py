@@ -81,7 +81,7 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
             entries = {**entries, "bits": bits, "group_size": group or entries.get("group_size")}
             model_type = str(model_config.get("model_type", ""))
             return QuantizationConfig(method, name, entries, model_type, header)
-    if header.get("format") == "mlx":
+    if header.get("format") == "mlx":  # as mlx marks each safetensors file that it writes
         return QuantizationConfig("MLX", "the metadata", header=header)
     return QuantizationConfig(header=header)
 

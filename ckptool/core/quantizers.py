@@ -236,9 +236,9 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
 
 
 def find_incomplete(state: Mapping[Any, Any], found: Collection[str]) -> Iterator[str]:
-    """Yield the keys that only codes have, without those of the quantized weights `found`.
+    """Yield the keys of quantized weights without their companions, such as scales.
 
-    Their companions are missing.
+    Their keys end as only those of quantized weights do. `found` has the complete ones.
     """
     for name, value in state.items():
         if (

@@ -231,7 +231,7 @@ def apply_patch(
     """
     path = path or source.name
     with convert_os_errors(path), open_locked(path) as fd:
-        _check_target(source, path, fd)
+        _check_target(source, path)
         edit = Edit.from_patch(fd, patch)
         growth = edit.new_size - edit.size
         folder = os.path.dirname(os.path.realpath(path))
@@ -249,7 +249,7 @@ def apply_patch(
             remove_journal(path)
 
 
-def _check_target(source: Source, path: str, fd: int) -> None:
+def _check_target(source: Source, path: str) -> None:
     """Refuse to edit a file that is no longer the one that was read."""
     if not os.access(path, os.W_OK):
         raise WriteDenied(

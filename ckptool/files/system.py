@@ -134,6 +134,8 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
 def reserve(fd: int, size: int) -> None:
     """Reserve space for `size` bytes, so that a full disk is found before a byte is written.
 
+    Does nothing if the system or the file system cannot reserve space.
+
     Raises:
         OSError: the disk does not have this space.
     """

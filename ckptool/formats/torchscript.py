@@ -287,7 +287,7 @@ class _Collector:
                 self._collect_module(child, f"{prefix}{name}.", depth + 1)
 
     def _find_class_source(self, module: Opaque) -> _ClassSource:
-        """Return the lists of the module's class in `code/`.
+        """Return the names of parameters and buffers that the module's class lists in `code/`.
 
         Without its source, as in a lite archive, each tensor of a module counts as a weight.
         """

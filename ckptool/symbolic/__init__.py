@@ -83,13 +83,12 @@ def unpickle(
                 raise
             window = min(window * 8, remaining)
             continue
-        names = tuple(dict.fromkeys(node.qualified for node in machine.globals.values()))
         return Unpickled(
             root,
             start + end,
             machine.protocol,
-            names,
-            tuple(machine.opcodes),
-            machine.is_tidy,
-            "FRAME" not in machine.opcodes or has_regular_frames(machine.data, end),
+            globals=tuple(dict.fromkeys(node.qualified for node in machine.globals.values())),
+            opcodes=tuple(machine.opcodes),
+            tidy=machine.is_tidy,
+            framed="FRAME" not in machine.opcodes or has_regular_frames(machine.data, end),
         )

@@ -45,9 +45,9 @@ def has_regular_frames(pickle: bytes, end: int) -> bool:
 
 
 def _find_long_argument_end(pickle: bytes, position: int, end: int, allows_gap: bool) -> int | None:
-    """Return the end of an opcode with a long argument, else None.
+    """Return the end of the opcode at `position` if its argument needs no frame, else None.
 
-    With `allows_gap`, a few bytes may precede it.
+    With `allows_gap`, a few bytes may precede it: picklers write less than `_MIN_FRAME` unframed.
     """
     for start in range(position, min(position + (_MIN_FRAME if allows_gap else 1), end)):
         digits = _LONG_ARGUMENTS.get(pickle[start])

@@ -357,7 +357,10 @@ def _describe_gaps(archive: Archive, unstated: int) -> Iterator[str]:
 
 
 def _check_torch_zip(contents: ZipContents, *, unzipped: bool) -> Findings:
-    """Return the findings on a readable zip that torch rejects or reads differently."""
+    """Return the findings on a readable zip that torch rejects or reads differently.
+
+    An unzipped one is read by ckptool only, so only its pickle is checked.
+    """
     archive, problems = contents.storages.archive, list[Finding]()
     record = archive.find(PICKLE)
     if record is not None and (trailing := record.data.length - contents.unpickled.end):

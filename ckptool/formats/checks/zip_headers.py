@@ -242,7 +242,7 @@ def _find_entry_problems(
         yield "the padding before its bytes is damaged"
     if local.shared.flags & DESCRIPTOR_FLAG and not _has_descriptor(data, entry, local):
         yield "the data descriptor after its bytes is missing or contradicts the directory"
-    if by_torch and (entry.made_by == 0 or _has_torch_padding(local)):
+    if by_torch and (entry.made_by == 0 or _has_torch_padding(local)):  # not added by another tool
         yield from _find_odd_fields(entry, local)
 
 

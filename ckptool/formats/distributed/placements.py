@@ -232,6 +232,7 @@ def row_major_data(tensor: TensorRef, label: str, file: str) -> ByteRange:
         raise UnsupportedFormat(f"{label} is a {tensor.kind} tensor", file=file)
     if tensor.flags or tensor.storage.byteorder == "big":
         source = MemorySource(tensor.read(), file)
+        # The checksum of the storage applies to the converted bytes too.
         source.made_of, source.rearranges = (tensor.storage.data,), True
         return ByteRange(source, 0, source.size)
     return tensor.row_major
