@@ -99,7 +99,7 @@ class Fit(Step):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (bool, str)):
                 object.__setattr__(self, name, tuple(value))
-        self._transpose_rules()
+        self._transpose_rules()  # raises if they are wrong
 
     def _transpose_rules(self) -> TransposeRules:
         """Return the parsed rules of `transpose` and `no_transpose`.
@@ -139,7 +139,9 @@ class Fit(Step):
         _refuse_mismatches(namings, allowance)
         for naming in namings:
             naming.add_to_plan(plan)
-        plan.plan_optimizers(checkpoint.root, sections, lambda own: _match_bare_names(own, namings))
+        plan.plan_optimizers(
+            checkpoint.root, sections, lambda names: _match_bare_names(names, namings)
+        )
         return plan.apply_to(checkpoint)
 
 

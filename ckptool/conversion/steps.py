@@ -205,6 +205,7 @@ def apply_steps(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> C
             f"{target} stores one flat state dict, which cannot be nested",
             hint="write a .pth, or change the keys with --rename '^=>KEY.'",
         )
+    # Joined ranks must not be split along the dimension along which they were joined.
     splits = [step for step in remaining if isinstance(step, Reshape) and step.split]
     for concat in (step for step in remaining if isinstance(step, Concat)):
         for split in splits:

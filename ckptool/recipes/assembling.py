@@ -260,7 +260,7 @@ class _Assembly:
     def __init__(
         self, pairs: Sequence[_Pair], itemsize: int, size: int, block_cache: BlockCache
     ) -> None:
-        """Take the pieces with their members; `size` is the number of elements of the tensor."""
+        """Take the pieces, each with the tensor that has it; `size` is in elements."""
         boxes = (
             _Box(
                 _stored_bytes(member),
@@ -274,6 +274,7 @@ class _Assembly:
         self._itemsize, self._size, self._block_cache = itemsize, size, block_cache
         inner_axes = [box.axes[-1] for box in self._boxes if box.axes]
         run_lengths = (axis.size if axis.is_run else 1 for axis in inner_axes)
+        # A larger block has more elements that are contiguous in the source.
         self._has_short_runs = min(run_lengths, default=1) * itemsize < _MIN_RUN_BYTES
 
     def fill(self, offset: int, buffer: memoryview) -> None:

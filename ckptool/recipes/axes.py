@@ -183,7 +183,8 @@ class Equation:
             name for expression in expressions for name in _list_unknown(expression, sizes)
         ):
             text = f"the size of {listed(unknown)} is unknown"
-            raise Misfit(text, unsolved[0][2] if unsolved else None, unknown)
+            first_tensor = next((index for _, _, index in unsolved), None)
+            raise Misfit(text, first_tensor, unknown)
 
     def list_left_parts(self, sizes: Mapping[str, int]) -> list[list[Part]]:
         """Return the parts of each tensor on the left."""
@@ -232,7 +233,10 @@ class _Parser:
                 raise self.error(f"unexpected {stop or 'end'!r}")
 
     def _parse_items(self, stops: tuple[str, ...], depth: int) -> tuple[Expression, ...]:
-        """Parse expressions up to one of the tokens `stops`, which stays."""
+        """Parse expressions up to one of the tokens `stops`, which stays.
+
+        The tokens are in reverse: the next one is the last of the list.
+        """
         items: list[Expression] = []
         while self._tokens and self._tokens[-1] not in stops:
             token = self._tokens.pop()

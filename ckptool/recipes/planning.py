@@ -191,10 +191,8 @@ class _Planner(Generic[T]):
             outcome = self._run_pass([rule.bind(self._params) for rule in rules], current)
             self._plan.outcomes.append(outcome)
             current = outcome.tensors
-            final_rules = {
-                rule.number for rule in rules if not self._recipe.keeps_for_next_pass(rule)
-            }
-            untouched -= {key for key, use in outcome.taken.items() if use.rule in final_rules}
+            matching_rules = {rule.number for rule in rules if not recipe.keeps_for_next_pass(rule)}
+            untouched -= {key for key, use in outcome.taken.items() if use.rule in matching_rules}
         self._refuse_unmatched(untouched, current)
         for key, tied_key in recipe.tied.target.items():
             if (

@@ -210,6 +210,7 @@ def _rearrange_moments(
             parameters_by_moment.setdefault(moment, {})[name] = tensor
     if remaining or not result.is_one_to_one:
         return None
+    # A moment exists for some of the parameters, so most rules match nothing.
     passes = tuple(
         tuple(replace(rule, is_optional=True) for rule in rules) for rules in recipe.passes
     )

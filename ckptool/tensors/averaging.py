@@ -200,6 +200,7 @@ class Averager:
                     "ckptool cast FIRST --dtype float32",
                 ) from error
 
+        # Other threads read ahead only in sources that several threads may read.
         ahead = self._ahead if all(run.data.source.is_shared for run in runs) else None
         data = make_computed_range([run.data for run in runs], size, fill, ahead=ahead)
         return Storage(like.key, data, size, like.device, sys.byteorder)

@@ -229,7 +229,7 @@ def freeze(root: Any, *, replacements: Mapping[int, Any], file: str) -> Checkpoi
     """Return the checkpoint to write to `file`; no tensor is copied or moved yet.
 
     Shared objects and storages stay shared. `replacements` maps the `id` of an object to its
-    replacement. Tensors are detached and on the CPU.
+    replacement. The file will have tensors without a graph, on the CPU.
 
     Raises:
         NotRepresentable: an object is not plain data, or a tensor has no elements here.

@@ -209,7 +209,7 @@ def _move_storage(storage: torch.UntypedStorage, target: str) -> torch.UntypedSt
 def _restore_storage(
     storage: torch.UntypedStorage, target: str, *, tag: str, name: str, file: str | None
 ) -> torch.UntypedStorage:
-    """Move a storage to `target`; raise `DeviceError` if torch cannot."""
+    """Move a storage saved on the device `tag` to `target`; raise `DeviceError` if torch cannot."""
     try:
         return _move_storage(storage, target)
     except Exception as error:  # each back end refuses in its own way

@@ -583,7 +583,7 @@ def dequantize_mxfp4(parts: Parts) -> TensorRef:
         compute_row_range,
         row_multiple=2,
         prepare=prepare,
-        checked_only=[blocks],
+        checked_only=[blocks],  # read through `transposed`
     )
 
 

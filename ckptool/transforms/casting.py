@@ -471,15 +471,16 @@ class _Plan:
 
     def warn_of_separated(self) -> Iterator[Change]:
         """Warn of tensors that no longer share memory because their dtypes differ now."""
-        pairs_by_storage: dict[int, set[tuple[str, str]]] = {}
+        pairs_by_storage: dict[int, set[tuple[str, str]]] = {}  # of old and new dtype
         names_by_storage: dict[int, list[str]] = {}
         for cast in self.casts.values():
             pairs_by_storage.setdefault(id(cast.storage), set()).add(cast.pair)
             names_by_storage.setdefault(id(cast.storage), []).extend(cast.names)
         not_cast = "", ""
         for node in every_node(self.checkpoint.root):
-            if isinstance(node, (TensorRef, StorageRef)) and id(node) not in self.casts:
-                pairs_by_storage.get(id(node.storage), set()).add(not_cast)
+            is_uncast = isinstance(node, (TensorRef, StorageRef)) and id(node) not in self.casts
+            if is_uncast and id(node.storage) in pairs_by_storage:
+                pairs_by_storage[id(node.storage)].add(not_cast)
         separated = [
             name
             for storage, pairs in pairs_by_storage.items()

@@ -141,6 +141,7 @@ def dequantize_weights(checkpoint: Checkpoint, dtype: str) -> Dequantized:
         raise NotFound(
             "the file has no quantized weights",
             file=checkpoint.path,
+            # After other steps, the command to cast the file itself would not fit.
             hint=f"cast float8 weights without scales with --dtype {dtype}"
             if has_float8 and not checkpoint.changes
             else None,
@@ -181,7 +182,8 @@ def _dequantize_each(result: Dequantized) -> dict[int, dict[str, dict[str, Tenso
     ids_in_tree = {id(node) for node in every_node(checkpoint.root)}
     seen_weights, config = set[int](), quantization_config(checkpoint)
     for state, name, quantized in _find_quantized_weights(checkpoint, with_torch_quantized=True):
-        # The state dict of a pickled module is not in the tree, so that it cannot be replaced.
+        # The state dict of a pickled module is not in the tree, so that it cannot be replaced: the
+        # weights in it must be those of a state dict in the tree.
         is_in_tree = id(state) in ids_in_tree
         if not is_in_tree and id(state[name]) in seen_weights:
             continue

@@ -116,12 +116,12 @@ def merge_lora(
     if any(section.kind == "optimizer" for section in base.sections):
         text = "the optimizer still has the state of the merged adapter"
         result = result.with_root(result.root, Change("warning", text))
-    rules = [
+    matching_rules = [  # `Rename` warns of a rule that matches nothing
         rule
         for rule in _PEFT_RENAMES
         if any(re.search(rule.removesuffix("=>"), name) for name, _ in items)
     ]
-    return Rename(rules, key=key)(result)
+    return Rename(matching_rules, key=key)(result)
 
 
 def _refuse_adapted(base: Checkpoint, section: Section) -> None:
@@ -555,7 +555,7 @@ class _Plan:
             is_transposed = factors.needs_transpose(shape)
             if is_transposed is None:  # it is square
                 square_module = module
-            elif len(shape) == 2 and is_transposed != factors.transposed:
+            elif len(shape) == 2 and is_transposed != factors.transposed:  # as configured
                 has_contradiction = True
         if square_module is not None and has_contradiction:
             raise UsageError(

@@ -92,8 +92,8 @@ def _make_nearest_renamer(names: Mapping[str, str]) -> Renamer:
         above = path
         while above and above not in new_paths:
             above = _get_parent(above)
-        ranks = new_paths.get(above, {above: 0})
-        new_above = min(ranks, key=lambda new: ranks[new])
+        rank_by_new_path = new_paths.get(above, {above: 0})
+        new_above = min(rank_by_new_path, key=rank_by_new_path.__getitem__)
         path_inside = path.removeprefix(above).removeprefix(".")
         return ".".join(filter(None, (new_above, path_inside)))
 
