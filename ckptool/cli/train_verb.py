@@ -133,6 +133,7 @@ def _make_option(field: Field[Any], texts: Mapping[str, str]) -> Any:
 
     A flag has no default in the help, but `--no-` if its default is True.
     """
+    # The other verbs overwrite with `--force`.
     name = "force" if field.name == "overwrite" else field.name.replace("_", "-")
     settings: dict[str, Any] = {"default": None, "help": texts.get(field.name, "")}
     default = None

@@ -107,6 +107,8 @@ class _SideNames:
     def strip(self, names: list[str]) -> Renamed:
         """Return the names that change without wrapper prefixes: old name -> new name.
 
+        None change in a strict comparison.
+
         Raises:
             NameCollision: two names would become one.
         """
@@ -547,7 +549,10 @@ def _fill_region(
     outer: Path = (),
     before: Path = (),
 ) -> None:
-    """Add the entries of a section to a region, under their compared names."""
+    """Add the entries of a section to a region, under their compared names.
+
+    Shown names start with `outer` and `before`, compared paths with `before`.
+    """
     rename_entry = _rename_optimizer_entry if section.kind == "optimizer" else _rename_model_entry
 
     def change_entry(path: Path, leaf: Any) -> tuple[Path, Any, Path]:

@@ -136,14 +136,18 @@ class Contents:
         return Comparer(**self._options)
 
     def _compute_difference(self, a: TensorRef, b: TensorRef, exact: bool) -> Difference | None:
-        """Return the differences of the values; None without torch or for an unknown dtype."""
+        """Return the differences of the values; None without torch or for an unknown dtype.
+
+        Without torch, the error is raised if different bytes could be accepted as equal. With
+        `exact`, they never are.
+        """
         if self._comparer is None:
             self._comparer = self._make_comparer()
         try:
             return self._comparer.compare(a, b, self._meter.advance)
         except TorchMissing:
             if self._needs_values and not exact:
-                raise  # only the values show if different bytes are close enough
+                raise
             self.without_torch = True
         except UnsupportedFormat:  # a dtype without known values
             pass

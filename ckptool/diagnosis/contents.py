@@ -138,14 +138,15 @@ def _complain_of_bytes(
     """Return the complaint about problems in the bytes, with the text of the first one."""
     prefix = "it is damaged: " if rule.kind == "damaged" else ""
     others = len(problems) - 1
+    suffix = f", and {counted(others, 'problem')} more" if others else ""
     return Complaint(
         rule.kind,
-        f"{prefix}{problems[0].text}" + (f", and {counted(others, 'problem')} more" * bool(others)),
+        f"{prefix}{problems[0].text}{suffix}",
         _summarize_places(problems),
         hint=rule.hint.format(_salvage_hint(subject)) if rule.hint else "",
         severity=rule.severity,
         effect=rule.effect,
-        fix=None if rule.hint else (),
+        fix=None if rule.hint else (),  # no steps: rewriting the file is enough
     )
 
 

@@ -287,6 +287,7 @@ def _assemble(subject: Subject, complaints_found: list[Complaint]) -> Diagnosis:
     reader = fill_in_path(_find_reader(subject), path)
     # A plain torch.load does not read a file that another library reads.
     fails = bool(reader) or any(complaint.severity != "note" for complaint in complaints)
+    # The other command to offer next to the plan: it keeps the training state.
     can_resume = subject.is_training and load_format(subject.checkpoint.format).resumes
     resume_plan = planner.plan(resume=True) if fails and can_resume else FixPlan()
     return Diagnosis(

@@ -199,7 +199,8 @@ def _check_compression(subject: Subject) -> Iterator[Complaint]:
         for path, tensor in subject.checkpoint.tensors()
         if tensor.storage is not None and tensor.storage.compressed
     ]
-    if names and load_format(subject.checkpoint.format).refusal is None:
+    is_opened_by_torch = load_format(subject.checkpoint.format).refusal is None
+    if names and is_opened_by_torch:
         yield _complain_fixed_by_rewrite(
             "compressed",
             "misleads",

@@ -361,7 +361,8 @@ def check_training(subject: Subject) -> Iterator[Complaint]:
 def _check_optimizer(subject: Subject, section: Section) -> Iterator[Complaint]:
     """Yield complaints about the groups and states of one optimizer, and about its model.
 
-    Nothing for the optimizer of another library. The model is the one in the file.
+    Nothing for the optimizer of another library. If one model is to be loaded, the optimizers of
+    others (such as a discriminator) are not compared with their models.
     """
     if section.is_foreign:
         return

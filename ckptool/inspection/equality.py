@@ -139,6 +139,7 @@ class _NodeComparison:
         self._has_equal_elements = same
         self._devices = devices
         self._listed_ids = listed
+        """The identities of tensors that are compared separately."""
         self._limits = limits
         self._compared_pairs: set[tuple[int, int]] = set()
         """The identities of the pairs so far."""
@@ -351,7 +352,7 @@ def _describe_object(node: Opaque, items: bool) -> tuple[tuple[Any, ...], list[P
     """Return the properties and parts of an object, as `_describe_node`.
 
     The steps of an object are the states (`build`) and items that pickle gave to it after its
-    creation.
+    creation. Without `items`, the items of a dict or list class are left out.
     """
     if node.plain is not None:
         type_of_value, value = node.plain

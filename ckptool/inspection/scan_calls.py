@@ -483,7 +483,7 @@ def _format_step(kind: str, node: Any, items: Any) -> str:
     """Return a step as Python code, with the first of several items."""
     target = to_python(node)
     match kind, items:
-        case "import", _:
+        case "import", _:  # listed only if it is found through another module
             return f"{target}  # through a module"
         case "call" | "new" | "unknown", _:
             return target

@@ -160,7 +160,7 @@ class TreeMaker:
             DeviceValue: _make_device,
             Global: _find_torch_constant,
             Opaque: self._make_object,
-            ByteString: str,
+            ByteString: str,  # the text without its bytes
         }
 
     def make(self, node: Any, path: tuple[Any, ...] = ()) -> Any:
@@ -287,7 +287,8 @@ def rebuild_builtin(node: Opaque, make: Callable[[Any], Any]) -> Any:
             return bytearray(text, "latin-1")
         case (str() as layout,) if name == "torch.serialization._get_layout":
             constant = _find_torch_constant(Global("torch", layout.removeprefix("torch.")))
-            return node if isinstance(constant, Global) else constant
+            is_unknown = isinstance(constant, Global)
+            return node if is_unknown else constant
     return _rebuild_defaultdict(node, make) if name == "collections.defaultdict" else node
 
 

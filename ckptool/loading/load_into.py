@@ -607,8 +607,10 @@ class _Loading:
         """Update the report of the plan, and raise an error for keys that were not loaded.
 
         `answer` is the result of `load_state_dict`: it loaded all keys that are not in its
-        `missing_keys` or `unexpected_keys`. Of the keys left to the model's own code, it loaded
-        those in `touched`, and did not need the others. Allowed keys raise no error.
+        `missing_keys` or `unexpected_keys`. Of the model's keys left to its own code (`unfilled` in
+        the plan), it loaded those in `touched`, and did not need the others. Keys of the file left
+        to this code (`undecided`) were loaded if they are not unexpected. Allowed keys raise no
+        error.
         """
         report, own_code_keys = self.plan.report, self.plan.unfilled
         not_required = {row.name for row in report.mismatched}

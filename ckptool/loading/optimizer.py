@@ -477,7 +477,9 @@ def _match_groups(
 def _check_kind(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Refuse state of another kind of optimizer: torch accepts it, but then `step()` fails.
 
-    Kinds are compared by the names of their options, so Adam, RAdam and SparseAdam are one kind.
+    Kinds are compared by the names of options that only some of torch's optimizers have, so Adam,
+    RAdam and SparseAdam are one kind. State without groups, and an optimizer without default
+    options, are accepted.
     """
     layers = [layer for layer in iterate_layers(optimizer) if hasattr(layer, "param_groups")]
     innermost = layers[-1]  # wrappers have no options of their own

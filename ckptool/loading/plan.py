@@ -231,15 +231,15 @@ def plan_load(
     if may_permute:
         match = resolve_layouts(match, state.slots, target.slots, kinds, transpose_rules)
         state.permute_axes(match.report.layouts)
-    plan = LoadPlan(match.pairs, {}, match.report, match)
+    plan = LoadPlan(match.pairs, undecided={}, report=match.report, match=match)
     if not as_stored:
         plan = _drop_unloadable(plan, state, target)
     if target.custom:
         plan = _leave_to_torch(plan, state, target)
     report = _compare_values(plan, state, target, assign=assign, by_type=by_type or as_stored)
     if plan.pairs is not counted_pairs:  # entries were left out after `match_keys`: count again
-        kept = dict(report.kept).keys() - set(plan.undecided)
-        report = replace(report, **count_loaded(target.slots, plan.pairs, kept))
+        not_required = dict(report.kept).keys() - set(plan.undecided)
+        report = replace(report, **count_loaded(target.slots, plan.pairs, not_required))
     return plan._replace(report=report)
 
 
@@ -392,7 +392,7 @@ def make_metadata(
     # Reversed, so that the first of several tied keys of the model counts.
     key_by_file_key = {file_key: key for key, file_key in reversed([*plan.pairs.items()])}
     new_keys = {**plan.match.renamed, **key_by_file_key}
-    entry_by_path = move_metadata(state.metadata, new_keys, lambda path: path)
+    entry_by_path = move_metadata(state.metadata, new_keys, rename_module=lambda path: path)
     if target.metadata is None:
         return OrderedDict(entry_by_path)
     metadata: OrderedDict[str, Any] = OrderedDict()

@@ -686,8 +686,8 @@ def _gather_fsdp(model: torch.nn.Module) -> AbstractContextManager[Any]:
 def _gather_optimizer_state(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
     """Return the state dict of an optimizer of an FSDP 1 model, numbered like a plain optimizer's.
 
-    FSDP's own state dict has names for numbers. The parts of a flat parameter are put in the order
-    of the model's keys.
+    FSDP's own state dict has names in place of the numbers. The parts of a flat parameter are put
+    in the order of the model's keys.
     """
     from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 

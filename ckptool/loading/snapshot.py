@@ -185,7 +185,7 @@ class _TensorState:
             tensor.__class__ = self.kind
         if self.content is not None:
             with torch.no_grad():
-                _remove_repeats(self.data).copy_(self.content)
+                _remove_repeats(self.data).copy_(self.content)  # torch cannot write repeats
         if self.is_leaf and not tensor.is_leaf:
             tensor.detach_()  # a hook assigned a result that asks for gradients
         if tensor.requires_grad != self.requires_grad:

@@ -262,10 +262,10 @@ def overrides_load(model: torch.nn.Module) -> bool:
 
 
 def find_custom_modules(model: torch.nn.Module) -> dict[str, str]:
-    """Return the paths of modules with foreign loading code that sees keys, each with its class.
+    """Return the paths of modules with loading code that is not torch's, each with its class.
 
-    This code may load other keys than those of the module, or fewer: torch decides. Only the root's
-    `load_state_dict` counts, because torch does not call it for the modules inside.
+    This code may load other keys than those of the module, or fewer. An own `load_state_dict` only
+    counts in the root, because torch does not call it for the modules inside.
     """
     class_by_path = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -116,7 +116,10 @@ def find_respellings(keys: Collection[str]) -> dict[str, Respelling]:
 
 
 def _respell_norms(keys: Collection[str]) -> Iterator[tuple[str, Respelling]]:
-    """Yield the keys of complete `weight_norm` and `spectral_norm` groups, with respellings."""
+    """Yield the keys of complete `weight_norm` and `spectral_norm` groups, with respellings.
+
+    A group of which a respelled key already exists is left out.
+    """
     for first_ending, endings in zip(_FIRST_ENDINGS, ENDINGS, strict=True):
         for first_key in keys:
             stem = first_key.removesuffix(first_ending)  # `conv.weight` of `conv.weight_g`

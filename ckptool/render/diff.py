@@ -270,8 +270,8 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
     """Yield the files, a summary, and the differences: the weights first, the largest change first.
 
     With `fold` repeated layers are one row, with the worst of each figure, and a container that
-    only one file has is one line. With `look.fmt` the result is one table that has a row for every
-    difference.
+    only one file has is one line. Tags (device, `requires_grad` and others) have one line each.
+    With `look.fmt` the result is one table that has a row for every difference.
     """
     if look.fmt:
         headings = ("status", "name", "what", "in A", "in B", *_FIGURES)

@@ -22,7 +22,7 @@ from ckptool.trainer.launching import connection_error
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
 """The time that processes wait for each other."""
 _LONG_TIMEOUT = timedelta(days=30)
@@ -76,7 +76,7 @@ def read_launcher_rank() -> tuple[int, int]:
     Raises:
         TrainingError: an environment variable of the launcher is missing or wrong.
     """
-    missing = [name for name in _LAUNCHER if name not in os.environ]
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
         raise TrainingError(
             f"this strategy needs several processes, but {missing[0]} is not set",
@@ -134,8 +134,9 @@ def connect_processes(device: torch.device) -> Iterator[World]:
 def end_if_connected(code: int) -> None:
     """End this process with an exit code if it was connected to others.
 
-    When Python ends, it takes its lock from a thread of gloo that still frees a tensor, which ends
-    the process with SIGABRT ("terminate called without an active exception").
+    Python's own shutdown is skipped, except exit functions and the output. It may stop a thread of
+    gloo that frees a tensor, which ends the process with SIGABRT ("terminate called without an
+    active exception").
     """
     if _KEPT_GROUPS:  # filled at the end of `connect_processes`
         atexit._run_exitfuncs()

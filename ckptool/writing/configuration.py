@@ -89,7 +89,7 @@ class _ConfigurationEdits:
         new_rows: dict[int, int],
         new_dtypes: dict[str, str],
     ) -> None:
-        """Start without edits; `new_rows` and `new_dtypes` map old values to new ones."""
+        """Start without edits; `new_rows` (numbers of rows) and `new_dtypes` map old to new."""
         self._text, self._new_rows, self._new_dtypes = text, new_rows, new_dtypes
         row_counts = {tensor.sizes[0] for _, tensor in checkpoint.tensors() if tensor.shape}
         self._unchanged_row_counts = row_counts - {*new_rows.values()}

@@ -77,6 +77,8 @@ class Job:
     def attribute_errors(self) -> Iterator[None]:
         """Attribute errors in the block to a source that was written to, if one was.
 
+        Errors of the system have other causes, and a truncated source is named already.
+
         Raises:
             UnreadableFile: if one was, and the error is not from the system.
             TruncatedFile: if it became shorter.

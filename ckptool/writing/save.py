@@ -496,6 +496,7 @@ def _take_state_dict(checkpoint: Checkpoint) -> Checkpoint:
 def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
     """Refuse a result without needed entries, or without any tensors, unless the source is empty.
 
+    Needed entries may be missing if the user asked to leave them out (`wanted`).
     The root of a format that is not flat may be a value without tensors. A checkpoint in memory may
     be empty, as for `torch.save`.
 

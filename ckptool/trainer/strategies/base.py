@@ -313,9 +313,8 @@ class Strategy:
 
         def report(_: nn.Module, inputs: Any, outputs: Any) -> None:
             """Report the shapes and the device of one forward pass."""
-            self.observer.tell(
-                Traced(False, first_device(inputs), first_shape(inputs), first_shape(outputs))
-            )
+            device, input_shape = first_device(inputs), first_shape(inputs)
+            self.observer.tell(Traced(False, device, input_shape, first_shape(outputs)))
 
         return self.module.register_forward_hook(report)
 
