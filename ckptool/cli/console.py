@@ -361,7 +361,7 @@ def _run_command(arguments: Sequence[str] | None, interrupts: Interrupts) -> int
     meta: dict[str, Any] = {}  # contains the exit code as soon as the verb sets it
     try:
         if "_CKPTOOL_COMPLETE" in os.environ:
-            cli.main(arguments, prog_name="ckptool")
+            cli.main(arguments, prog_name="ckptool")  # completes for a shell, and exits
         try:
             with cli.make_context("ckptool", list(arguments)) as context:
                 meta = context.meta

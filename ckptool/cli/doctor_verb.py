@@ -122,8 +122,8 @@ def _examine_several(
             diagnosis = examine(file)
         except UnreadableFile as error:
             errors.append(error)
-            code = 2
-            set_exit_code(code)
+            code = 2  # worse than 1, a file with problems
+            set_exit_code(code)  # after each file: the next one may be interrupted
             print_error(error.sentence, error.hint)
             continue
         diagnoses.append(diagnosis)

@@ -162,7 +162,10 @@ class Sectioned(Brief):
     """The title of the section that starts, or continues, at the option with this name."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the options, section by section; an option stays in the section before it."""
+        """List the options, section by section.
+
+        An option in `begins` begins the section of that title; any other stays in the current one.
+        """
         title, sections = "", dict[str, list[tuple[str, str]]]()
         shown = {option.name for option in self.list_shown_params(ctx)}
         for option in self.get_params(ctx):

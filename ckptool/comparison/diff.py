@@ -430,6 +430,7 @@ class _Comparison:
                 result.verdict.is_equal_in_value_only and a.dtype == b.dtype
             )
         if not result.equal:
+            # The scales of a quantized tensor are its part `quantizer`.
             place = result.unlike.place if result.unlike else ""
             differences.append("quantizer" if place.startswith("quantizer/") else "value")
         self._add_result(pair, differences + _compare_tags(a, b), result)

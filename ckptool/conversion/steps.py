@@ -123,7 +123,10 @@ def _make_step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
 
 
 def _make_strip(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Strip | None:
-    """Return the step that strips wrapper prefixes; None if no option asks for it."""
+    """Return the step that strips wrapper prefixes; None if no option asks for it.
+
+    `arguments` are the options of `Strip` among all options `given` to `convert`.
+    """
     wrappers = given.get("wrappers")
     if wrappers not in (None, "strip", "keep"):
         raise UsageError(f"wrappers takes 'strip' or 'keep', not {wrappers!r}")

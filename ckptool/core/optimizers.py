@@ -115,17 +115,20 @@ def find_shapes(section: Section) -> dict[Any, Shape]:
 
 
 def infer_shape(state: Any) -> Shape | None:
-    """Return the shape of the parameter with this state, or None if it is not certain."""
+    """Return the shape of the parameter with this state, or None if it is not certain.
+
+    A moment has that shape; the rows and columns of Adafactor have it together.
+    """
     if not isinstance(state, dict):
         return None
     for name in MOMENTS:
         if isinstance(state.get(name), TensorRef):
             shape: Shape = state[name].shape
             return shape
-    for rows, columns, sizes_kept in _ADAFACTOR_KEYS:
-        row, column = state.get(rows), state.get(columns)
-        if isinstance(row, TensorRef) and isinstance(column, TensorRef) and column.shape:
-            return (*row.shape[:sizes_kept], column.shape[-1])
+    for row_key, column_key, rows_end in _ADAFACTOR_KEYS:
+        rows, columns = state.get(row_key), state.get(column_key)
+        if isinstance(rows, TensorRef) and isinstance(columns, TensorRef) and columns.shape:
+            return (*rows.shape[:rows_end], columns.shape[-1])
     return None
 
 

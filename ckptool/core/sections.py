@@ -491,9 +491,10 @@ def _has_flat_tensors(values: Collection[Any]) -> bool:
 
 
 def _find_root_weights(root: Any) -> dict[Any, Any]:
-    """Return the tensors directly in the root if they have dotted keys, or if it has only tensors.
+    """Return the tensors directly in the root as a state dict, or an empty dict if they are none.
 
-    A root with only random states also counts: the caller asked for a state dict.
+    A root of only tensors is one, even of random states: the caller asked for a state dict. Next to
+    other entries, a tensor that is not a scalar must have a dotted key.
     """
     if not isinstance(root, dict) or not all(isinstance(key, str) for key in root):
         return {}

@@ -203,9 +203,9 @@ class _Rebuilder:
                 done[id(node)] = leaf(node) if leaf else node
 
     def _open(self, node: Any, pending: list[tuple[Any, bool]]) -> None:
-        """Copy a mutable node, to be filled later; `_finish` makes any other one after its content.
+        """Make an empty copy of a mutable node, to be filled when all nodes exist.
 
-        Such a node goes back on `pending`, below its content.
+        Any other node goes back on `pending`, below its content: `_finish` makes it from that.
         """
         if isinstance(node, (dict, list)):
             source = self.mapping(node) if self.mapping and isinstance(node, dict) else node
@@ -512,11 +512,11 @@ def find_ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[str, ...]
 
 
 def walk_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf and container with its path, containers after their content."""
+    """Yield every leaf and container with its path, first all leaves, then all containers."""
     containers: list[tuple[Path, Any]] = []
 
     def record_container(path: Path, node: Any) -> bool:
-        """Record a container, and let the walk enter it."""
+        """Record a container, and let the walk enter it; other objects than modules are leaves."""
         if not isinstance(node, Opaque) or to_model_state(node) is not None:
             containers.append((path, node))
         return True
@@ -531,9 +531,9 @@ def descend(node: Any, path: Path) -> Any:
         if isinstance(node, dict):
             node = node.get(key, MISSING)
         elif isinstance(node, _CONTAINERS):
-            _, entries, hidden = _list_contents(node, to_model_state(node))
-            items = chain(entries, hidden or ())
-            node = next((value for name, value in items if name == key), MISSING)
+            _, entries, hidden_entries = _list_contents(node, to_model_state(node))
+            all_entries = chain(entries, hidden_entries or ())  # hidden: attributes, arguments
+            node = next((value for name, value in all_entries if name == key), MISSING)
         else:
             return MISSING
     return node

@@ -490,9 +490,10 @@ def _check_adapters(section: Section) -> Iterator[Complaint]:
         yield _complain_of_adapter_name(adapters.pop(), [*adapter_by_key])
     if not peft_keys and not base_layer_keys:
         return
-    has_adapters = bool(adapter_keys or base_layer_keys) or len(peft_keys) < len(keys)
+    # A PeftModel that was merged has its prefix on every key, and no adapter.
+    is_merged = not adapter_keys and not base_layer_keys and len(peft_keys) == len(keys)
     has_only_adapters = len(adapter_keys) == len(keys)
-    if not has_adapters:
+    if is_merged:
         kind, hint = "a merged model", ""
     else:
         kind = "a model with its adapters"
@@ -513,10 +514,10 @@ def _check_adapters(section: Section) -> Iterator[Complaint]:
         f"it is a PEFT checkpoint: {kind}",
         summarize_names(shown_keys),
         hint=hint,
-        severity="note" if has_adapters and not base_layer_keys else "fails",
+        severity="fails" if is_merged or base_layer_keys else "note",
         quote=quote("unexpected-key", printable(shown_keys[0])),
         effect="with strict=False no adapter is applied, without an error",
-        fix=None if has_adapters else (Rename((f"^{escape_regex(PEFT)}=>",)),),
+        fix=(Rename((f"^{escape_regex(PEFT)}=>",)),) if is_merged else None,
     )
 
 

@@ -170,12 +170,12 @@ def compute_crc32s(
     compute_job = partial(_compute_job, runs)
     is_large = sum(run.length for run in runs) >= _MIN_THREADED_BYTES
     results = run_in_order(compute_job, jobs) if is_large else map(compute_job, jobs)
-    current = 0
-    crc: int | CorruptFile = 0  # of the pieces of range `current` so far
-    for number, length, piece_crc in chain.from_iterable(results):
-        if number != current:
+    current_range = 0
+    crc: int | CorruptFile = 0  # of the pieces of the current range so far
+    for range_number, length, piece_crc in chain.from_iterable(results):
+        if range_number != current_range:
             yield crc
-            current, crc = number, 0
+            current_range, crc = range_number, 0
         if isinstance(crc, int) and isinstance(piece_crc, int):
             crc = combine_crc32(crc, piece_crc, length)
         elif isinstance(crc, int):

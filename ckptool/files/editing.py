@@ -110,6 +110,7 @@ class Edit:
             tail = str(journal.facts["tail"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise unusable_error(path) from error
+        # An edit appends, or overwrites the beginning: `old` has the bytes that it overwrites.
         is_patch = offset in (0, size) and len(old) == min(len(new), size - offset)
         if journal.kind != EDIT_KIND or not is_patch:
             raise unusable_error(path)

@@ -151,7 +151,7 @@ def open_several(
                     text = f"tensor '{printable(key)}' is also in {other_path}"
                     raise NameCollision(text, file=path)
         first = files[0]
-        index = ShardIndex(first.sources[0], weight_map, {}, tuple(names))
+        index = ShardIndex(first.sources[0], weight_map, metadata={}, shards=tuple(names))
         checkpoint = make_checkpoint(index, shards, first.format, first.path)
         return replace(checkpoint, original=checkpoint.root)
 

@@ -256,7 +256,7 @@ def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> Ordered
     shard_ties = {
         tied: stored for tied, stored in stored_key_by_tied_key.items() if tied not in file_by_key
     }
-    root, _ = restore_state_dict(entries, tie_entries, shard_ties)
+    root, _other_entries = restore_state_dict(entries, tie_entries, shard_ties)
     root.attributes = _merge_attributes(shards.values())
     return root
 

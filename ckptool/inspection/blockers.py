@@ -258,7 +258,7 @@ def find_layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
     if format.legacy:
         yield from _find_legacy_blockers(checkpoint)
     for note in checkpoint.details.notes:
-        if note.startswith(TORCH_REFUSES):
+        if note.startswith(TORCH_REFUSES):  # with this prefix the reader notes such a reason
             yield note.removeprefix(TORCH_REFUSES).strip()
     if checkpoint.details.opcodes:
         yield f"pickle opcodes: {', '.join(checkpoint.details.opcodes)}"

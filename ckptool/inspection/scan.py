@@ -322,7 +322,7 @@ class _Scanner:
         """Start without findings; `hidden` as in `scan`."""
         self.file = file
         self.limits = limits
-        self.hidden = hidden
+        self.finds_hidden_records = hidden
         self.streams: dict[Stream, None] = {}
         """The streams to report, in the order of the file."""
         self.notes: list[str] = []
@@ -454,7 +454,7 @@ class _Scanner:
                 if is_safetensors:
                     break
                 raise LimitExceeded("its pickle is longer than the limit")
-            is_pickle = judge.end is not None or bool(judge.seen)
+            is_pickle = judge.end is not None or bool(judge.evidence_count)
             if not is_safetensors:
                 is_pickle |= judge.failed is LimitExceeded
                 is_pickle |= bool(_PROTOCOL.match(window.chunk, position - window.start))
@@ -472,7 +472,7 @@ class _Scanner:
             storage_sizes = storages or storage_sizes  # the last pickle only lists their keys
             if len(roots) == _N_LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
                 extra = self._trace_pickle(window.chunk, position - window.start, window.start)
-                if extra.seen:  # a pickle in place of the storages
+                if extra.evidence_count:  # a pickle in place of the storages
                     self._add_traced(extra, where, position)
                 position += sum(COUNT_STRUCT.size + nbytes for nbytes in storage_sizes.values())
                 roots, storage_sizes = [], {}
@@ -575,7 +575,7 @@ class _Scanner:
             pass  # The headers lead to the records of all its archives.
         except CheckpointError as error:
             self.notes.append(_join_names(where, error.message))
-        if is_inconsistent and self.hidden:
+        if is_inconsistent and self.finds_hidden_records:
             records += self._find_records_by_headers(data, where)
         records.sort(key=lambda record: not record[0].endswith(".pkl"))
         seen_ranges, storage_paths = set[tuple[int, ...]](), set[str]()

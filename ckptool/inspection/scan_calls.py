@@ -128,14 +128,14 @@ class Judge(Watcher):
         """Classes and functions that are imported and not on torch's allow list."""
         self.run_count = 0
         """The number of calls that run something, including calls that are not listed."""
-        self.seen = 0
-        """The number of calls and known names, which other files do not have by chance."""
+        self.evidence_count = 0
+        """The number of calls and known names: bytes that are no pickle have none by chance."""
         self.has_harmful_name = False
         """True if the pickle names a function or class that may do harm when called."""
         self.has_unclear_name = False
         """True if it names a function of unknown effect."""
         self.parts_left = _MAX_PARTS
-        """The number of parts that may still be looked at, which bounds the time."""
+        """The number of arguments and their parts still to be examined, which bounds the time."""
         self.root: Any = None
         """The object of the pickle; None if it has a fault."""
         self.end: int | None = None
@@ -155,11 +155,15 @@ class Judge(Watcher):
         return self
 
     def report(self, kind: str, node: Any, items: Any = None) -> Any:
-        """Judge one step of the pickle: an import, a call, or a change of an object."""
+        """Judge one step of the pickle: an import, a call, or a change of an object.
+
+        A call that runs something, or that reads a storage from bytes, may have pickles among its
+        arguments: these are judged too. The step leaves `node` as it is.
+        """
         if kind == "import":
             self._judge_name(node)
         elif kind in ("call", "new"):
-            self.seen += 1
+            self.evidence_count += 1
             verdict = self.judge_call(node.func, node.args, node.kwargs, is_new=kind == "new")
             if verdict == RUNS or (verdict != DATA and node.class_name == _LOADER):
                 self._judge_nested_pickles(node)
@@ -178,7 +182,7 @@ class Judge(Watcher):
         if kind == DATA or name in self.names:
             return
         self.names[name] = None
-        self.seen += kind != "unknown"
+        self.evidence_count += kind != "unknown"
         self.has_harmful_name |= _may_act(reference)
         self.has_unclear_name |= name in _FINDERS or _may_act(reference, strict=True)
         is_through_module = reference.name not in _CONSTANTS and any(

@@ -447,18 +447,18 @@ class _Loading:
         with ranks.raise_on_all_ranks():
             self._check_bytes(verify)
         with ranks.raise_on_all_ranks(), _allow_gradients():
-            given = self._make_state_for_torch()
+            new_state = self._make_state_for_torch()
             snapshot = self._take_snapshot()
         is_done = False
         try:
             with ranks.raise_on_all_ranks():
-                if self._fills is None:
-                    self._load_with_torch(given)
+                if self._fills is None:  # torch loads all tensors
+                    self._load_with_torch(new_state)
                 if self._optimizer is not None:
                     self._optimizer.apply()
             with delay_signals():
                 with ranks.raise_on_all_ranks("" if self._is_undoable else _PARTLY_FILLED):
-                    self._fill_and_replace(given)
+                    self._fill_and_replace(new_state)
                 is_done = True
         except BaseException:
             if not is_done:

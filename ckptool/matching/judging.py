@@ -418,6 +418,7 @@ def explain_misfit(
     if n_lost > max_keys:
         text = f"{n_lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
         return f"the architectures differ: {text}"
+    # A proposed rule that gives the model every tensor may leave many keys of the file unused.
     if len(unexpected) > max_keys and (n_lost or not is_renamed):
         text = f"the file has {counted(len(unexpected), 'tensor')} that the model does not have"
         return f"the architectures differ: {text}"

@@ -354,7 +354,8 @@ class _Planner(Generic[T]):
     def _apply_rule(self, group: _Members[T]) -> tuple[Use, list[list[tuple[str, T]]]]:
         """Return the equation that fits a group, and the tensors that it makes for each key.
 
-        The first equation of the rule with fitting shapes applies.
+        The first equation of the rule with fitting shapes applies. A rule without equations makes
+        the same tensors under other keys.
 
         Raises:
             UsageError: if none fits, with the reason for the first.
@@ -364,7 +365,7 @@ class _Planner(Generic[T]):
         # because `_count_members` refuses missing members.
         firsts = [members[(0,) * len(names)]
                   for names, members in zip(rule.stacked, group.members, strict=True)]  # fmt: skip
-        if not rule.takes_single or len(firsts) > 1:
+        if not rule.takes_single or len(firsts) > 1:  # a group of one tensor is alike
             self._check_alike(group, firsts)
         errors: list[UsageError] = []
         for index, equation in enumerate(rule.equations or (None,)):

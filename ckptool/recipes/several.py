@@ -87,18 +87,20 @@ def open_files(
     if not files:
         raise FileMissing(f"the folder has no file {recipe.files}", file=path or None)
 
-    def fill_numbers(to_fill: Pattern, number: Iterable[int]) -> str:
-        """Return the text of a pattern for the number of a file."""
-        words = (variable.name for variable in pattern.variables)
-        return to_fill.fill({word: str(n) for word, n in zip(words, number, strict=True)})
+    def fill_numbers(to_fill: Pattern, numbers: Iterable[int]) -> str:
+        """Return the text of a pattern for the numbers in the name of a file."""
+        names = (variable.name for variable in pattern.variables)
+        return to_fill.fill(
+            {name: str(number) for name, number in zip(names, numbers, strict=True)}
+        )
 
     counts = [1 + max(axis) for axis in zip(*files, strict=True)]
     if (missing := find_first_missing(files, counts)) is not None:
         text = f"the folder has no {fill_numbers(pattern, missing)}"
         raise FileMissing(text, file=path or None, hint="copy it too")
     path_by_key = (
-        (fill_numbers(prefix, number), os.path.join(path, files[number]))
-        for number in sorted(files)
+        (fill_numbers(prefix, numbers), os.path.join(path, files[numbers]))
+        for numbers in sorted(files)
     )
     checkpoint = open_by_key(path_by_key, open_one)
     note = f"{counted(len(files), 'file')}: {recipe.files}"

@@ -247,9 +247,9 @@ class Machine:
         """Refuse a dict key that cannot be hashed, or is slow to hash or to find.
 
         Raises:
-            LimitExceeded: it is a tuple of too many parts, or one of too many large integers, of
-                which a file can choose as many with one hash as it likes.
-            CorruptFile: it contains a list or dict.
+            LimitExceeded: it is a tuple of too many parts, or the pickle has too many keys that are
+                large integers: a file can choose these so that all have one hash.
+            CorruptFile: it is or contains a list or dict.
         """
         if type(key) in _PLAIN_KEYS and type(key) is not int:
             return

@@ -548,8 +548,9 @@ def build(machine: Machine, position: int) -> int:
         target.attributes.update(state)
     elif isinstance(target, Opaque):
         target.steps.append(("build", state))
+        # The state of a numpy array has its elements: it is a tensor from now on.
         machine.replace_top(target, calls.finish_array(target, machine.file))
-    elif isinstance(target, TensorRef):
+    elif isinstance(target, TensorRef):  # a Parameter of torch < 0.4
         machine.replace_top(target, rebuild.set_old_state(target, state))
     else:
         raise TypeError(f"state is set on a {type(target).__name__}")

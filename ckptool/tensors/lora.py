@@ -132,7 +132,7 @@ def _multiply_factors(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
         if _is_transposed(factors, weight.shape):
             product = product.T
         return product * factors.scale
-    if all(size == 1 for size in down.shape[2:]):
+    if all(size == 1 for size in down.shape[2:]):  # 1x1 kernels are multiplied like matrices
         flat: torch.Tensor = up.flatten(1) @ down.flatten(1)
         return flat.view(weight.shape) * factors.scale
     convolve: Any = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}[down.dim()]

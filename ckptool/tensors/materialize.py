@@ -632,7 +632,7 @@ class Materializer:
         if is_one_part(ref):
             raise only_part_error(ref, name)
         tensor = self._assemble(ref.whole or ref, name, cast=cast)
-        self._tensor_by_ref[id(ref), cast] = (ref, tensor)
+        self._tensor_by_ref[id(ref), cast] = (ref, tensor)  # alive, a ref keeps its id
         for layer in ref.wrapping:
             set_attributes(tensor, self._load_attributes(layer), describe_name(name))
         return tensor

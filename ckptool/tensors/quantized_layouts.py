@@ -74,7 +74,8 @@ def dequantize_quanto(parts: Parts) -> TensorRef:
         return _dequantize_packed_quanto(parts)
     weight, scale = parts.weight, parts.require_floats("_scale")
     block = block_sizes(weight.sizes, scale.sizes)
-    has_other_companions = len(parts.companions.keys() - _ACTIVATION_SCALES) > 1
+    weight_companions = parts.companions.keys() - _ACTIVATION_SCALES
+    has_other_companions = len(weight_companions) > 1  # the scale is one
     if weight.dtype == "uint8" or has_other_companions or not block:
         raise UnknownLayout
     return compute_blocks(weight, scale, None, block)
@@ -239,7 +240,7 @@ def _dequantize_packed_integers(parts: Parts) -> TensorRef:
         import torch
 
         scales, *optional = loaded
-        # The offset of the codes is the zero point if there are none in the file.
+        # Without zero points in the file, half the range of the codes is the zero point of all.
         zeros = torch.tensor([[1 << bits - 1]], device="cpu")
         if zero is not None:
             words = optional.pop(0).view(-1, groups).t().contiguous()

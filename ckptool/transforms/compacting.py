@@ -224,6 +224,7 @@ def _report_trims(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Chang
         for part in walk_everything(leaf) if isinstance(leaf, TensorRef) else ():
             if isinstance(part, TensorRef) and part.storage in names:
                 names[part.storage].append(name_of(path))
+    # The change of the size is negative, so the lowest comes first.
     largest_first = sorted(trimmed, key=lambda old: trimmed[old].storage.nbytes - old.nbytes)
     groups = [[storage] for storage in largest_first[:_MOST_LISTED]]
     if others := largest_first[_MOST_LISTED:]:

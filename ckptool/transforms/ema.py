@@ -118,7 +118,7 @@ def _find_averages(checkpoint: Checkpoint) -> Iterator[_Average]:
     root = checkpoint.root
     if isinstance(root, dict) and all(key in root for key in _LIGHTNING):
         section_by_path = {section.path: section for section in sections}
-        average_key, model_key, _ = _LIGHTNING
+        average_key, model_key, _counter_key = _LIGHTNING
         average, model = section_by_path.get((average_key,)), section_by_path.get((model_key,))
         if average is not None and model is not None:
             yield _Average(average.path, get_named_tensors(average.node), average, model)

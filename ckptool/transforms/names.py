@@ -149,6 +149,7 @@ class NamePlan:
                 else:
                     renamed = rename_alone(own_names)
                 self._plan_optimizer(section, own_names, renamed)
+        # The parameters of flat states are those of state dicts, which may all keep their names.
         if any(renamed for _, renamed in self._namings):
             self._plan_flat_optimizers(root)
 
@@ -667,7 +668,10 @@ def _require_submodule(checkpoint: Checkpoint, sections: list[Section], at: str 
 
 
 def _plan_prefix(plan: NamePlan, section: Section, wrapper: str, at: str | None) -> None:
-    """Plan to add the wrapper prefix to the keys of a state dict."""
+    """Plan to add the wrapper prefix to the keys of a state dict, or of its submodule `at`.
+
+    Warn if all of these keys already start with it.
+    """
     names = list_wrappable_keys(section.node)
     renamed = find_changed_keys(names, make_prefixer(wrapper, at))
     prefix = f"{at}.{wrapper}." if at else f"{wrapper}."

@@ -108,7 +108,8 @@ def match_parameters(checkpoint: Checkpoint, section: Section, model: Section) -
     model_names = (str(name) for (name,), _ in unique)
     parameter_keys = [name for name in model_names if name.rpartition(".")[2] not in STATISTICS]
     metadata = getattr(model.node, "metadata", None)
-    # Only a single group is certain to have all parameters in the order of the model.
+    # Only a single group is certain to have all parameters in the order of the model. If only some
+    # of them have names, these may contradict the positions.
     can_match_by_position = (
         len(groups) == 1
         and len(parameter_keys) == len(keys)

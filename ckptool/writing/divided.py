@@ -215,12 +215,16 @@ def _finish(
     complete_names: Mapping[str, str],
     job: Job,
 ) -> None:
-    """Write the index, the last file, and rename all files to their targets, in process 0."""
+    """Write the index, the last file, and rename all files to their targets, in process 0.
+
+    `complete_names` has the present name of each complete shard, by its target.
+    """
     *shards, index = pending_files
+    *_, planned_index = plan.files
     index.reserve()
-    with convert_os_errors(index.path), index.open_output(None) as output:
-        plan.files[-1].write(output)
-    for shard in shards:  # another process may have written it
+    with convert_os_errors(index.path), index.open_output(progress=None) as output:
+        planned_index.write(output)
+    for shard in shards:  # another process may have written it, under another temporary name
         shard.temporary = complete_names[shard.path]
         shard.inode = os.stat(shard.temporary).st_ino
     for pending in pending_files:

@@ -167,7 +167,7 @@ class _ShardPaths:
         self.indexed = path.lower().endswith(INDEX_SUFFIX)
         without_index = path[: -len(INDEX_SUFFIX)] if self.indexed else path
         stem, extension = split_extension(without_index)
-        if extension.lower().removesuffix(".tar") not in _WEIGHT_EXTENSIONS:
+        if extension.lower().removesuffix(".tar") not in _WEIGHT_EXTENSIONS:  # also `.pth.tar`
             stem, extension = without_index, ""
         self._stem, self._extension = stem, extension or load_format(format).shard_ending
 
@@ -305,7 +305,7 @@ def _iterate_shards(
 ) -> Iterator[Checkpoint]:
     """Yield a checkpoint for each shard, with its keys in the order of the state dict.
 
-    The first shard has all attributes of the state dict.
+    The first shard has all attributes of the state dict, any other the versions of its modules.
     """
     root = checkpoint.root
     positions = {key: number for number, key in enumerate(root)}

@@ -367,9 +367,10 @@ def _parse_index(source: Source, limits: Limits) -> Index:
                 values[name] = items[name, None]
             else:
                 raise CorruptFile(f"{printable(name)!r} is not in any file")
-        planned = attributes.get("planner_data")
+        # Names are joined paths: the saved dict is restored by the paths that the planner stored.
+        path_by_name = attributes.get("planner_data") or {}
         paths = {
-            name: _check_path(path) for name, path in (planned or {}).items() if name in described
+            name: _check_path(path) for name, path in path_by_name.items() if name in described
         }
     return Index(tensors, values, tuple(described), paths, (source,), tuple(sorted(reshaped)))
 

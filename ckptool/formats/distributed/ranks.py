@@ -140,7 +140,7 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
     differing: list[str] = []
     rank_leaves = [dict(walk(rank.root)) for rank in ranks]  # by rank: path -> leaf
     joined_tensors: dict[int, TensorRef] = {}
-    storages: dict[Any, Storage] = {}
+    storages: dict[Any, Storage] = {}  # of the joined tensors, shared by tied ones
     for path in dict.fromkeys(path for leaves in rank_leaves for path in leaves):
         try:
             if FLAT_PARAMETER.search(str(path[-1] if path else "")):

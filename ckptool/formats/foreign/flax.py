@@ -234,7 +234,8 @@ class _Reader(Cursor):
             note = f"array of type {printable(str(dtype))} is not a tensor"
             self.unknown.append(note)
             return note
-        return make_plain_tensor(str(begin), dtype, shape, ByteRange(self.source, begin, length))
+        data = ByteRange(self.source, begin, length)
+        return make_plain_tensor(str(begin), dtype, shape, data)  # the offset is the storage's key
 
     def _join_chunks(self, entry: dict[str, Any]) -> TensorRef:
         """Return the array for a dict of its shape and its chunks, which follow each other."""

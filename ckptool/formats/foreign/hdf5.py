@@ -226,6 +226,7 @@ def _make_tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> Tenso
         raise UnsupportedFormat(f"{printable(path)!r} is in another file", file=file)
     size = prod(node.shape) * BY_NAME[dtype].itemsize
     offset, stored_size = node.id.get_offset(), node.id.get_storage_size()
+    # A dataset that is compressed or not filled may state any size.
     if size > max(limits.max_repeated_bytes // 4, stored_size * limits.max_inflation):
         message = f"{printable(path)!r} has {size:,} bytes, but only {stored_size:,} in the file"
         raise LimitExceeded(message, file=file)

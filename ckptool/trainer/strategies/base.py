@@ -287,8 +287,8 @@ class Strategy:
         """Return the mean loss of one batch; for no rows 0, with gradients of zeros."""
         inputs, targets = self.place_batch(batch)
         if not rows:
-            # The batch is then a sample: make it empty. The model has to be called nevertheless,
-            # since the other processes wait for this one in their own calls.
+            # The batch has one sample in place of none: remove it. Call the model nevertheless:
+            # the other processes wait for this one in their own calls.
             inputs, targets = tree_map_only(
                 torch.Tensor, lambda tensor: tensor[:0], (inputs, targets)
             )
@@ -297,7 +297,12 @@ class Strategy:
                 outputs = self.model(inputs)
             if trace:
                 self.observer.tell(
-                    Traced(True, str(self.device), first_shape(inputs), first_shape(outputs))
+                    Traced(
+                        outside=True,
+                        device=str(self.device),
+                        inputs=first_shape(inputs),
+                        outputs=first_shape(outputs),
+                    )
                 )
             if not rows:
                 return 0 * sum_outputs(outputs)
