@@ -74,10 +74,10 @@ def cast_command(
     the library; entries that only quantized weights need are left out. --dtype bfloat16 writes
     model.bfloat16.pth.
     """
-    word = dtype or dequantize
-    if word is None:
+    new_dtype = dtype or dequantize
+    if new_dtype is None:
         raise UsageError("cast needs --dtype or --dequantize", hint="add --dtype bfloat16")
-    name = parse_floating_dtype(word)
+    dtype_word = parse_floating_dtype(new_dtype)  # for the default name of the file to write
     step = Cast(
         dtype,
         keep=parse_keep_rules(keep),
@@ -95,7 +95,7 @@ def cast_command(
             cast = cast.with_root(cast.root, Change("note", text))
         return cast
 
-    run_divided(lambda: write_changed(file, change, target, word=name), workers)
+    run_divided(lambda: write_changed(file, change, target, word=dtype_word), workers)
 
 
 def parse_keep_rules(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:

@@ -91,7 +91,7 @@ class _SideNames:
         return resolved
 
     def resolve_optimizer_names(self, section: Section) -> _NewNames:
-        """Return the compared names of an optimizer: those of its model.
+        """Return the new names of an optimizer's parameters: those of its model.
 
         If no model has its names, they are renamed like the keys of a model.
         """

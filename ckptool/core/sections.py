@@ -158,6 +158,7 @@ def _classify(path: Path, node: Any, modules: dict[int, OrderedMap | None]) -> S
         return None
     if is_optimizer(mapping):
         return Section(path, "optimizer", mapping, node)
+    # Keras stores an optimizer as a flat dict of variables, known only by its key.
     if path and _OPTIMIZER_KEY.match(str(path[-1])) and is_flat(mapping):
         return Section(path, "optimizer", {"state": mapping, "param_groups": []}, node)
     if _is_scheduler(mapping):

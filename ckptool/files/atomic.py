@@ -208,7 +208,7 @@ def _create_folder(target: str) -> Iterator[str]:
     Parent folders are created and removed, too.
     """
     folder = os.path.dirname(target)
-    missing = find_missing_folders(folder)
+    missing = find_missing_folders(folder)  # the innermost first
     try:
         os.makedirs(folder, exist_ok=True)
         for missing_folder in missing:

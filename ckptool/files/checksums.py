@@ -194,11 +194,11 @@ def _divide_into_jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
     """
     job: list[_Piece] = []
     weight = 0
-    for number, run in enumerate(runs):
+    for range_number, run in enumerate(runs):
         max_length = _JOB_BYTES if run.source.is_shared else max(run.length, 1)
         for start in range(0, max(run.length, 1), max_length):
             length = min(max_length, run.length - start)
-            job.append(_Piece(number, start, length))
+            job.append(_Piece(range_number, start, length))
             weight += length + _RANGE_COST
             if weight >= _JOB_BYTES:
                 yield job

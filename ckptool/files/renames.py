@@ -59,7 +59,7 @@ class PendingRename:
             raise ValueError("not a temporary file of this set")
         if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
             raise ValueError("file in another folder")
-        replaces = None if old is None else tuple(map(int, old))
+        replaces = None if old is None else tuple(map(int, old))  # None: it replaces no file
         return cls(temporary, name, int(facts["inode"]), int(facts["size"]), replaces)
 
     def is_done(self, folder: str) -> bool:

@@ -189,7 +189,7 @@ def list_tensors(
         if hash:
             total = sum(tensor.nbytes for _, tensor in drop_ties(tensors) if tensor.has_content)
             hashes = hash_contents(tensors, limits, Meter(progress, total).advance)
-            digests = _compute_digests(tensors, objects, limits)
+            digests = _compute_digests(tensors, objects, limits)  # first those of all tensors
             tensor_rows = [
                 replace(row, sha256=sha256, digest=next(digests))
                 for row, sha256 in zip(tensor_rows, hashes, strict=True)

@@ -341,7 +341,7 @@ class Judge(Watcher):
             return RUNS
         if kind != "build":
             return DATA
-        if _can_iterate_library_object(name, parts):
+        if _can_iterate_library_object(name, parts):  # while it sets the state of a container
             return RUNS
         return DATA if _classify_name(name) == DATA else NEEDS_CODE
 
@@ -535,7 +535,7 @@ def to_python(value: Any) -> str:
                 return f"{{{', '.join(pairs + ['...'] * (len(node) > _MAX_ITEMS))}}}"
             case Opaque(maker="persid"):
                 return "persistent_load(...)"
-            case Opaque() if is_unknown(node):
+            case Opaque() if is_unknown(node):  # its argument describes it
                 return f"<{node.args[0]}>"
             case Opaque():
                 if isinstance(node.args, tuple):

@@ -166,9 +166,9 @@ def make_live_slots(
         for key, tensor in subclass_tensors.items()
         if isinstance(tensor, torch.nn.Parameter)
     }
-    known_ids = set(map(id, subclass_tensors.values()))
+    identified = set(map(id, subclass_tensors.values()))  # most of `parameters` are among these
     parameter_identities.update(
-        _identify(tensor) for tensor in parameters if id(tensor) not in known_ids
+        _identify(tensor) for tensor in parameters if id(tensor) not in identified
     )
     slots: Slots = dict.fromkeys(values, EXTRA)
     for key, tensor in tensors.items():

@@ -405,6 +405,7 @@ def explain_misfit(
         is_renamed: True if these are counted after the proposed rules.
     """
     max_keys = max_allowed_keys(report.names)
+    # Keys that match in the spelling of torch or PEFT: `.base_layer.` shows an adapter.
     known = (key for rule in report.renamed if rule.kind == "known" for key, _ in rule.names)
     if has_adapter(unexpected, known):
         return MERGE

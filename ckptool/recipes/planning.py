@@ -365,7 +365,7 @@ class _Planner(Generic[T]):
         # because `_count_members` refuses missing members.
         firsts = [members[(0,) * len(names)]
                   for names, members in zip(rule.stacked, group.members, strict=True)]  # fmt: skip
-        if not rule.takes_single or len(firsts) > 1:  # a group of one tensor is alike
+        if not rule.takes_single or len(firsts) > 1:  # one tensor has no other to be like
             self._check_alike(group, firsts)
         errors: list[UsageError] = []
         for index, equation in enumerate(rule.equations or (None,)):

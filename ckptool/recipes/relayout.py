@@ -99,7 +99,7 @@ def _select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorR
             is_in_model or any(pattern.covers(name) for pattern in path_patterns)
         ):
             if name in tensors:
-                list(checkpoint.tensors)  # Raises: two tensors have one path.
+                list(checkpoint.tensors)  # raises AmbiguousName: two tensors have one path
             tensors[name] = tensor
     return tensors
 

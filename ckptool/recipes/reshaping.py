@@ -229,8 +229,9 @@ class Concat(Step):
         models = [
             dict(checkpoint.with_root({"model": tree.get("model")}).tensors()) for tree in trees
         ]
+        first_tree, first_model = trees[0], models[0]
         differing_paths = {
-            name_of(path) for model in models for path in model.keys() ^ models[0].keys()
+            name_of(path) for model in models for path in model.keys() ^ first_model.keys()
         }
         if differing_paths:
             raise UsageError(
@@ -238,14 +239,14 @@ class Concat(Step):
             )
         joined = self._join_models(dict(zip(ranks, models, strict=True)), file)
         left_out = [
-            key for key, node in trees[0].items() if key != "model" and any(find_tensors([node]))
+            key for key, node in first_tree.items() if key != "model" and any(find_tensors([node]))
         ]
         root = copy_with_items(
-            trees[0], ((key, node) for key, node in trees[0].items() if key not in left_out)
+            first_tree, ((key, node) for key, node in first_tree.items() if key not in left_out)
         )
         text = f"joined {counted(len(joined), 'tensor')} from {counted(len(ranks), 'rank')}"
         changes = [Change("concat", text, len(joined))]
-        if shared := [name_of(path) for path in models[0] if path not in joined]:
+        if shared := [name_of(path) for path in first_model if path not in joined]:
             text = f"kept one copy of tensors that are equal in all ranks: {_list_families(shared)}"
             changes.append(Change("keep", text, len(shared)))
         if left_out:

@@ -407,7 +407,7 @@ class _Encoder:
             or node.parts
             or node.flags
             or node.hooks
-            or not self.write_plain_tensor(node)
+            or not self.write_plain_tensor(node)  # usually this writes the tensor
         ):
             func, args = make_rebuild_call(node)
             self.write_call(func, args, node)

@@ -75,9 +75,10 @@ class Take(Step):
         part, part_path = select_part(whole, self.key, self.model_only)
         if self.include or self.exclude:
             part = select_tensors(whole, part, part_path, tuple(self.include), tuple(self.exclude))
-        if self.model_only or self.key is not None:  # Weights need values; a copy does not.
+        # A chosen part is taken to be loaded, so it needs values; other copies may lack them.
+        if self.model_only or self.key is not None:
             refuse_placeholders(part, kinds=("meta", "part", *(() if self.lazy else ("lazy",))))
         new_changes = part.changes[len(whole.changes) :]
         if all(change.kind == "warning" for change in new_changes):
-            return part  # Nothing was removed.
+            return part  # Nothing was removed, which would be a change of kind `left-out`.
         return drop_unused_bytes(whole, part)

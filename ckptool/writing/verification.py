@@ -286,8 +286,8 @@ def _find_expected_crc(run: _Run, streamed: Mapping[int, Streamed]) -> int | Non
     streamed_run = streamed.get(run.written.offset)
     if streamed_run is None or streamed_run.length != run.written.length:
         return None
-    # A streamed checksum needs a comparison of both ends, which is not possible for expected bytes
-    # that are not one range. A short run is compared completely.
+    # With a streamed checksum, only both ends are compared with the source: its bytes must be one
+    # range, and more than the ends.
     if run.data is None or run.written.length <= _SAMPLE_BYTES:
         return None
     return streamed_run.crc32

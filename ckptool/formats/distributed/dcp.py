@@ -401,6 +401,7 @@ def _parse_item(folder: str, info: Any) -> _Item:
         raise CorruptFile(
             f"the index has invalid bounds for {printable(name)!r} (offset {offset!r})"
         )
+    # The extensions of DCP that changed its bytes, for example `stream.zstd`.
     packed = tuple(map(str, state.get("transform_descriptors") or ()))
     return _Item(os.path.join(folder, name), offset, length, packed)
 

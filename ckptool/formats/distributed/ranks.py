@@ -155,6 +155,7 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
             if not isinstance(first, TensorRef):
                 continue
             tensors = [leaves[path] for leaves in rank_leaves]
+            # For each rank its rows (a plain tensor has none), and their elements.
             copies: list[tuple[Any, TensorRef]] = [((), tensor) for tensor in tensors]
             if first.is_spread:
                 rank_shards = find_local_shards(tensors)

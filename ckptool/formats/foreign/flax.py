@@ -77,7 +77,7 @@ class Flax(Format):
         if not isinstance(tree, dict):
             raise CorruptFile("does not contain a dict of arrays")
         root: dict[Any, Any] = _flatten_names(tree, probe.limits)
-        if not reader.unknown and not has_tensors(tree):
+        if not reader.unknown and not has_tensors(tree):  # unknown: arrays that torch lacks
             keys = f"has the keys {few(list(map(str, tree)))}" if tree else "is empty"
             message = f"a MessagePack file without an array: it {keys}"
             text = f"{probe.path} is {message}"
@@ -225,10 +225,10 @@ class _Reader(Cursor):
             raise self._damaged_error("an array does not consist of a shape, a type and bytes")
         shape = self._check_shape(self.read_value(depth + 1))
         dtype = self.read_value(depth + 1)
-        kind, layout = _SIZED_KINDS.get(self.read_bytes(1)[0], ("", ""))
+        kind, length_format = _SIZED_KINDS.get(self.read_bytes(1)[0], ("", ""))
         if kind != "bytes":
             raise self._damaged_error("an array has no bytes")
-        (length,) = self.read_numbers(layout)
+        (length,) = self.read_numbers(length_format)
         begin = self.skip(length)
         if dtype not in BY_NAME:
             note = f"array of type {printable(str(dtype))} is not a tensor"

@@ -130,7 +130,8 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     last_key, end = b"", 0
     handles_block, _ = _read_block(raw, footer[at:], 0, max_bytes)
     for _, handle in _parse_entries(handles_block):
-        block, end = _read_block(raw, handle, end, max_bytes)  # after the block before it
+        # A block begins at the end of the one before it, or later.
+        block, end = _read_block(raw, handle, end, max_bytes)
         for key, value in _parse_entries(block):
             if entries and key <= last_key:
                 raise CorruptFile("the keys of the index are out of order")

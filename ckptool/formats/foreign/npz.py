@@ -84,7 +84,7 @@ def _parse_fields(text: str) -> dict[str, str]:
     """
     text = text.strip()
     fields: dict[str, str] = {}
-    position = 1
+    position = 1  # after the brace
     while match := _FIELD.match(text, position):
         if match["key"] in fields:
             return {}
