@@ -102,7 +102,7 @@ Completion for bash (zsh and fish: docs/cli.md):
 """
 
 
-class BriefHelpOption(click.Command):
+class BriefHelpCommand(click.Command):
     """A command that describes `--help` in three words."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
@@ -113,7 +113,7 @@ class BriefHelpOption(click.Command):
         return option
 
 
-class VerbGroup(BriefHelpOption, click.Group):
+class VerbGroup(BriefHelpCommand, click.Group):
     """A group that imports a verb when it is called, so that `--help` imports only click."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

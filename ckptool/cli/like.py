@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.group import BriefHelpOption
+from ckptool.cli.group import BriefHelpCommand
 from ckptool.cli.options import Decorator, combine_options, repeatable
 from ckptool.errors import FileMissing, MatchError, UsageError
 from ckptool.factories import (
@@ -39,7 +39,7 @@ _ALLOWANCES = {
 """The help of each `--allow-` option, by its argument."""
 
 
-class Allowing(BriefHelpOption):
+class Allowing(BriefHelpCommand):
     """A command with `--allow-` options, which use the next word as a glob if it is not a file.
 
     `--allow-missing model.pth` allows all keys, `--allow-missing 'head.*' model.pth` some.

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckptool.cli.console import Screen
-from ckptool.cli.group import BriefHelpOption
+from ckptool.cli.group import BriefHelpCommand
 from ckptool.errors import UsageError
 from ckptool.formats import WRITABLE
 from ckptool.render.table import list_formats, resolve_format
@@ -88,7 +88,7 @@ def verb(
     *examples: str,
     problem: str = "",
     interrupted: str = "130 interrupted",
-    cls: type[click.Command] = BriefHelpOption,
+    cls: type[click.Command] = BriefHelpCommand,
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Return a decorator for a command with examples and exit codes in its help.
 
@@ -114,7 +114,7 @@ def _show_all_help(context: click.Context, _: click.Parameter, is_given: bool) -
         context.exit()
 
 
-class Brief(BriefHelpOption):
+class Brief(BriefHelpCommand):
     """A command with many options: `--help` lists the common ones, `--help-all` every one."""
 
     most_used: frozenset[str] = frozenset()

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.group import BriefHelpOption
+from ckptool.cli.group import BriefHelpCommand
 from ckptool.cli.options import PATH, Decorator, gather_options, repeatable
 from ckptool.transforms import Rule, prefix_rule, read_map_file, regex_rule, table_rule
 
@@ -15,7 +15,7 @@ _ORDER = "ckptool.rename.order"
 """The key in a context's `meta` of the names of all options, in the order of the command line."""
 
 
-class RulesInOrder(BriefHelpOption):
+class RulesInOrder(BriefHelpCommand):
     """A command that keeps the order of different options, which click does not."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

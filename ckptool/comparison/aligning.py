@@ -674,7 +674,7 @@ class Region:
     leaves: dict[Key, DiffEntry] = field(default_factory=dict)
     containers: dict[Key, DiffEntry] = field(default_factory=dict)
     """Dicts, lists and tuples, by the path before any renaming."""
-    entered: dict[Key, str] = field(default_factory=dict)
+    container_names: dict[Key, str] = field(default_factory=dict)
     """By compared path, the shown name of each container or object that has entries."""
     _repeats: dict[Key, int] = field(default_factory=dict)
     """By key, how many entries have it, if several do."""
@@ -706,7 +706,7 @@ class Region:
                 return False
             compared_path, _, shown_path = changed(path, node)
             name = name_of(outer + before + shown_path)
-            self.entered[to_comparable(before + compared_path)] = name
+            self.container_names[to_comparable(before + compared_path)] = name
             if isinstance(node, Opaque):
                 return not is_set(node)
             entry = DiffEntry(name_of(outer + before + path), base + path, node)
@@ -760,9 +760,9 @@ def _add_missing_container(key: Key, entry: DiffEntry, here: Region, there: Regi
     """
     outer_keys = (key[:length] for length in range(1, len(key) + 1))
     missing = (
-        here.entered[outer_key]
+        here.container_names[outer_key]
         for outer_key in outer_keys
-        if outer_key in here.entered and outer_key not in there.entered
+        if outer_key in here.container_names and outer_key not in there.container_names
     )
     return replace(entry, container=next(missing, None))
 

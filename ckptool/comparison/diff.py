@@ -499,6 +499,7 @@ class _Comparison:
                 ("device", None),
             ):
                 difference = find_first_difference(
+                    # Other objects' items are entries of their own, and are compared as such.
                     a, b, has_equal_elements, items=is_set(a), devices=word == "device",
                     listed=self.listed_ids, limits=self.limits,
                 )  # fmt: skip
@@ -662,7 +663,8 @@ def _make_side(entry: DiffEntry, name: str | None = None) -> Side:
             container=entry.container,
         )
     if plain := to_plain_value(leaf):
-        content = to_json_value(plain[1])
+        _type, value = plain
+        content = to_json_value(value)
         return Side(shown, "value", type_name(leaf), value=content, container=entry.container)
     sort = "container" if isinstance(leaf, (dict, list, tuple)) else "object"
     device = leaf.storage.device if isinstance(leaf, StorageRef) else None

@@ -140,6 +140,7 @@ def find_opaque_content(node: Opaque) -> dict[str, Any]:
                 (f"{name}.{key}", value) for key, value in find_tensor_attributes(tensor)
             )
         for name, value in candidates.items():
+            # A submodule counts even without tensors.
             is_opaque = not is_module(value) and (name in children or has_tensors(value))
             if is_opaque and id(value) not in seen:
                 seen.add(id(value))

@@ -174,7 +174,8 @@ def make_wrapper_remover(names: Collection[str]) -> Renamer | None:
     No key changes if two would become the same, as in `map_to_bare_names`.
     """
     wrappable = [name for name in names if name != N_AVERAGED]
-    if not may_be_wrapped("\n".join(wrappable), inside=True):  # faster if there is only `module`
+    has_inner_wrappers = may_be_wrapped("\n".join(wrappable), inside=True)
+    if not has_inner_wrappers:  # only `module.` at the start of all keys, which is fast to check
         prefix = ""
         while wrappable and all(map(str.startswith, wrappable, repeat(f"{prefix}module."))):
             prefix += "module."

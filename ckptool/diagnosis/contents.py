@@ -300,7 +300,8 @@ def _check_save_file(subject: Subject) -> Iterator[Complaint]:
         name: tensor for name, tensor in get_named_tensors(model.node).items() if tensor.has_content
     }
     tied_groups = find_ties(((name,), tensor) for name, tensor in tensors.items())
-    take = (Take(model.name),) if model.path and subject.key is not None else ()
+    is_one_of_several = bool(model.path) and subject.key is not None
+    take = (Take(model.name),) if is_one_of_several else ()
     choices = (Choice((*take, *([Untie()] if tied_groups else []))),)
     if tied_groups:
         yield Complaint(
@@ -368,6 +369,8 @@ def check_devices(subject: Subject) -> Iterator[Complaint]:
 def _complain_of_missing_devices(subject: Subject, missing: list[str]) -> Complaint:
     """Return the complaint about tensors on devices that this machine does not have."""
     names = _list_tensors_on(subject, missing)
+    # torch pickles these tensors without a storage, which a function would get.
+    is_carried = missing[0].partition(":")[0] in CARRIED
     gpu_count = sum(device.startswith("cuda:") for device in subject.devices)
     return Complaint(
         "device",
@@ -375,9 +378,7 @@ def _complain_of_missing_devices(subject: Subject, missing: list[str]) -> Compla
         f"machine only has {listed(subject.devices)}",
         summarize_names(names),
         quote=_quote_device_error(missing[0], gpu_count),
-        effect="map_location='cpu' or a dict works, a function does not"
-        if missing[0].partition(":")[0] in CARRIED
-        else "",
+        effect="map_location='cpu' or a dict works, a function does not" if is_carried else "",
         fix=(Remap("cpu"),),
     )
 

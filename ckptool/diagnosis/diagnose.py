@@ -536,6 +536,7 @@ def _merge_steps(steps: Iterable[Step], added: Iterable[Step]) -> Steps:
     """Merge steps into one of each kind, in the order of `STEPS`.
 
     `Fit` replaces `Strip`, because it writes the keys of the reference with their wrapper prefixes.
+    Before a `Fit`, `Take` keeps lazy parameters, which the reference may not have.
     """
     merged: dict[type[Step], Step] = {}
     for step in (*steps, *added):

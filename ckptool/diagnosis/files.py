@@ -170,13 +170,13 @@ def _check_rejected_parts(subject: Subject) -> Iterator[Complaint]:
         text for text in find_layout_blockers(checkpoint) if text.startswith(_PICKLE_BLOCKER_STARTS)
     ]
     if texts:
-        is_framed = (details.protocol or 0) >= 4
+        is_framed = (details.protocol or 0) >= 4  # then torch stops at the first frame
         yield _complain_fixed_by_rewrite(
             "protocol",
             "fails",
             f"weights_only=True cannot read this protocol {details.protocol} pickle "
             f"({'; '.join(texts)})",
-            quoted=quote("operand", 149) if is_framed else quote("any-operand"),
+            quoted=quote("operand", _FRAME_OPCODE) if is_framed else quote("any-operand"),
         )
     names = find_outdated_names(checkpoint, subject.blocked)
     if names:
@@ -190,6 +190,7 @@ def _check_rejected_parts(subject: Subject) -> Iterator[Complaint]:
 
 _PICKLE_BLOCKER_STARTS = ("pickle ", "no torch loads ")
 """The starts of the blockers that are about the pickle."""
+_FRAME_OPCODE = 149
 
 
 def _check_compression(subject: Subject) -> Iterator[Complaint]:

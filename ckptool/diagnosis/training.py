@@ -353,7 +353,8 @@ def check_training(subject: Subject) -> Iterator[Complaint]:
                 "those after optimizer.eval().",
             )
         for complaint in _check_optimizer(subject, section):
-            # Fixed by extracting the model without it, if that model is known.
+            # Fixed by extracting the model without it, if that model is known. The hints
+            # are about loading weights, which a file without a model does not have.
             fix = (Take(model_only=True),) if subject.model is not None else None
             yield replace(complaint, fix=fix, hint=complaint.hint if subject.models else None)
 
@@ -464,7 +465,10 @@ def _complain_of_optimizer_size(section: Section, text: str) -> Complaint:
 
 
 def _complain_of_optimizer_order(positions: list[int], names: Sequence[str]) -> Complaint:
-    """Return the complaint about states at `positions` of other parameters of `names`."""
+    """Return the complaint about states that do not fit the parameters at the same positions.
+
+    `names` are the model's parameters by position, `positions` those with a state of another shape.
+    """
     return Complaint(
         "optimizer-order",
         "the optimizer lists its parameters in a different order from the model: "

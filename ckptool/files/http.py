@@ -115,7 +115,8 @@ def _request_range(
 ) -> RangeResponse:
     """Send one request for the bytes from `start` to `stop`, and return them.
 
-    With a `tag`, the redirect target of an earlier request is used. `headers` are not sent there.
+    `tag` is that of an earlier response, or empty. With it, the redirect target of that request is
+    used. `headers` are not sent there.
     """
     target = _REDIRECTS.get(url, url) if tag else url
     request = urllib.request.Request(

@@ -205,7 +205,7 @@ def _parse_directory(directory: bytes, end: End) -> Iterator[ZipEntry]:
         descriptor = bool(flags & DESCRIPTOR_FLAG)
         entry = ZipEntry(name, raw_name, method, crc, packed, size, header, descriptor)
         odd_method = method not in (STORED, DEFLATED) or (method == STORED and packed != size)
-        if odd_method or flags & UNSUPPORTED_FLAGS or disk > 1:
+        if odd_method or flags & UNSUPPORTED_FLAGS or disk > 1:  # miniz may count from 1
             _refuse_record(entry, flags)
         yield entry
     if directory[position : position + 4] == _ENTRY_SIGNATURE:

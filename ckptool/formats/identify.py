@@ -385,9 +385,10 @@ def _identify_signature(probe: Probe) -> Identification | None:
         compared = last_bytes if row.offset < 0 else probe.head[row.offset :]
         if re.match(row.magic if row.is_pattern else re.escape(row.magic), compared, re.DOTALL):
             hint = row.hint
-            if _INTO_UNPACKED in hint and re.search(_COMPRESSED_TAR_EXTENSION, probe.path):
+            is_compressed = _INTO_UNPACKED in hint
+            if is_compressed and re.search(_COMPRESSED_TAR_EXTENSION, probe.path):
                 hint = f"unpack it: {_UNPACK_TAR}"
-            elif _INTO_UNPACKED in hint and re.search(_PICKLE_EXTENSION, probe.path):
+            elif is_compressed and re.search(_PICKLE_EXTENSION, probe.path):
                 hint = JOBLIB_HINT
             return Identification(row.what, _fill_braces(hint, probe), row.kind)
     return None

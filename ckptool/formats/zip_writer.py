@@ -87,8 +87,8 @@ class ZipPlace:
     def payload(self) -> int:
         """Offset of the first byte of content: the next multiple of the alignment.
 
-        With `congruent`, it is the next offset that is congruent to it modulo `SHARED`. The header
-        ends with a padding field, whose own header is always there.
+        With `congruent`, it is the next offset that is congruent to it modulo `SHARED`, so that the
+        file system can share blocks. The header always ends with a field for the padding.
         """
         zip64_field = self.pack_zip64_field(local=True)
         earliest = self.header + LOCAL.size + len(self.name) + len(zip64_field)

@@ -549,7 +549,8 @@ class _Loading:
                 raise
             # torch puts each reason on a line of its own after a tab: the first one is shown.
             raise self._load_error(message.partition("\n\t")[2].partition("\n")[0]) from error
-        self._unmap(given)
+        self._copy_kept_mappings(given)
+        # FSDP gathers each state dict into new tensors, whose versions say nothing.
         can_compare = bool(version_before) and not list_fsdp_modules(self._model)
         state_after = read_state_dict(self._model) if can_compare else {}
         touched = {
@@ -586,7 +587,7 @@ class _Loading:
             )
         return options
 
-    def _unmap(self, given: Mapping[str, Any]) -> None:
+    def _copy_kept_mappings(self, given: Mapping[str, Any]) -> None:
         """Copy tensors of the model that use memory of `given`, if it is mapped from the file.
 
         torch copies the elements, so only a hook can have kept a given tensor. Replaced tensors

@@ -98,7 +98,7 @@ def match(
         plan = plan_load(
             state, target, rename=rename, prefixes=prefixes, transpose_rules=transpose_rules
         )
-        pairs = {**plan.pairs, **plan.undecided}
+        pairs = {**plan.pairs, **plan.undecided}  # a module's own code loads the second ones
         fitting = OrderedDict((name, state.value(file_key)) for name, file_key in pairs.items())
         metadata = make_metadata(state, target, plan)
         if metadata is not None:
@@ -454,6 +454,7 @@ def _iterate_blocks(value: Any) -> Iterator[torch.Tensor] | None:
         is_known = value.dtype not in PACKED and value.dtype not in NOT_IN_TORCH
         if value.has_content and value.is_contiguous and is_known:
             indexes = iterate_blocks(value.sizes, CHUNK)
+            # The only index of a scalar is empty.
             return (materialize(value[index] if index else value).detach() for index in indexes)
         value = materialize(value)
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:

@@ -385,6 +385,11 @@ def find_component_starts(key: str) -> Iterator[int]:
         start = key.find(".", start) + 1
 
 
+def _iterate_parents(key: str) -> Iterator[str]:
+    """Yield the paths above a key, the shortest first: `a` and `a.b` for `a.b.weight`."""
+    return (key[: start - 1] for start in find_component_starts(key))
+
+
 def _group_by_template(keys: Iterable[str]) -> dict[str, list[str]]:
     """Return the keys by template, with `*` for each number: there are few templates."""
     keys = list(keys)
@@ -439,20 +444,20 @@ def _count_prefix_votes(forms: _KeyForms) -> Counter[tuple[str, bool]]:
 
 def _match_with_prefix(forms: _KeyForms, prefix: str, is_removed: bool) -> Prefix:
     """Return a prefix with the keys that match once it is removed from the file's, or added."""
-    longer, shorter = forms.order_by_prefix(is_removed)
-    below = {
+    longer, shorter = forms.order_by_prefix(is_removed)  # full key by bare key, of either side
+    full_by_suffix = {
         key.removeprefix(prefix): full for key, full in longer.items() if key.startswith(prefix)
     }
-    names = {}
-    for suffix, full in below.items():
+    pairs = {}
+    for suffix, full in full_by_suffix.items():
         if suffix in shorter:
             file_key, model_key = (full, shorter[suffix]) if is_removed else (shorter[suffix], full)
             if fits(forms.file_slots[file_key], forms.model_slots[model_key]):
-                names[model_key] = file_key
-    collides = len(below) < len(longer) and any(
-        key in below and not key.startswith(prefix) for key in longer
+                pairs[model_key] = file_key
+    collides = len(full_by_suffix) < len(longer) and any(
+        key in full_by_suffix and not key.startswith(prefix) for key in longer
     )
-    return Prefix(prefix, is_removed, names, collides)
+    return Prefix(prefix, is_removed, pairs, collides)
 
 
 def _apply_prefix(alignment: KeyAlignment, forms: _KeyForms) -> KeyAlignment:
@@ -529,7 +534,7 @@ def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlign
     sides = [form.names for form in forms.forms]  # of the file, and of the model
     respelled = forms.respelled
     if prefix is not None:
-        side = 0 if prefix.is_removed else 1
+        side = 0 if prefix.is_removed else 1  # the side that has the prefix
         names = sides[side]
         sides[side] = {
             key.removeprefix(prefix.text): full
@@ -643,7 +648,7 @@ def propose_rules(alignment: KeyAlignment) -> list[Proposal]:
     ):
         new_path = model_side.free.get(subtree, path)
         is_new = new_path not in file_side.paths and path.count("*") == new_path.count("*")
-        parents = (path[: start - 1] for start in find_component_starts(path))
+        parents = _iterate_parents(path)
         if is_new and not any(parent in new_path_by_path for parent in parents):
             new_path_by_path[path] = new_path
     return list(_make_rules(new_path_by_path, alignment, file_side, model_side))
@@ -750,15 +755,8 @@ def _make_rules(
     bare = {file_key: name for name, file_key in alignment.bare[0].items()}
     keys_below: dict[str, list[str]] = {path: [] for path in new_path_by_path}
     for template, keys in file_side.groups.items():
-        path = next(
-            (
-                template[: start - 1]
-                for start in find_component_starts(template)
-                if template[: start - 1] in new_path_by_path
-            ),
-            None,
-        )
-        if path is not None:
+        path = next(filter(new_path_by_path.__contains__, _iterate_parents(template)), None)
+        if path is not None:  # the highest renamed subtree with these keys
             keys_below[path] += keys
     changed: set[str] = set()  # the new paths, and all paths above them
     for path, model_path in sorted(new_path_by_path.items(), key=lambda item: -item[0].count(".")):
@@ -776,7 +774,7 @@ def _make_rules(
         wrappers = _find_common_wrappers(renamed.values(), bare)
         if wrappers is not None:
             changed.add(model_path)
-            changed.update(model_path[: start - 1] for start in find_component_starts(model_path))
+            changed.update(_iterate_parents(model_path))
             old, new = escape_regex(wrappers) + before, escape_replacement(wrappers) + after
             yield Proposal(rf"^{old}\.=>{new}.", names)
 

@@ -172,10 +172,11 @@ class Allowance:
         has_rules = _has_rules(usable)
         loads_too_little = refused.is_empty or refused.is_too_little
         can_allow = bool(usable) and not has_rules and not loads_too_little
-        question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NO_REMEDY
+        # The proposed rules are alternatives: each answers which of the ambiguous keys match.
+        rules_remedy = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NO_REMEDY
         problems = (
             *(_find_no_match(report) if refused.is_empty and not refused.mismatched else ()),
-            *_find_ambiguity(ambiguities, question),
+            *_find_ambiguity(ambiguities, rules_remedy),
             *_find_unknown_layout(report),
             *_find_unmatched(
                 "mismatched",

@@ -82,6 +82,8 @@ class TransposeRules(NamedTuple):
     def axes_for(self, key: str, dimensions: int) -> Axes | None:
         """Return the user's axes for a model tensor, or None.
 
+        A rule without axes is for [..., in, out], those of a kernel.
+
         Raises:
             UsageError: if the number of axes differs.
         """
@@ -150,7 +152,7 @@ def _name_class(module: Any) -> str:
 
 
 def expect_file_shapes(
-    model_slots: Mapping[str, Slot], kinds: Kinds | None, choices: TransposeRules
+    model_slots: Mapping[str, Slot], kinds: Kinds | None, rules: TransposeRules
 ) -> Slots:
     """Return the slots of a model with the shapes expected in the file.
 
@@ -160,7 +162,7 @@ def expect_file_shapes(
 
     def expect_shape(key: str, shape: Shape) -> Shape | None:
         """Return the shape that a model tensor has in the file, or None if it is unknown."""
-        if choices.axes_for(key, len(shape)) is not None:
+        if rules.axes_for(key, len(shape)) is not None:
             return None
         kind = _SAME if kinds is None else kinds.get(key)
         if kind not in (_KERNEL, _SAME):
@@ -180,7 +182,7 @@ def resolve_layouts(
     file_slots: Mapping[str, Slot],
     model_slots: Mapping[str, Slot],
     kinds: Kinds | None,
-    choices: TransposeRules,
+    rules: TransposeRules,
 ) -> Match:
     """Return the match with the transposed tensors, and those of unknown axes, as `layouts`.
 
@@ -195,9 +197,9 @@ def resolve_layouts(
         key, shape = match.renamed[file_key], file_slots[file_key].shape or ()
         if len(shape) < 2:
             continue
-        layout = _decide_axes(key, file_key, kinds, len(shape), choices)
+        layout = _decide_axes(key, file_key, kinds, len(shape), rules)
         transposed, model_shape = tuple(shape[axis] for axis in layout.axes), model_slots[key].shape
-        if layout.reason:
+        if layout.reason:  # the axes are unknown
             mismatched.pop(key, None)
             unpaired.add(file_key)
             layouts.append(layout)
@@ -226,12 +228,12 @@ def resolve_layouts(
 
 
 def _decide_axes(
-    key: str, file_key: str, kinds: Kinds | None, dimensions: int, choices: TransposeRules
+    key: str, file_key: str, kinds: Kinds | None, dimensions: int, rules: TransposeRules
 ) -> Layout:
     """Return the axes of a tensor, or the reason why they are unknown.
 
     The axes are certain if the module type (`kinds`) and the last part of the file key agree. Else
-    the user's `choices` decide; without `kinds`, torch's order is the default.
+    the user's `rules` decide; without `kinds`, torch's order is the default.
     """
     kind = "" if kinds is None else kinds.get(key, "")
     last_part = _SEPARATOR.split(file_key.removesuffix(":0"))[-1].removeprefix("_")
@@ -240,7 +242,7 @@ def _decide_axes(
     ):
         same_axes = tuple(range(dimensions))
         return Layout(key, file_key, _kernel_axes(dimensions) if kind == _KERNEL else same_axes)
-    axes = choices.axes_for(key, dimensions)
+    axes = rules.axes_for(key, dimensions)
     if axes is not None or kinds is None:
         return Layout(key, file_key, axes or (*range(dimensions),))
     if kind in (_KERNEL, _SAME):

@@ -329,6 +329,7 @@ def _find_ambiguous_leftovers(
     if not (0 < len(missing) <= max_keys and 0 < len(unused) <= max_keys):
         return ()
     unused_keys, missing_keys = {*unused}, {*missing}
+    # Without "parametrizations.", `weight.original` of one side begins with `weight` of the other.
     file_keys, model_keys = (
         sorted(
             (bare_key.replace("parametrizations.", ""), full_key)

@@ -210,13 +210,14 @@ class Params:
     def _read_config(self, name: str) -> Mapping[str, Any]:
         """Return the content of a configuration by its file name.
 
-        `checkpoint` has the entries of the root of the checkpoint. If all of these are dicts, as
-        those of ranks, the entries of the first one are added.
+        `checkpoint` has the entries of the root of the checkpoint. If the root has only dicts, one
+        for each rank, the entries of the first one are added.
         """
         if name == _CHECKPOINT:
             root_entries = _entries_of(self._checkpoint.root)
             nested = list(map(_entries_of, root_entries.values()))
-            first_rank = nested[0] if nested and all(nested) else {}
+            are_ranks = bool(nested) and all(nested)  # a value that is not a dict has no entries
+            first_rank = nested[0] if are_ranks else {}
             return {**first_rank, **root_entries}
         if name not in self._config_by_name:
             self._config_by_name[name] = self._read_json(name)

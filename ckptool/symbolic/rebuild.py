@@ -255,8 +255,9 @@ def _make_sparse(machine: Machine, args: Any) -> TensorRef:
     if not isinstance(values, TensorRef):
         raise TypeError("the values of a sparse tensor are not a tensor")
     return TensorRef(
-        values.dtype, check_integers(size), (), 0, None, values.device, kind=kind, parts=parts
-    )
+        values.dtype, check_integers(size), stride=(), offset=0, storage=None,
+        device=values.device, kind=kind, parts=parts,
+    )  # fmt: skip
 
 
 def _parse_layout(node: Any) -> str:

@@ -38,7 +38,7 @@ def is_unknown(node: Any) -> bool:
 class Watcher(Machine):
     """A machine that recognizes no calls: each is reported, and leaves an `Opaque`."""
 
-    __slots__ = ("as_joblib", "at", "cut", "frame_end", "pids")
+    __slots__ = ("as_joblib", "at", "frame_end", "has_cut_line", "pids")
     handlers: ClassVar = list(HANDLERS)
 
     def __init__(self, data: bytes, *, file: str, limits: Limits, as_joblib: bool = False) -> None:
@@ -51,7 +51,7 @@ class Watcher(Machine):
         """The position of the current opcode, if it may report something."""
         self.frame_end = 0
         """The end of the last frame that was stated."""
-        self.cut = False
+        self.has_cut_line = False
         """True if a line ended with the data, and may continue after it."""
 
     def report(self, kind: str, what: Any, items: Any = None) -> Any:
@@ -110,10 +110,10 @@ class Watcher(Machine):
     def read_line(self, position: int) -> tuple[bytes, int]:
         """Return a line; the last one may lack its newline, as in the Python version of pickle.
 
-        Then its last byte is taken for the newline, as there, and `cut` becomes True.
+        Then its last byte is taken for the newline, as there, and `has_cut_line` becomes True.
         """
         end = self.data.find(b"\n", position)
-        self.cut = end < 0
+        self.has_cut_line = end < 0
         end = end if end >= 0 else len(self.data) - 1
         if end < position:
             raise EOFError

@@ -411,7 +411,8 @@ class Kernel:
     def _classify_losses(self, old: torch.Tensor, restored: torch.Tensor) -> Losses:
         """Return the losses of elements with NaN, infinities or overflow.
 
-        `restored` are the elements after the cast, in the dtype of `old`.
+        `restored` are the elements after the cast, in the dtype of `old`. Some dtypes saturate:
+        their largest value then stands for larger ones, which overflow too.
         """
         import torch
 

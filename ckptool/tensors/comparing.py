@@ -379,6 +379,7 @@ class _Kernel:
         is_different = gap.ne(0) if self._has_long_integers else a.ne(b)
         if self._tolerance.equal_nan:
             is_different &= ~(nan_a & nan_b)
+        # Only the gap of integers is exact; torch decides for all other numbers.
         close = self._is_close(x, y, gap.abs() if self._has_long_integers else None, b)
         finite = a.isfinite() & b.isfinite()
         is_equal = a.eq(b) | (nan_a & nan_b)

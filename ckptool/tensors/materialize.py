@@ -390,7 +390,7 @@ def _read_into_view(view: memoryview, data: ByteRange, start: int) -> None:
         data.read_into(view, start)
         return
     half = len(view) // 2
-    from concurrent.futures import ThreadPoolExecutor  # brings logging, which a header needs not
+    from concurrent.futures import ThreadPoolExecutor  # slow to import; few reads need it
 
     with ThreadPoolExecutor(1) as second:
         upper_half = second.submit(data.read_into, view[half:], start + half)
@@ -735,7 +735,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attribut
 
 
 def _wrap_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Wrap a tensor in its Parameter layers, innermost first; leave out those of subclasses.
+    """Wrap a tensor in its Parameter layers, innermost first; subclasses are never created.
 
     A tensor that is not a Parameter only gets its `requires_grad`.
     """

@@ -164,6 +164,7 @@ def _compute_mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixi
         stride = row_major_strides(first.sizes)
     elements = [run_of_tensor(tensor.permuted(axes)) for tensor in tensors]
     storage = mixing.make_storage(averager, elements, first.storage, first.dtype, name)
+    # The means are plain elements: torch's lazy `conj` and `neg` are applied.
     return replace(first, storage=storage, offset=0, stride=stride, flags=())
 
 
@@ -328,16 +329,19 @@ class _Plan:
             UsageError, NotFound: if the models do not match.
         """
         first = _get_tensors_by_key(section)
-        by_file = [first, *(_rename_like(first, _get_tensors_by_key(other)) for other in others)]
+        tensors_by_file = [
+            first,
+            *(_rename_like(first, _get_tensors_by_key(other)) for other in others),
+        ]
         files = [checkpoint.path for checkpoint in self.checkpoints]
-        # The counter of AveragedModel, which a plain model does not have.
-        if not all(N_AVERAGED in tensors for tensors in by_file):
-            for path, tensors in zip(files, by_file, strict=True):
+        # The counter of AveragedModel, which a plain model does not have; that of the first stays.
+        if not all(N_AVERAGED in tensors for tensors in tensors_by_file):
+            for path, tensors in zip(files, tensors_by_file, strict=True):
                 if tensors.pop(N_AVERAGED, None) is not None:
                     kind = "keep" if tensors is first else "left-out"
                     text = f"{N_AVERAGED} of {path}, which is not a weight"
                     self._counter_changes.append(Change(kind, text, 1))
-        for path, other in zip(files[1:], by_file[1:], strict=True):
+        for path, other in zip(files[1:], tensors_by_file[1:], strict=True):
             only_first = [name for name in first if name not in other]
             only_other = [name for name in other if name not in first]
             facts = [
@@ -352,7 +356,7 @@ class _Plan:
                 raise NotFound("; ".join(facts), file=path)
         n_before = len(self.averaged)
         for name in first:
-            self._add_tensor(name, tuple(tensors[name] for tensors in by_file))
+            self._add_tensor(name, tuple(tensors[name] for tensors in tensors_by_file))
         n_means = len(self.averaged) - n_before
         text = f"{self.mixing}: {counted(n_means, 'tensor')}{describe_location(section.path)}"
         self._mean_changes.append(Change("average", text, n_means))

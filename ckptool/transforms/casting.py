@@ -425,7 +425,7 @@ class _Plan:
                 id(elements), _PendingCast(elements, elements.storage, dtype)
             )
             cast.names.append(name)
-            if cast.dtype != dtype:
+            if cast.dtype != dtype:  # another key of the tied tensor has another dtype
                 self._disputed_names.append(name)
 
     def list_changes(self) -> Iterator[Change]:

@@ -47,7 +47,7 @@ Naming = tuple[frozenset[str], Mapping[str, str]]
 
 
 def find_new_names(names_in_optimizer: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
-    """Return the new name by old name for an optimizer, like in the state dicts with these names.
+    """Return the new names of an optimizer's parameters by old name, as in the state dicts.
 
     The state dict with most of its names decides first. Names in no state dict are left out.
     """

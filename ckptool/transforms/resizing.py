@@ -42,7 +42,7 @@ shape, and a description of the change."""
 
 
 def _make_glob_rule(kind: str, glob: str, resize: _Resize) -> SectionRule:
-    """Return the rule that applies `resize` to each tensor that matches the glob; ties stay."""
+    """Return the rule that resizes each tensor that matches the glob, and all keys tied to it."""
 
     def apply(section: Section, file: str) -> SectionWork:
         """Return the result for one state dict; `file` is for messages."""
@@ -50,7 +50,7 @@ def _make_glob_rule(kind: str, glob: str, resize: _Resize) -> SectionRule:
         index = NameIndex([((*section.path, name), node) for name, node in tensors.items()], file)
         matches = [index.nodes[position] for position in index.select(glob, endings=False)]
         chosen_places = {tensor.place for _, tensor in matches}
-        work = SectionWork(list(section.node.items()), set(), [])
+        work = SectionWork(list(section.node.items()), used=set(), changes=[])
         resized_by_place: dict[Any, TensorRef] = {}
         for position, (name, node) in enumerate(work.items):
             if name not in tensors or node.place not in chosen_places:

@@ -135,7 +135,7 @@ def _locate_new_entry(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
     if location is None:
         raise _not_found_error(checkpoint, parent)
     parent_path, container = location
-    if isinstance(container, Opaque):
+    if isinstance(container, Opaque):  # an object gets no new attributes
         raise _not_found_error(checkpoint, path)
     if not isinstance(container, dict):
         subject = "the root" if not parent else printable(parent)

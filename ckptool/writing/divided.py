@@ -73,7 +73,10 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
     complete_paths: set[str] = set()
 
     def begin() -> frozenset[str]:
-        """Lock the set, and return the targets of files that an earlier run completed."""
+        """Lock the set, and return the targets of files that an earlier run completed.
+
+        These files keep their temporary names, and are renamed at the end with the others.
+        """
         complete = [
             shard for shard in shards if _try_size(complete_names[shard.path]) == shard.size
         ]

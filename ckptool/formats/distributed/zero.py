@@ -463,12 +463,14 @@ def _collect_groups(
             kind: [_make_vector(node, file) for node, file in zip(rank_nodes, files, strict=True)]
             for kind, rank_nodes in nodes_by_kind.items()
         }
+        # Scalars, such as `step`, are the same in all ranks.
         shared_state = {key: node for key, node in first.items() if not _has_dimensions(node)}
         groups.append(_Group(group_shapes, vectors_by_kind, shared_state))
     return groups
 
 
 def _has_dimensions(node: Any) -> bool:
+    """Return True for a vector, but not for a scalar or number, such as `step`."""
     return isinstance(node, TensorRef) and bool(node.shape)
 
 

@@ -171,7 +171,8 @@ class TensorFlow(Format):
                 storage_bytes=sum(tensor.nbytes for tensor in find_tensors([model, optimizer])),
                 notes=tuple(_describe_framework_records(key_by_name)),
                 left_behind=tuple(unread),
-                late=any(isinstance(leaf, Opaque) for leaf in model.values()),  # texts
+                # The texts of a variable are an object, read on demand.
+                late=any(isinstance(leaf, Opaque) for leaf in model.values()),
             ),
             sources=(index.source, *data.sources),
         )
@@ -410,7 +411,7 @@ class _Data:
             message = f"variable {_describe_key(key)} is damaged (checksum mismatch)"
             raise CorruptFile(message, file=self._files[entry.shard].name, hint=_COPY_AGAIN)
         nodes: list[Any] = []
-        at = len(checked_bytes) - sum(lengths)  # the texts are at the end
+        at = len(checked_bytes) - sum(lengths)  # the texts are at the end, without separators
         for length in lengths:
             nodes.append(_decode_text(checked_bytes[at : at + length]))
             at += length
