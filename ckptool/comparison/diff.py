@@ -522,23 +522,27 @@ class _Comparison:
         if not differences:
             return
         first = result.unlike
+        has_place = first is not None and first.place != ITSELF
         row = Changed(
             pair.name,
-            tuple(differences),
-            _make_side(pair.a),
-            _make_side(pair.b),
-            None if result.verdict is None else result.verdict.difference,
-            first.place if first is not None and first.place != ITSELF else None,
-            counts,
-            None if first is None else first.change,
-            pair.a.is_weight,
+            what=tuple(differences),
+            a=_make_side(pair.a),
+            b=_make_side(pair.b),
+            difference=None if result.verdict is None else result.verdict.difference,
+            place=first.place if first is not None and has_place else None,
+            counts=counts,
+            change=None if first is None else first.change,
+            is_weight=pair.a.is_weight,
         )
         self.counts_by_kind[row.status if counts else "tagged"] += 1
         has_tensor = "tensor" in (row.a.sort, row.b.sort)
         (self.changed if has_tensor else self.values).append(row)
 
     def find_renamed(self) -> None:
-        """Find renamed tensors among the entries of only one side, and keep them."""
+        """Find renamed tensors among the entries of only one side, and note them as renamed.
+
+        With `quick`, only the CRC-32 in the files decides if tensors are equal.
+        """
 
         def are_equal(entry_a: DiffEntry, entry_b: DiffEntry) -> bool:
             """Return True if the elements of two tensors are equal."""

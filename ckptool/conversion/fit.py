@@ -295,8 +295,9 @@ def _match_sections(
 def _name_keys(section: Section, fit: LoadPlan) -> _Naming:
     """Return the new key of each key of a matched state dict, and the tied keys.
 
-    If several keys of the model are tied to one key of the file, it keeps its own key, or gets the
-    one of the matched rules, or else the first.
+    Tensors of another shape, or with undecided axes, get the model's keys too. If several keys of
+    the model are tied to one key of the file, it keeps its own key, or gets the one of the matched
+    rules, or else the first.
     """
     names = {key: key for key in list_wrappable_keys(section.node)}
     names.update((mismatch.own, mismatch.name) for mismatch in fit.report.mismatched)

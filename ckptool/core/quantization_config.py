@@ -139,7 +139,7 @@ def _find_method(config: Any) -> tuple[str, Mapping[str, Any]]:
                 return method, entries
             if any(str(entry).startswith("load_in_") for entry in entries):
                 return "bitsandbytes", entries
-            if {"bits", "group_size"} <= entries.keys():
+            if {"bits", "group_size"} <= entries.keys():  # MLX does not name a method
                 return ("MLX" if key == "quantization" else ""), entries
     return "", {}
 

@@ -260,7 +260,7 @@ def _suggest_recipe(checkpoint: Checkpoint, model: Section | None) -> Iterator[s
         keys = [name_of(path) for path, _ in checkpoint.tensors()]
     else:
         keys = [*get_named_tensors(model.node)]
-    if keys and (recipe := guess_layout(keys)):
+    if keys and (recipe := guess_layout(keys)):  # NAME, or NAME --reverse
         side = "target" if recipe.endswith("--reverse") else "source"
         yield f"this looks like the {side} of a recipe for another library: --recipe {recipe}"
 

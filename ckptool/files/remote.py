@@ -243,9 +243,11 @@ class RemoteSource(Source):
         beginning = fetch_range(0, WINDOW, "")  # of any version
         TRAFFIC.add(len(beginning.data))
         self.size, self._tag = beginning.size, beginning.tag
+        """The tag changes with the content of the file."""
         self._windows: OrderedDict[int, bytes] = OrderedDict({0: beginning.data})
         """The windows that are kept, by offset, the oldest first."""
         self._ahead = _Ahead(self.size, self._fetch)
+        """The requests for bytes after a sequential read."""
         self._lock = RLock()
 
     def fill(self, offset: int, buffer: memoryview) -> None:

@@ -104,6 +104,7 @@ def join_tiles(
                 runs.read_into(offset, buffer)
 
     source = FilledSource(name, size, fill)
+    # So that the checksums of the files with the tiles are verified.
     source.made_of = [tile.data for tile in tiles if isinstance(tile.data, ByteRange)]
     source.rearranges = True
     return ByteRange(source, 0, size)

@@ -175,7 +175,7 @@ def _show_tensor(
     stats = None
     if tensor.has_content and tensor.dtype not in PACKED:  # several elements may share a byte
         unrepeated = tensor.unrepeated
-        RepeatedBytes(limits).add(path, unrepeated)
+        RepeatedBytes(limits).add(path, unrepeated)  # raises if a few bytes expand to too many
         head = _read_head(tensor, count)
         stats = compute_statistics(tensor, Meter(progress, unrepeated.nbytes).advance)
     [row] = make_tensor_rows([(path, tensor)])

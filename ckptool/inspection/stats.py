@@ -431,7 +431,7 @@ def _merge_rows(label: str, members: Sequence[TensorStats]) -> TensorStats:
         measures=_merge_measures(measures) if measures else None,
         tie=None,
         flags=tuple(flags),
-        flagged=tuple(flags.values()),
+        flagged=tuple(flags.values()),  # the number of tensors with each of `flags`
         remarks=(
             *_describe_odd_members(label, members),
             *(f"{member.name}: {remark}" for member in members for remark in member.remarks),
@@ -565,7 +565,7 @@ _COMPARED_PROPERTIES: tuple[tuple[str, Callable[[TensorRow], Any], Callable[[Any
 
 
 def _find_header_outliers(role: Role, label: str) -> Iterator[Oddity]:
-    """Yield tensors with another dtype, shape or device than the majority of a role.
+    """Yield an oddity for each tensor with another dtype, shape or device than most of a role.
 
     Without a majority of two thirds, nothing is an outlier.
     """

@@ -331,13 +331,14 @@ def _match_by_position(
 ) -> _MatchedParameters:
     """Match the parameters of the file's optimizer with the live ones by position.
 
-    If both optimizers have the same parameters, position and number are equal. With `partial`, they
-    may have only some in common: then the model in the file names the positions.
+    If both optimizers have the same parameters, the position in the file is the number of the live
+    parameter, and no names are returned. With `partial`, they may have only some in common: then
+    the model in the file names the positions.
 
     Raises:
         MatchError: if the numbers of parameters differ, and the model cannot name the positions.
     """
-    keys = [key for _, key in saved.parameter_keys]
+    saved_count = len(saved.parameter_keys)
     live_numbers = [live.number_by_id.get(id(tensor)) for tensor in file_parameters.values()]
     have_same_parameters = {*live_numbers} == {*live.number_by_id.values()}
     have_none_in_common = {*live_numbers} == {None}
@@ -347,9 +348,9 @@ def _match_by_position(
         and _can_name_positions(saved, state, file_parameters)
     ):
         return _MatchedParameters([*file_parameters], live_numbers)
-    if len(keys) != len(live.number_by_id):
+    if saved_count != len(live.number_by_id):
         raise MatchError(_describe_misfit(saved, live))
-    return _MatchedParameters([], range(len(keys)))
+    return _MatchedParameters([], range(saved_count))
 
 
 def _can_name_positions(

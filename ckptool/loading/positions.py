@@ -37,6 +37,7 @@ def list_file_parameters(
     if the live model does not have it, or has another shape. If only the file has a key, its last
     part decides whether it is a parameter: names such as `running_mean` are buffers.
     """
+    # In reverse, so that the first name of a file key with several stays.
     name_by_file_key = {
         file_key: name
         for name, file_key in reversed([*plan.pairs.items(), *plan.undecided.items()])

@@ -213,7 +213,7 @@ def _find_respellings(
         other_keys: Names,
         other_respellings: dict[str, Respelling],
     ) -> dict[str, Respelling]:
-        """Return the respellings of one side that apply, by the keys of the other."""
+        """Return the respellings of one side that apply, by key: neither side has both keys."""
         return {
             key: respelling
             for key, respelling in respellings.items()
@@ -688,11 +688,12 @@ class _SubtreeIndex:
     def __init__(self, alignment: KeyAlignment, side: int) -> None:
         """Find the subtrees without a pair and with content that is unique on this side (`free`).
 
-        Only a subtree with a usual shape or a named module inside is distinctive enough: two
-        unrelated lists of scalars look alike. Counters of BatchNorm are ignored.
+        `side` is 0 for the file, 1 for the model. Only a subtree with an uncommon shape or a named
+        module inside is distinctive enough: two unrelated lists of scalars look alike. Counters of
+        BatchNorm are ignored.
         """
         pairs = {**alignment.pairs, **alignment.mismatched}
-        used = pairs.keys() if side else {*pairs.values()}
+        paired_keys = pairs.keys() if side else {*pairs.values()}
         slots = alignment.model_slots if side else alignment.file_slots
         self.names = {
             key: full_key for key, full_key in alignment.current[side].items() if "*" not in key
@@ -705,15 +706,16 @@ class _SubtreeIndex:
         sizes: Counter[str] = Counter()
         contents: Counter[str] = Counter()
         kinds: Counter[str] = Counter()
-        used_paths: set[str] = set()
+        paired_paths: set[str] = set()
         distinctive: set[str] = set()
         for template, keys in self.groups.items():
             full_keys = [self.names[name] for name in keys]
             shapes = [slots[key].shape for key in full_keys]
             numbers = map(tuple, map(_NUMBER.findall, keys))
+            # Sums of hashes do not depend on the order of the keys.
             content = sum(map(hash, zip(numbers, shapes, strict=True)))
             kind = sum(map(hash, shapes))
-            is_used = not used.isdisjoint(full_keys)
+            is_paired = not paired_keys.isdisjoint(full_keys)
             is_distinctive = any(shape not in _COMMON_SHAPES for shape in shapes)
             for start in find_component_starts(template):
                 path, rest = template[: start - 1], template[start:]
@@ -723,8 +725,9 @@ class _SubtreeIndex:
                 sizes[path] += len(keys)
                 contents[path] += hash((rest, content))
                 kinds[path] += hash((rest, kind))
-                if is_used:
-                    used_paths.add(path)
+                if is_paired:
+                    paired_paths.add(path)
+                # A letter before the last component: a module inside has a name, not a number.
                 if is_distinctive or any(map(str.isalpha, rest.rpartition(".")[0])):
                     distinctive.add(path)
         subtrees = {
@@ -735,7 +738,7 @@ class _SubtreeIndex:
             tree: path
             for path, tree in subtrees.items()
             if path in distinctive
-            and path not in used_paths
+            and path not in paired_paths
             and occurrences[tree.size, tree.kind] == 1
         }
         """The path of each unpaired, distinctive subtree that is unlike any other."""

@@ -261,6 +261,7 @@ def _find_misnumbered(
     `vars.1` is the bias only of a layer with as many variables as its module has tensors. Each file
     key has a note.
     """
+    # The text of these rules begins with the variable: "vars.1 -> bias".
     renamings = [rule for rule in match.report.renamed if rule.text.partition(" ")[0] in NUMBERED]
     pairs = [
         (file_key, _layer_of(file_key), _layer_of(key))

@@ -37,13 +37,17 @@ class Sketch(NamedTuple):
 T = TypeVar("T", bound=TensorLike)
 
 
+NO_EQUATION = -1
+"""The number of the equation of a rule without one."""
+
+
 class Use(NamedTuple):
     """The rule, and its equation, by which a tensor was taken or made."""
 
     rule: int
     """The number of the rule in its pass."""
     equation: int
-    """The number of the equation in the rule; -1 if it has none."""
+    """The number of the equation in the rule; `NO_EQUATION` if it has none."""
 
 
 class Stack(NamedTuple):

@@ -17,7 +17,7 @@ from ckptool.errors import LimitExceeded, NameCollision, UsageError
 from ckptool.recipes.assembling import BoxAxis, Piece, merge_axes
 from ckptool.recipes.axes import Equation, Misfit, Part, Shape
 from ckptool.recipes.names import MAX_KEY, Pattern, Values, find_first_missing, is_number
-from ckptool.recipes.outcome import Group, Outcome, Plan, Sketch, Stack, T, Use
+from ckptool.recipes.outcome import NO_EQUATION, Group, Outcome, Plan, Sketch, Stack, T, Use
 from ckptool.recipes.recipe import Recipe, RecipeRule
 from ckptool.words import counted, listed, printable
 
@@ -77,7 +77,7 @@ class _Template(NamedTuple):
 
     shapes: list[Shape]
     pieces: list[dict[tuple[int, ...], list[Piece]]]
-    """By key on the right, then by the number in each variable that only the right side has."""
+    """By key on the right, then by the position in each variable that only the right side has."""
 
 
 class _Member(NamedTuple, Generic[T]):
@@ -111,10 +111,13 @@ class _Members(Generic[T]):
         return [member.key for members in self.members for member in members.values()]
 
     def describe(self, use: Use, made: Sequence[Sequence[tuple[str, T]]]) -> Group:
-        """Return the group for the report, with the tensors made for each key on the right."""
+        """Return the group for the report: a `Stack` for each key of the rule that has tensors.
+
+        `made` has, for each key on the right, the new tensors with their full keys.
+        """
         left = [[member.tensor for member in members.values()] for members in self.members]
-        right = [[tensor for _, tensor in side] for side in made]
-        sides = (
+        right = [[tensor for _, tensor in keyed_tensors] for keyed_tensors in made]
+        left_stacks, right_stacks = (
             tuple(
                 Stack(pattern.fill(self.values), tensors[0].sizes, len(tensors))
                 for pattern, tensors in zip(patterns, tensor_lists, strict=True)
@@ -122,7 +125,7 @@ class _Members(Generic[T]):
             )
             for patterns, tensor_lists in ((self.rule.left, left), (self.rule.right, right))
         )
-        return Group(use, *sides)
+        return Group(use, left_stacks, right_stacks)
 
 
 def plan_recipe(
@@ -263,7 +266,7 @@ class _Planner(Generic[T]):
                 if values is None:
                     continue
                 if renames:
-                    use = outcome.taken[key] = Use(rule.number, -1)
+                    use = outcome.taken[key] = Use(rule.number, NO_EQUATION)
                     order.append(_Renamed(key, rule.right[0].fill(values), tensor, use))
                     break
                 group_id = rule.number, *(values[name] for name in common)
@@ -306,13 +309,13 @@ class _Planner(Generic[T]):
             raise self._usage_error(
                 f"{text}{printable(str(text_value))!r} does not define the order: {group.rule.text}"
             )
-        number = tuple(map(int, numbers))
-        if number in members:
-            both = f"{printable(members[number].key)!r} and {printable(member.key)!r}"
+        positions = tuple(map(int, numbers))
+        if positions in members:
+            both = f"{printable(members[positions].key)!r} and {printable(member.key)!r}"
             raise NameCollision(
                 f"{both} have the same position in {group.rule.text}", file=self._file
             )
-        members[number] = member
+        members[positions] = member
 
     def _collect_results(
         self, order: Sequence[_Renamed[T] | _Members[T]], outcome: Outcome[T]
@@ -370,7 +373,7 @@ class _Planner(Generic[T]):
         errors: list[UsageError] = []
         for index, equation in enumerate(rule.equations or (None,)):
             sizes = {**self._params, **counts}
-            use = Use(rule.number, index if equation else -1)
+            use = Use(rule.number, index if equation else NO_EQUATION)
             try:
                 return use, self._make_tensors(group, firsts, use, counts, sizes)
             except Misfit as misfit:
@@ -391,8 +394,8 @@ class _Planner(Generic[T]):
         if rule.takes_single and all(group.members):
             return counts
         for pattern, names, members in zip(rule.left, rule.stacked, group.members, strict=True):
-            for position, name in enumerate(names):
-                highest = max((number[position] for number in members), default=-1)
+            for index, name in enumerate(names):
+                highest = max((positions[index] for positions in members), default=-1)
                 counts[name] = max(counts.get(name, 0), 1 + highest, pattern.count_choices(name))
         for pattern, names, members in zip(rule.left, rule.stacked, group.members, strict=True):
             missing = find_first_missing(members, [counts[name] for name in names])
@@ -438,8 +441,9 @@ class _Planner(Generic[T]):
     ) -> list[list[tuple[str, T]]]:
         """Return the tensors that an equation makes of a group, for each key on the right.
 
-        Without an equation, the first tensor gets all keys of the right side. With one, members of
-        different strides are put in row-major order, so that one template of pieces serves all.
+        Without an equation, all members must be equal, and the first gets all keys of the right
+        side. With one, members of different strides are put in row-major order, so that one
+        template of pieces serves all.
 
         Arguments are the first member for each key on the left, the number of values of each
         stacked variable, and all known sizes of axes, which the equation completes.
@@ -448,24 +452,28 @@ class _Planner(Generic[T]):
             Misfit: if the equation does not fit their shapes.
         """
         rule, maker = group.rule, self._maker
-        if use.equation < 0:
-            self._check_same(group, frozenset())
+        if use.equation == NO_EQUATION:
+            self._check_same(group, axes=frozenset())
             self._note_needed(counts, counts)
-            numbers = self._list_numbers(rule.unstacked[0], rule.right[0], sizes)
-            return [[(self._make_key(group, 0, number), firsts[0].tensor) for number in numbers]]
+            source_tensor = firsts[0].tensor
+            target_positions = self._list_positions(rule.unstacked[0], rule.right[0], sizes)
+            keys = [self._make_key(group, 0, positions) for positions in target_positions]
+            return [[(key, source_tensor) for key in keys]]
         equation = rule.equations[use.equation]
         tensors = [
             {
-                number: maker.prepare(member.key, member.tensor)
-                for number, member in group_members.items()
+                positions: maker.prepare(member.key, member.tensor)
+                for positions, member in group_members.items()
             }
             for group_members in group.members
         ]
         for side, group_members in enumerate(tensors):
             if len({tensor.stride for tensor in group_members.values()}) > 1:
                 tensors[side] = {
-                    number: maker.prepare(group.members[side][number].key, tensor, in_rows=True)
-                    for number, tensor in group_members.items()
+                    positions: maker.prepare(
+                        group.members[side][positions].key, tensor, in_rows=True
+                    )
+                    for positions, tensor in group_members.items()
                 }
         views = [next(iter(group_members.values())) for group_members in tensors]
         template_key = (use, *((view.sizes, view.stride) for view in views), *counts.items())
@@ -476,13 +484,14 @@ class _Planner(Generic[T]):
         if not rule.takes_single:
             self._check_same(group, equation.right_axes)
         made: list[list[tuple[str, T]]] = [[] for _ in template.shapes]
-        for side, (shape, pieces_by_number) in enumerate(
+        for side, (shape, pieces_by_positions) in enumerate(
             zip(template.shapes, template.pieces, strict=True)
         ):
-            for number, pieces in pieces_by_number.items():
-                key = self._make_key(group, side, number)
+            for positions, pieces in pieces_by_positions.items():
+                key = self._make_key(group, side, positions)
                 members = [tensors[piece.key_index][piece.member] for piece in pieces]
-                identity = id(template), side, number, tuple([member.place for member in members])
+                places = tuple([member.place for member in members])
+                identity = id(template), side, positions, places
                 tensor = self._made_by_identity.get(identity)
                 if tensor is None:  # Tied tensors stay tied.
                     tensor = maker.make(key, shape, pieces, members, identity)
@@ -490,10 +499,10 @@ class _Planner(Generic[T]):
                 made[side].append((key, tensor))
         return made
 
-    def _make_key(self, group: _Members[T], side: int, number: tuple[int, ...]) -> str:
-        """Return the key of a result: pattern `side` on the right, filled with its numbers."""
+    def _make_key(self, group: _Members[T], side: int, positions: tuple[int, ...]) -> str:
+        """Return the key of a result: pattern `side` on the right, filled with its positions."""
         names, pattern = group.rule.unstacked[side], group.rule.right[side]
-        key = pattern.fill({**group.values, **dict(zip(names, number, strict=True))})
+        key = pattern.fill({**group.values, **dict(zip(names, positions, strict=True))})
         if len(key) > MAX_KEY:
             raise self._usage_error(f"a key would have {len(key):,} characters: {group.rule.text}")
         return key
@@ -518,7 +527,7 @@ class _Planner(Generic[T]):
                     text = f"{keys} differ, but the recipe expects the same elements"
                     raise self._usage_error(f"{text}: {group.rule.text}")
 
-    def _list_numbers(
+    def _list_positions(
         self, names: Sequence[str], pattern: Pattern, sizes: Mapping[str, int]
     ) -> list[tuple[int, ...]]:
         """Return all combinations of values for `names`, the variables that only the target has.
@@ -557,6 +566,9 @@ class _Planner(Generic[T]):
     ) -> _Template:
         """Return the pieces of an equation for tensors of the shapes of `views`.
 
+        `counts` has the number of values of each stacked variable. `sizes` has the known sizes of
+        axes, and gets those that the equation and the shapes define.
+
         Each part on the left goes to its part on the right, once for each member on the left and
         each tensor on the right: a variable of the key is an axis that is cut into tensors.
 
@@ -571,7 +583,7 @@ class _Planner(Generic[T]):
             raise Misfit("the result would have too many elements")
         target_strides = [row_major_strides(shape) for shape in targets]
         pieces: list[dict[tuple[int, ...], list[Piece]]] = [
-            {number: [] for number in self._list_numbers(names, pattern, sizes)}
+            {positions: [] for positions in self._list_positions(names, pattern, sizes)}
             for names, pattern in zip(rule.unstacked, rule.right, strict=True)
         ]
         for source, source_part, target, target_part in rule.pair_parts(equation, sizes):
@@ -592,15 +604,15 @@ class _Planner(Generic[T]):
             # A stacked variable of the key is an axis of the target, where each member has its
             # place; one that only the target has is an axis of the source, cut into its tensors.
             member_steps = [_step_of(target_part, name, target_strides[target]) for name in stacked]
-            number_steps = [_step_of(source_part, name, strides[source]) for name in unstacked]
-            members = [
+            target_steps = [_step_of(source_part, name, strides[source]) for name in unstacked]
+            member_ranges = [
                 range(counts[name]) if name in target_part.axes else range(1) for name in stacked
             ]
-            self._count_pieces(prod(map(len, members)) * len(pieces[target]))
-            for member in product(*members):
+            self._count_pieces(prod(map(len, member_ranges)) * len(pieces[target]))
+            for member in product(*member_ranges):
                 target_start = part_target_start + _dot(member, member_steps)
-                for number, piece_list in pieces[target].items():
-                    source_start = part_source_start + _dot(number, number_steps)
+                for positions, piece_list in pieces[target].items():
+                    source_start = part_source_start + _dot(positions, target_steps)
                     piece_list.append(Piece(source, member, source_start, target_start, axes))
         self._check_way_back(rule, equation, targets, counts, sizes)
         return _Template(targets, pieces)

@@ -17,7 +17,7 @@ from ckptool.core.sections import MODEL_KINDS, Section, find_model_state_dict, g
 from ckptool.core.tree import is_within, name_of
 from ckptool.errors import CheckpointError, NameCollision, UsageError
 from ckptool.recipes.assembling import TensorMaker
-from ckptool.recipes.outcome import Plan, Sketch, find_differences
+from ckptool.recipes.outcome import NO_EQUATION, Plan, Sketch, find_differences
 from ckptool.recipes.params import Params
 from ckptool.recipes.planning import Sketches, find_left_over, plan_recipe
 from ckptool.recipes.recipe import Recipe, Sides, load_shipped
@@ -279,7 +279,7 @@ def _report_changes(
                 text = f"{rule.text}: renamed {counted(taken, 'tensor')}"
                 yield Change("recipe", text, taken)
             for text, use, count in outcome.describe(rule):
-                has_axes = use.equation >= 0
+                has_axes = use.equation != NO_EQUATION
                 equation = rule.equations[use.equation].text if has_axes else "the same in all"
                 yield Change("recipe", f"{text}, {equation}", count)
     for key, tied_key in result.untied.items() if not result.aliases else ():

@@ -332,6 +332,7 @@ def _difference_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[
         for (side, name), text in one_sided.items()
         for line in wrap_text(f"only in {side}: {_format_name(name or '')}, {text}", look.width)
     )
+    # D: deleted in B, A: added in B, R: renamed.
     yield _rows_table("only in A", [_merge_sides(row) for row in others if row.status == "D"], look)
     yield _rows_table("only in B", [_merge_sides(row) for row in others if row.status == "A"], look)
     yield _rows_table("renamed from", [row for row in others if row.status == "R"], look)

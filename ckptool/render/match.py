@@ -164,7 +164,8 @@ def _heading_lines(report: MatchReport, look: Look, judgement: Judgement) -> Ite
     allowed = " with the allowed differences" if accepted and not report.fits else ""
     share = format_share(report.loaded, report.parameters) if report.parameters else "100%"
     tensors, verb = counted(report.names, "tensor"), "matches" if report.fitting == 1 else "match"
-    matched = "all " * (report.names > 1) if report.fits else f"{report.fitting:,} of "
+    all_names = "all " if report.names > 1 else ""
+    matched = all_names if report.fits else f"{report.fitting:,} of "
     reason = f"{matched}{tensors} {verb} ({share} of the parameters)"
     if not report.names:
         reason = "the model has no tensors"
@@ -285,7 +286,8 @@ def _rows_of_related(
         related_text = _format_patterns(all_related, fold)
         _, _, word = members[0]
         yield _Row(
-            _format_patterns(names, fold, 1 if fold else _MAX_PATTERNS),
+            # A folded row shows one pattern, and counts the others.
+            _format_patterns(names, fold, max_count=1 if fold else _MAX_PATTERNS),
             status,
             f"{word} {related_text}" if related_text else "",
         )

@@ -185,7 +185,8 @@ def json_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """
     from json import JSONEncoder
 
-    # Without an indent, so that the C encoder does the work; ASCII, so that nothing is obeyed.
+    # Without an indent, so that the C encoder does the work. ASCII, so that no text has control
+    # characters for the terminal.
     encode = JSONEncoder(ensure_ascii=True, allow_nan=False).encode
     last = len(document) - 1
     yield "{"

@@ -151,6 +151,7 @@ class _Encoder:
         self.todo: list[Any] = []
         """The nodes and opcodes to write, the next one last."""
         self.global_names: list[str] = []
+        """The qualified names of the globals so far, which may repeat."""
 
     def run(self, root: Any) -> Encoded:
         """Write the tree, and return the pickle with its storages."""
@@ -364,7 +365,7 @@ class _Encoder:
                 steps += (_MARK, *value, _STEP_OPCODES[kind])
         creation: tuple[Any, ...]
         if node.maker == "persid":
-            creation = (node.args[0], _Raw(b"Q"))
+            creation = (node.args[0], _Raw(b"Q"))  # BINPERSID
         elif node.kwargs is not None:
             creation = (
                 Global("copyreg", "__newobj_ex__"), _MARK, node.func, node.args, node.kwargs,

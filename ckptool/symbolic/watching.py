@@ -44,6 +44,7 @@ class Watcher(Machine):
     def __init__(self, data: bytes, *, file: str, limits: Limits, as_joblib: bool = False) -> None:
         """Prepare to run over `data`; `as_joblib` skips raw arrays, as joblib's unpickler does."""
         self.pids: list[Any] = []
+        """The persistent ids of classes and storages, in the order of their use."""
         load = partial(_load_persistent, self.pids)
         super().__init__(data, file=file, limits=limits, persistent_load=load)
         self.as_joblib = as_joblib

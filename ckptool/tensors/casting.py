@@ -345,15 +345,15 @@ class Kernel:
         self._own_target = self._target = torch.frombuffer(
             self._target_bytes, dtype=get_torch_dtype(target)
         )
-        self._count = 0
+        self._chunk_length = 0
 
     def read(self, data: ByteRange, start: int, stop: int, crc: int | None = None) -> int:
         """Read the elements `start` to `stop`; return their CRC-32, continued from `crc`.
 
         None as `crc`: it is not computed, and 0 is returned.
         """
-        self._count = stop - start
-        raw = memoryview(self._source_bytes)[: self._count * self._itemsize]
+        self._chunk_length = stop - start
+        raw = memoryview(self._source_bytes)[: self._chunk_length * self._itemsize]
         data.read_into(raw, start * self._itemsize)
         return 0 if crc is None else zlib.crc32(raw, crc)
 
@@ -364,15 +364,15 @@ class Kernel:
         """
         import torch
 
-        source, target_dtype = self._source[: self._count], self._own_target.dtype
+        source, target_dtype = self._source[: self._chunk_length], self._own_target.dtype
         self._target = (
             self._own_target if into is None else torch.frombuffer(into, dtype=target_dtype)
         )
         if swap and self._itemsize > 1:
             rows = source.view(torch.uint8).view(-1, self._itemsize)
             rows.copy_(rows.flip(1))
-        self._target[: self._count].copy_(source)
-        return into or memoryview(self._target_bytes)[: self._count * target_dtype.itemsize]
+        self._target[: self._chunk_length].copy_(source)
+        return into or memoryview(self._target_bytes)[: self._chunk_length * target_dtype.itemsize]
 
     def count_losses(self, first: int, end: int) -> Losses:
         """Return the losses of the elements `first` to `end` of the chunk that was just cast.
@@ -403,10 +403,10 @@ class Kernel:
 
     def count_losses_of(self, elements: torch.Tensor) -> Losses:
         """Return the losses of casting a tensor in memory of at most `CHUNK` elements."""
-        self._count = elements.numel()
-        self._source[: self._count].copy_(elements.flatten())
+        self._chunk_length = elements.numel()
+        self._source[: self._chunk_length].copy_(elements.flatten())
         self.cast(swap=False)
-        return self.count_losses(0, self._count)
+        return self.count_losses(0, self._chunk_length)
 
     def _classify_losses(self, old: torch.Tensor, restored: torch.Tensor) -> Losses:
         """Return the losses of elements with NaN, infinities or overflow.

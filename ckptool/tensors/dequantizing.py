@@ -105,7 +105,7 @@ def _dequantize_fp8(parts: Parts) -> TensorRef:
     if len(scale_keys) > 1:
         raise UnknownLayout(f"the file has two scales for it: {listed(scale_keys)}")
     refuse_entries(parts, "weight_g_idx", "weight_zero_point")
-    weight, scale = parts.weight, next(iter(parts.companions.values()))
+    weight, scale = parts.weight, next(iter(parts.companions.values()))  # its key varies
     if scale.dtype not in _FP8_SCALES:
         raise UnknownLayout(f"its scale is {scale.dtype}, which is not supported")
     shape = weight.sizes

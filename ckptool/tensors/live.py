@@ -422,7 +422,10 @@ class _Frozen(LiveTree):
             **fields,
         }
         kind = str(tensor.layout).removeprefix("torch.")
-        return TensorRef(dtype_name(tensor), shape, (), 0, None, "cpu", kind=kind, parts=parts)
+        return TensorRef(
+            dtype_name(tensor), shape, stride=(), offset=0, storage=None, device="cpu",
+            kind=kind, parts=parts,
+        )  # fmt: skip
 
     def _quantizer_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return the quantizer of a tensor as `Tensor._reduce_ex_internal` writes it."""

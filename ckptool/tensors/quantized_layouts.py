@@ -484,11 +484,11 @@ def dequantize_awq(parts: Parts) -> TensorRef:
     if {weight.dtype, qzeros.dtype} != {"int32"} or str(version).lower() != "gemm":
         raise UnknownLayout(f"version {printable(str(version))} is not known")
     group_size = parts.require_size("group_size") if groups > 1 else columns
-    states_one_group = parts.config.entries.get("group_size") in (None, -1, columns)
+    may_have_one_group = parts.config.entries.get("group_size") in (None, -1, columns)
     if (
         parts.config.entries.get("bits", 4) != 4
         or groups * group_size != columns
-        or (groups == 1 and not states_one_group)
+        or (groups == 1 and not may_have_one_group)
     ):
         parts.refuse_contradiction()
     if rows != words * 8 or qzeros.sizes != (groups, words):
@@ -565,15 +565,15 @@ def dequantize_mxfp4(parts: Parts) -> TensorRef:
         return (by_group.reshape(experts * groups, features),)
 
     def compute_row_range(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return plain numbers; a row of the result is a column of one expert.
+        """Return a range of rows, each of which is a column of one expert.
 
-        `first` and `last` are even: a row of `transposed` has the pairs of two rows.
+        `first` and `last` are even, because a byte of `transposed` has the codes of two rows.
         """
         import torch
 
-        [exponents] = tables
+        [exponents] = tables  # the result of `prepare`
         pairs = read_rows(transposed, experts * pair_count, first // 2, last // 2)
-        codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1, features)
+        codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1, features)  # low bits first
         group_of_row = torch.arange(first, last, device="cpu") // _MXFP4_GROUP
         return decode_fp4(codes) * powers_of_two(exponents.index_select(0, group_of_row))
 

@@ -271,7 +271,8 @@ class _Axis:
         """
         self.base = 0
         if dtype in ("int64", "uint64"):
-            # torch subtracts the base as int64, which must have all results.
+            # torch subtracts the base as int64, which must have all results. If it has not, the
+            # base is the offset that torch's numbers of this dtype have anyway.
             base_fits = high - low < 1 << 63
             self.base = int(low) if base_fits else _BIAS.get(dtype, 0)
         self.scale = 2.0**-600 if max(abs(low), abs(high)) > 2.0**500 else 1.0

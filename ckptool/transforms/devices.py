@@ -268,7 +268,7 @@ class _Mover:
                 return replace(tensor, device=target)
             return self._carry_on_cpu(tensor, target)
         storage = tensor.storage and self._move_storage(tensor.storage, target)
-        parts = None if has_carrier else tensor.parts
+        parts = None if has_carrier else tensor.parts  # the carrier is no longer needed
         return replace(tensor, device=target, storage=storage, parts=parts)
 
     def _carry_on_cpu(self, tensor: TensorRef, target: str) -> TensorRef:

@@ -238,7 +238,7 @@ def _index_by_dotless_key(tensors: _Tensors, prefix: str) -> dict[str, str]:
 
 
 def _index_by_attribute(averages: _Tensors, model_tensors: _Tensors) -> list[dict[str, str]]:
-    """Return the model's key by averaged key, for the one submodule that has all of the keys.
+    """Return one mapping, the model's key by averaged key, if one submodule has all of the keys.
 
     The list is empty if no submodule, or several, have all of them.
     """

@@ -147,6 +147,7 @@ class _Pruning:
             entry.is_removed = True
         elif isinstance(node, dict):
             entry.is_removed = bool(removed) and len(removed) == len(node)
+        # A list may keep a dict that loses entries; an object may not.
         elif removed or (entry.is_reduced and isinstance(node, Opaque)):
             entry.is_partly_kept, entry.is_removed = entry.has_chosen, not entry.has_chosen
 

@@ -102,7 +102,7 @@ class _Live(LiveTree):
         """Return a new container for a node; it is registered before its items, for cycles."""
         if isinstance(node, (list, tuple)):
             return type(node)([self.to_object(item) for item in node])
-        if isinstance(node, Opaque):  # a dict of another class, see make_leaf
+        if isinstance(node, Opaque):  # a dict of another class: one step sets its items
             ((_, item_pairs),) = node.steps
             container, items = copy.copy(node.func.original), dict(item_pairs)
             container.clear()

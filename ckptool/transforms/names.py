@@ -175,7 +175,10 @@ class NamePlan:
                 self.changes.append(Change("follow", text, len(renamed)))
 
     def _plan_optimizer(self, section: Section, names: list[str], renamed: dict[str, str]) -> None:
-        """Plan an optimizer with its new parameter names, in its state and groups."""
+        """Plan an optimizer with its new parameter names, in its state and groups.
+
+        `names` are its old names. An optimizer without torch's `state` and `param_groups` stays.
+        """
         optimizer = section.node
         self._refuse_collisions(section, names, renamed)
         if not renamed or not is_optimizer(optimizer):

@@ -221,7 +221,7 @@ def _refuse_separated_companions(
 ) -> None:
     """Refuse to choose only some of a quantized weight and its scales; `owner` is for messages."""
     names = {*chosen}
-    for weight, quantized in find_quantized(state).items():
+    for weight, quantized in find_quantized(state).items():  # {quantized}: "is quantized (fp8)"
         group = {weight, *quantized.companions}
         is_separated = names & group and not group <= names
         if is_separated:

@@ -118,7 +118,8 @@ def run_steps(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
             result = step.applied(checkpoint)
             for source in list_opened_sources([step], checkpoint, result):
                 close_on_error.callback(source.close)
-            checkpoint = _mark_wanted(result, len(checkpoint.changes)) if step.selects else result
+            earlier_count = len(checkpoint.changes)
+            checkpoint = _mark_wanted(result, earlier_count) if step.selects else result
         close_on_error.pop_all()
     return checkpoint
 

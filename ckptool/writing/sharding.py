@@ -215,7 +215,7 @@ def _divide_for_safetensors(checkpoint: Checkpoint) -> _DividedStateDict:
     return _DividedStateDict(
         groups,
         list(written),
-        make_metadata(ties, tensors, None),
+        make_metadata(ties, tensors, versions=None),
         content.left_out,
         (*describe_changes(tensors, ties), *describe_overlaps(written)),
     )

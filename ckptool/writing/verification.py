@@ -55,9 +55,11 @@ def check_sources_meanwhile(checkpoint: Checkpoint, format: str) -> Iterator[Cal
     threaded: list[Stated] = []
     unthreaded = records
     if sum(data.length for _, data, _ in records) >= _MIN_THREADED_BYTES:
-        threaded = [record for record in records if record[1].source.is_shared]
-        unthreaded = [record for record in records if not record[1].source.is_shared]
-    _check_records(unthreaded, lambda: False)
+        threaded, unthreaded = [], []
+        for record in records:
+            _, data, _ = record
+            (threaded if data.source.is_shared else unthreaded).append(record)
+    _check_records(unthreaded, has_ended=lambda: False)
     if not threaded:
         yield lambda: None
         return

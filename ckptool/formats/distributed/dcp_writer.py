@@ -59,7 +59,8 @@ def plan_folder(checkpoint: Checkpoint, format: FolderFormat, max_bytes: int | N
         info = infos_of_tensors.get(leaf.place) or files.add(tensor)
         if leaf.place is not None:
             infos_of_tensors[leaf.place] = info
-        stored[_make_index_key(name, Size((0,) * len(tensor.shape)))] = info
+        offsets = Size((0,) * len(tensor.shape))  # the item is the whole tensor
+        stored[_make_index_key(name, offsets)] = info
     state = {
         "state_dict_metadata": described,
         "planner_data": {name: path for name, (path, _) in entries.items()},
@@ -191,6 +192,7 @@ class _Files:
         checkpoint = replace(self._checkpoint, root=content)
         item = TORCH_ZIP.plan(checkpoint).files[0]
         is_full = self._max_bytes is not None and self._end + item.size > self._max_bytes
+        # An item larger than the maximum gets a file of its own.
         if not self._files or (is_full and self._end):
             self._files.append([])
             self._end = 0

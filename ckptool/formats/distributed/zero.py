@@ -691,7 +691,9 @@ def _join_weights(
 ) -> dict[Any, Any]:
     """Return the state dict of stage 3: trained weights, frozen ones, tied ones, and buffers.
 
-    Frozen weights are joined from fragments in the model files of all ranks.
+    `first` is the content of the first of the model files, which has everything but the weights:
+    empty placeholders, buffers and ties. Frozen weights are joined from fragments in the files of
+    all ranks.
 
     Raises:
         CorruptFile: an empty placeholder is left, for which there is no weight.
@@ -708,7 +710,7 @@ def _join_weights(
                 _make_vector(fragments.get(name), file.path)
                 for fragments, file in zip(rank_fragments, models, strict=True)
             ]
-            group = _Group({name: shape}, {}, {})
+            group = _Group({name: shape}, vectors={}, shared_state={})  # only its shape is used
             weights[name] = _make_tensor(
                 name, shape, vectors, _find_even_slices(group, len(models))[name]
             )
