@@ -166,12 +166,12 @@ def align(
         NotFound: nothing is at `key`, or the file has no model, or several (`AmbiguousName`).
         LimitExceeded: a tree is nested or repeated more than the limits allow.
     """
-    error: NotFound | None = None
+    not_found: NotFound | None = None  # raised at the end, if no entry has the name `key` either
     if model_only:
         scope_a, scope_b = (_select_weights(checkpoint, key) for checkpoint in (a, b))
     else:
-        scope_a, scope_b, error = _resolve_scopes(a, b, key)
-    keeps_all = error is None and not (scope_a.entry or scope_b.entry)
+        scope_a, scope_b, not_found = _resolve_scopes(a, b, key)
+    keeps_all = not_found is None and not (scope_a.entry or scope_b.entry)
     aligned = _Aligner(
         scope_a,
         scope_b,
@@ -181,7 +181,7 @@ def align(
     ).run()
     if keeps_all:
         return aligned
-    return _select_entry(aligned, scope_a.entry, scope_b.entry, key, error)
+    return _select_entry(aligned, scope_a.entry, scope_b.entry, key, not_found)
 
 
 def _select_entry(

@@ -253,7 +253,7 @@ class _Naming:
             text = f"{printable(name)}: {printable(reason)}"
             if name in removed_keys:
                 yield Change("left-out", text, 1, wanted=True)
-            elif name in undecided:
+            elif name in undecided:  # written under the key of the model nevertheless
                 yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
         for names, problem in (
             (report.missing_keys, f"of the model missing from {path}"),

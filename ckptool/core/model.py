@@ -630,6 +630,7 @@ def make_plain_tensor(
     Raises:
         CorruptFile: if `data` is longer or shorter than the elements.
     """
+    # Rounded up: a byte of a packed dtype has several elements.
     nbytes = -(-math.prod(shape) * BY_NAME[dtype].itemsize // PACKED.get(dtype, 1))
     if nbytes != data.length:
         problem = f"needs {nbytes:,} bytes, but there are {data.length:,}"

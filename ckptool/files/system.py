@@ -211,7 +211,7 @@ def remove_unlocked(path: str) -> int | None:
             # Without waiting for the other end of a pipe.
             fd = os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                got_lock = try_lock(fd)
+                got_lock = try_lock(fd)  # None if the system has no locks
                 if got_lock:
                     os.unlink(path)
                 if got_lock is False:

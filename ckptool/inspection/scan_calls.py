@@ -257,8 +257,9 @@ class Judge(Watcher):
     def _judge_object_call(self, func: Any, args: Any, kwargs: Any, *, is_new: bool) -> str:
         """Return the verdict on a call of an object that the pickle made.
 
-        A `functools.partial` is judged by its function, any other object runs something. pickle
-        fails if `func` is plain data, and an unknown object may be any function.
+        A `functools.partial` is judged by its function, any other object runs something, and so
+        does its `__new__` (`is_new`). pickle fails if `func` is plain data, and an unknown object
+        may be any function.
         """
         if not isinstance(func, Opaque) or is_unknown(func):
             return CANNOT_TELL

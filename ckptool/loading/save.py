@@ -339,7 +339,8 @@ class _States:
         if is_dtensor(node):
             self._pending_dtensors.append(node)
         elif isinstance(node, torch.nn.Module):
-            return self._take_module(node, node, make_wrapper_remover(node, averages=False))
+            remove_wrappers = make_wrapper_remover(node, averages=False)
+            return self._take_module(node, model=node, remove_wrappers=remove_wrappers)
         elif _is_optimizer(node):
             self._pending_optimizers.append(node)
         elif _has_state(node):

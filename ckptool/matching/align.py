@@ -213,7 +213,10 @@ def _find_respellings(
         other_keys: Names,
         other_respellings: dict[str, Respelling],
     ) -> dict[str, Respelling]:
-        """Return the respellings of one side that apply, by key: neither side has both keys."""
+        """Return the respellings of one side by key, except of keys that both sides spell alike.
+
+        Keys in exempt modules keep their spelling.
+        """
         return {
             key: respelling
             for key, respelling in respellings.items()

@@ -275,7 +275,7 @@ class Recipe:
             [texts] if isinstance(texts, str) else texts for texts in (from_, to, axes)
         )
         rule = RecipeRule.parse(left, right, equations)
-        return cls("rule", "", ((rule,),), {}, keeps_rest=True)
+        return cls(name="rule", about="", passes=((rule,),), params={}, keeps_rest=True)
 
     def invert(self) -> Recipe:
         """Return the inverse recipe."""

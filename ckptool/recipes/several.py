@@ -31,7 +31,8 @@ def _parse_file_patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
         raise UsageError(text, hint='add files = "consolidated.{rank:02}.pth" to the recipe')
     name = Pattern.parse(recipe.files)
     count = len(name.variables)
-    return name, Pattern("/".join("{}" * count), ("", *["/"] * (count - 1), ""), name.variables)
+    literals = ("", *["/"] * (count - 1), "")  # before, between and after the variables
+    return name, Pattern("/".join(["{}"] * count), literals, name.variables)
 
 
 def first_prefix(recipe: Recipe) -> str:

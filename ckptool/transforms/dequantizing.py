@@ -111,13 +111,15 @@ def _find_quantized_weights(
     for node in chain(every_node(checkpoint.root), modules):
         if isinstance(node, dict):
             for name, quantized in find_quantized(node, by_shape=id(node) in models).items():
-                if next(find_tensors(node[name]), None) is not None:
+                has_tensor = next(find_tensors(node[name]), None) is not None
+                if has_tensor:  # else there is nothing to convert
                     yield node, name, quantized
             for name, value in node.items() if with_torch_quantized else ():
                 if isinstance(value, TensorRef) and value.kind == "quantized":
                     layer = str(name).removesuffix("weight")
                     companions: tuple[str, ...] = (f"{layer}scale", f"{layer}zero_point")
-                    if layer == name or not all(key in node for key in companions):
+                    is_of_layer = layer != name and all(key in node for key in companions)
+                    if not is_of_layer:
                         companions = ()
                     yield node, name, Quantized(f"torch.{value.dtype}", companions)
 

@@ -420,9 +420,11 @@ class _Plan:
     def add_adapter(self, adapter: _Adapter) -> Change:
         """Plan the weights that an adapter changes, and return the line for the receipt.
 
+        Low-rank factors are added to a weight; a tensor saved in full replaces one.
+
         Raises:
             NotFound: if a tensor has no counterpart in the base.
-            UsageError: if shapes do not match.
+            UsageError: if shapes do not match, or the adapter has a larger vocabulary.
         """
         module_by_key: dict[str, str] = {}
         larger_shapes: dict[str, Sequence[int | None]] = {}
@@ -437,9 +439,9 @@ class _Plan:
             self._check_shapes(adapter, module, self.section.node[name], factors)
             self._added.setdefault(name, []).append(factors)
         self._refuse_unclear_order(adapter, module_by_key)
-        replaced: dict[str, str] = {}
+        replacing_keys: dict[str, str] = {}  # by key in the base
         for adapter_key, tensor in adapter.saved.items():
-            name = self._claim_key(adapter, adapter_key, adapter_key, replaced)
+            name = self._claim_key(adapter, adapter_key, adapter_key, replacing_keys)
             old: TensorRef = self.section.node[name]
             if _has_more_rows(tensor.shape, old.shape):
                 larger_shapes[name] = tensor.shape

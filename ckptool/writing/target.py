@@ -167,8 +167,9 @@ def choose_file(
     """Return the file to write for the target `path`.
 
     For a format that is a folder, it is the file that lists the others. Else it is the target
-    itself or, with `to_folder`, the file in it that the model's library looks for. That library is
-    known from the name of the source, else from the folder with its configuration.
+    itself or, with `to_folder`, the file in it that the model's library looks for, a safetensors
+    file without `format`. The library is known from the name of the source, else from the folder
+    with its configuration.
     """
     name, index = os.fspath(path), load_format(format or "").index_name
     if index:

@@ -257,7 +257,9 @@ def _check_trailing(data: ByteRange, end: int, limits: Limits, magic_length: int
 
 
 def _skip_object(data: ByteRange, position: int, limits: Limits, magic_length: int) -> int:
-    """Return the end of the object at `position`.
+    """Return the end of the pickle at `position`; with a `magic_length`, of the legacy stream.
+
+    A stream begins with a magic number of at most this length.
 
     Raises:
         CheckpointError: no object begins there.

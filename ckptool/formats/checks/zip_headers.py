@@ -90,13 +90,13 @@ def _parse_entries(data: ByteRange, end: End) -> Iterator[_Central]:
     """
     for name, raw in read_raw_entries(data, end):
         fixed = CENTRAL.unpack_from(raw)
-        _, made_by, *shared, crc, packed, size = fixed[:10]
-        name_length, extra_length, _, disk, internal, external, header = fixed[10:]
+        _signature, made_by, *shared, crc, packed, size = fixed[:10]
+        name_length, extra_length, _comment_length, disk, internal, external, header = fixed[10:]
         tail = raw[CENTRAL.size + name_length :]
         extra, comment = tail[:extra_length], tail[extra_length:]
         values = [size, packed, header]
         fields = _parse_extra_fields(extra)
-        wide_values = iter(_parse_zip64_values(fields))
+        wide_values = iter(_parse_zip64_values(fields))  # only of the values that need it
         for index, value in enumerate(values):
             if value == SEE_ZIP64:
                 values[index] = next(wide_values, -1)

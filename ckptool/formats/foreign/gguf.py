@@ -161,7 +161,12 @@ class _Header(Cursor):
         return _Entry(name, tuple(reversed(sizes)), type_number, offset)
 
     def _read_value(self, value_type: int, depth: int = 0) -> Any:
-        """Return the next value; None for a list, which is skipped with the lists inside it."""
+        """Return the next value; None for a list, which is skipped with the lists inside it.
+
+        Raises:
+            CorruptFile: it has an unknown type, or is a list inside of two others.
+            LimitExceeded: the header has too many values.
+        """
         self.charge(1)
         if value_type in _SCALAR_LAYOUTS:
             return self.read_numbers(_SCALAR_LAYOUTS[value_type])[0]

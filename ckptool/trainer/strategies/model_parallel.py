@@ -49,7 +49,12 @@ class ModelParallel(Strategy):
 
         def report_stage(device: torch.device, _: nn.Module, __: Any, outputs: Any) -> None:
             """Report the input and output shapes of a stage."""
-            self.observer.tell(Traced(False, str(device), input_shapes.pop(), first_shape(outputs)))
+            inputs = input_shapes.pop()
+            self.observer.tell(
+                Traced(
+                    outside=False, device=str(device), inputs=inputs, outputs=first_shape(outputs)
+                )
+            )
 
         with ExitStack() as hooks:
             for device, blocks in self._stages:
