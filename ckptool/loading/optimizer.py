@@ -549,7 +549,7 @@ def _list_casts(
     """
     import torch
 
-    *_, innermost = iterate_layers(optimizer)
+    *_, innermost = iterate_layers(optimizer)  # inside of wrappers
     if type(innermost).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     for number, key in key_by_number.items():

@@ -588,16 +588,8 @@ class _Planner(Generic[T]):
         ]
         for source, source_part, target, target_part in rule.pair_parts(equation, sizes):
             stacked, unstacked = rule.stacked[source], rule.unstacked[target]
-            axes = merge_axes(
-                [
-                    BoxAxis(
-                        axis.size,
-                        _step_of(source_part, name, strides[source]),
-                        _step_of(target_part, name, target_strides[target]),
-                    )
-                    for name, axis in source_part.axes.items()
-                    if name in target_part.axes
-                ]
+            axes = _list_common_axes(
+                source_part, strides[source], target_part, target_strides[target]
             )
             part_source_start = _dot(source_part.starts, strides[source])
             part_target_start = _dot(target_part.starts, target_strides[target])
@@ -674,6 +666,23 @@ class _Planner(Generic[T]):
 def _dot(numbers: Iterable[int], steps: Iterable[int]) -> int:
     """Return the sum of the products of numbers and steps."""
     return sum(number * step for number, step in zip(numbers, steps, strict=True))
+
+
+def _list_common_axes(
+    source_part: Part, source_strides: Shape, target_part: Part, target_strides: Shape
+) -> tuple[BoxAxis, ...]:
+    """Return the axes that two parts have in common, merged, with their steps in both tensors."""
+    return merge_axes(
+        [
+            BoxAxis(
+                axis.size,
+                _step_of(source_part, name, source_strides),
+                _step_of(target_part, name, target_strides),
+            )
+            for name, axis in source_part.axes.items()
+            if name in target_part.axes
+        ]
+    )
 
 
 def _step_of(part: Part, name: str, strides: Shape) -> int:

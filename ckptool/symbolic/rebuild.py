@@ -420,7 +420,8 @@ def _make_typed(machine: Machine, args: Any) -> Any:
 def _make_wrapper_subclass(machine: Machine, args: Any) -> TensorRef:
     """Handle `_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, grad)`.
 
-    DTensor, ShardedTensor and others without storage: the local part is in the state.
+    DTensor, ShardedTensor and others without storage: the local part is in the state, which a later
+    opcode sets.
     """
     cls, dtype, size, stride, offset, _, device, requires_grad = args
     tag = device.tag if isinstance(device, DeviceValue) else str(device)
