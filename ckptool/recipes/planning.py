@@ -77,7 +77,7 @@ class _Template(NamedTuple):
 
     shapes: list[Shape]
     pieces: list[dict[tuple[int, ...], list[Piece]]]
-    """By key on the right, then by the position in each variable that only the right side has."""
+    """By key on the right, then by its numbers in the variables that only the right side has."""
 
 
 class _Member(NamedTuple, Generic[T]):
@@ -295,7 +295,7 @@ class _Planner(Generic[T]):
         return outcome
 
     def _add_member(
-        self, group: _Members[T], side: int, numbers: Sequence[str | int], member: _Member[T]
+        self, group: _Members[T], side: int, values: Sequence[str | int], member: _Member[T]
     ) -> None:
         """Add a tensor to its group, at its position in the stacked variables.
 
@@ -304,18 +304,18 @@ class _Planner(Generic[T]):
             NameCollision: if the position has a tensor already.
         """
         members = group.members[side]
-        if text_value := next((value for value in numbers if not is_number(value)), None):
+        if text_value := next((value for value in values if not is_number(value)), None):
             text = f"{printable(member.key)!r} would be joined with others, but "
             raise self._usage_error(
                 f"{text}{printable(str(text_value))!r} does not define the order: {group.rule.text}"
             )
-        positions = tuple(map(int, numbers))
-        if positions in members:
-            both = f"{printable(members[positions].key)!r} and {printable(member.key)!r}"
+        numbers = tuple(map(int, values))
+        if numbers in members:
+            both = f"{printable(members[numbers].key)!r} and {printable(member.key)!r}"
             raise NameCollision(
                 f"{both} have the same position in {group.rule.text}", file=self._file
             )
-        members[positions] = member
+        members[numbers] = member
 
     def _collect_results(
         self, order: Sequence[_Renamed[T] | _Members[T]], outcome: Outcome[T]
@@ -395,7 +395,7 @@ class _Planner(Generic[T]):
             return counts
         for pattern, names, members in zip(rule.left, rule.stacked, group.members, strict=True):
             for index, name in enumerate(names):
-                highest = max((positions[index] for positions in members), default=-1)
+                highest = max((numbers[index] for numbers in members), default=-1)
                 counts[name] = max(counts.get(name, 0), 1 + highest, pattern.count_choices(name))
         for pattern, names, members in zip(rule.left, rule.stacked, group.members, strict=True):
             missing = find_first_missing(members, [counts[name] for name in names])
@@ -456,24 +456,22 @@ class _Planner(Generic[T]):
             self._check_same(group, axes=frozenset())
             self._note_needed(counts, counts)
             source_tensor = firsts[0].tensor
-            target_positions = self._list_positions(rule.unstacked[0], rule.right[0], sizes)
-            keys = [self._make_key(group, 0, positions) for positions in target_positions]
+            target_numbers = self._list_numbers(rule.unstacked[0], rule.right[0], sizes)
+            keys = [self._make_key(group, 0, numbers) for numbers in target_numbers]
             return [[(key, source_tensor) for key in keys]]
         equation = rule.equations[use.equation]
         tensors = [
             {
-                positions: maker.prepare(member.key, member.tensor)
-                for positions, member in group_members.items()
+                numbers: maker.prepare(member.key, member.tensor)
+                for numbers, member in group_members.items()
             }
             for group_members in group.members
         ]
         for side, group_members in enumerate(tensors):
             if len({tensor.stride for tensor in group_members.values()}) > 1:
                 tensors[side] = {
-                    positions: maker.prepare(
-                        group.members[side][positions].key, tensor, in_rows=True
-                    )
-                    for positions, tensor in group_members.items()
+                    numbers: maker.prepare(group.members[side][numbers].key, tensor, in_rows=True)
+                    for numbers, tensor in group_members.items()
                 }
         views = [next(iter(group_members.values())) for group_members in tensors]
         template_key = (use, *((view.sizes, view.stride) for view in views), *counts.items())
@@ -484,14 +482,14 @@ class _Planner(Generic[T]):
         if not rule.takes_single:
             self._check_same(group, equation.right_axes)
         made: list[list[tuple[str, T]]] = [[] for _ in template.shapes]
-        for side, (shape, pieces_by_positions) in enumerate(
+        for side, (shape, pieces_by_numbers) in enumerate(
             zip(template.shapes, template.pieces, strict=True)
         ):
-            for positions, pieces in pieces_by_positions.items():
-                key = self._make_key(group, side, positions)
+            for numbers, pieces in pieces_by_numbers.items():
+                key = self._make_key(group, side, numbers)
                 members = [tensors[piece.key_index][piece.member] for piece in pieces]
                 places = tuple([member.place for member in members])
-                identity = id(template), side, positions, places
+                identity = id(template), side, numbers, places
                 tensor = self._made_by_identity.get(identity)
                 if tensor is None:  # Tied tensors stay tied.
                     tensor = maker.make(key, shape, pieces, members, identity)
@@ -499,10 +497,10 @@ class _Planner(Generic[T]):
                 made[side].append((key, tensor))
         return made
 
-    def _make_key(self, group: _Members[T], side: int, positions: tuple[int, ...]) -> str:
-        """Return the key of a result: pattern `side` on the right, filled with its positions."""
+    def _make_key(self, group: _Members[T], side: int, numbers: tuple[int, ...]) -> str:
+        """Return the key of a result: pattern `side` on the right, filled with its numbers."""
         names, pattern = group.rule.unstacked[side], group.rule.right[side]
-        key = pattern.fill({**group.values, **dict(zip(names, positions, strict=True))})
+        key = pattern.fill({**group.values, **dict(zip(names, numbers, strict=True))})
         if len(key) > MAX_KEY:
             raise self._usage_error(f"a key would have {len(key):,} characters: {group.rule.text}")
         return key
@@ -527,7 +525,7 @@ class _Planner(Generic[T]):
                     text = f"{keys} differ, but the recipe expects the same elements"
                     raise self._usage_error(f"{text}: {group.rule.text}")
 
-    def _list_positions(
+    def _list_numbers(
         self, names: Sequence[str], pattern: Pattern, sizes: Mapping[str, int]
     ) -> list[tuple[int, ...]]:
         """Return all combinations of values for `names`, the variables that only the target has.
@@ -583,7 +581,7 @@ class _Planner(Generic[T]):
             raise Misfit("the result would have too many elements")
         target_strides = [row_major_strides(shape) for shape in targets]
         pieces: list[dict[tuple[int, ...], list[Piece]]] = [
-            {positions: [] for positions in self._list_positions(names, pattern, sizes)}
+            {numbers: [] for numbers in self._list_numbers(names, pattern, sizes)}
             for names, pattern in zip(rule.unstacked, rule.right, strict=True)
         ]
         for source, source_part, target, target_part in rule.pair_parts(equation, sizes):
@@ -603,8 +601,8 @@ class _Planner(Generic[T]):
             self._count_pieces(prod(map(len, member_ranges)) * len(pieces[target]))
             for member in product(*member_ranges):
                 target_start = part_target_start + _dot(member, member_steps)
-                for positions, piece_list in pieces[target].items():
-                    source_start = part_source_start + _dot(positions, target_steps)
+                for numbers, piece_list in pieces[target].items():
+                    source_start = part_source_start + _dot(numbers, target_steps)
                     piece_list.append(Piece(source, member, source_start, target_start, axes))
         self._check_way_back(rule, equation, targets, counts, sizes)
         return _Template(targets, pieces)
