@@ -346,9 +346,10 @@ def _has_model_name(section: Section) -> bool:
     """
     if section.kind == "module":
         has_parameters = any(
-            getattr(value, "is_parameter", True) for value in section.node.values()
+            getattr(value, "is_parameter", True)  # values that are no tensors belong to a model
+            for value in section.node.values()
         )
-        return has_parameters or bool(section.apart)
+        return has_parameters or bool(section.apart)  # weights known only to their class
     metadata = isinstance(section.node, OrderedMap) and section.node.metadata
     return bool(metadata) or (_has_weight_key(section) and not _is_table(section.node))
 

@@ -128,7 +128,8 @@ def _complain_of_calls(calls: tuple[str, ...]) -> Complaint:
 def _check_extension(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about a wrong extension, and about a header without `format: pt`.
 
-    The fix is the format that belongs to the extension, or safetensors for weights called so.
+    The fix writes the format that the extension promises; but safetensors cannot store the state
+    of a training, so such a file stays one of torch.
     """
     checkpoint = subject.checkpoint
     text = describe_wrong_extension(checkpoint)
@@ -139,13 +140,13 @@ def _check_extension(subject: Subject) -> Iterator[Complaint]:
             yield _complain_fixed_by_rewrite(
                 "format-unnamed", "note", text, effect, quoted=quote("no-format")
             )
-    elif load_format(checkpoint.format).tensors_only:
+    elif load_format(checkpoint.format).tensors_only:  # such as safetensors, called .pth
         operand_error, effect = _quote_operand_error(_read_head(checkpoint.path)[:1])
         effect = f"{effect}; it loads if its extension is .safetensors"
         yield Complaint(
             "misnamed", text, quote=operand_error, effect=effect, fix=(), format="torch-zip"
         )
-    else:
+    else:  # a file of torch.save, called .safetensors
         format = "torch-zip" if subject.is_training else "safetensors"
         yield Complaint(
             "misnamed",

@@ -241,6 +241,7 @@ class Judge(Watcher):
             if objects and _can_iterate_library_object(name, objects):
                 return RUNS
             calls_no_argument = func.name.startswith("_rebuild")  # as in torch._utils
+            # A constructor of data only calls objects; one that needs code may call any argument.
             arguments = parts if kind == NEEDS_CODE else objects
             return kind if self.is_harmless(arguments, strict=not calls_no_argument) else RUNS
         if kind == "numeric":  # an empty object, a new one, or one made of numbers

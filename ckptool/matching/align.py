@@ -592,13 +592,16 @@ def _make_respelling_steps(
     A step of the model turns the current spelling into the old one of the model. A step has no rule
     if the rule would change other keys, or if there would be too many rules.
     """
+    is_file = side == 0
     full_keys_by_endings: dict[tuple[str, str], set[str]] = {}
     for key, respelling in respellings.items():
-        before, after = respelling if side == 0 else (respelling.new, respelling.old)
+        before, after = respelling if is_file else (respelling.new, respelling.old)
         common_length = len(find_common_module([before, after]))
         endings = before[common_length:], after[common_length:]
         full_keys_by_endings.setdefault(endings, set()).add(alignment.bare[side][key])
-    keys_before = alignment.bare[0] if side == 0 else alignment.current[1]
+    # The keys to which the rule applies: those of the file before, those of the model after
+    # respelling, because the steps lead from the file to the model.
+    keys_before = alignment.bare[0] if is_file else alignment.current[1]
     for (before, after), changed in full_keys_by_endings.items():
         rule = rf"(^|\.){escape_regex(before)}$=>\1{escape_replacement(after)}"
         n_affected = sum(f".{key}".endswith(f".{before}") for key in keys_before)

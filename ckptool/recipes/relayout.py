@@ -278,11 +278,13 @@ def _report_changes(
             if taken and rule.renames and rule.left != rule.right:
                 text = f"{rule.text}: renamed {counted(taken, 'tensor')}"
                 yield Change("recipe", text, taken)
-            for text, use, count in outcome.describe(rule):
-                has_axes = use.equation != NO_EQUATION
-                equation = rule.equations[use.equation].text if has_axes else "the same in all"
-                yield Change("recipe", f"{text}, {equation}", count)
-    for key, tied_key in result.untied.items() if not result.aliases else ():
+            for text, use, n_tensors in outcome.describe(rule):
+                has_equation = use.equation != NO_EQUATION
+                how = rule.equations[use.equation].text if has_equation else "the same in all"
+                yield Change("recipe", f"{text}, {how}", n_tensors)
+    # A tied key that the file lacks was added first (`aliases`): leaving it out again is no news.
+    reported_untied = {} if result.aliases else result.untied
+    for key, tied_key in reported_untied.items():
         yield Change("recipe", f"left out {printable(key)}: it is tied to {printable(tied_key)}", 1)
     if result.dropped:
         labels = [family.label for family in group_families((key, None) for key in result.dropped)]

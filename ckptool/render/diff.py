@@ -370,7 +370,10 @@ def _merge_sides(row: Row) -> Row:
 def _rows_table(
     heading: str, rows: Sequence[Row], look: Look, spare: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield a table of the columns with content; nothing without rows."""
+    """Yield a table of the columns with content; nothing without rows.
+
+    On a narrow terminal the columns in `spare` are left out, the first one first.
+    """
     headings = (heading, "", "what", "in A", "in B", *_FIGURES)
     cells = [
         [_format_name(row.name), f"x{row.count}" if row.count > 1 else "", *_make_cells(row)]

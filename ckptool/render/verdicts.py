@@ -196,8 +196,8 @@ def _list_facts(verdict: Verdict) -> Iterator[str]:
         yield counted(verdict.tensors, "tensor")
     yield format_size(verdict.size)
     if verdict.summed and verdict.checked:
-        is_of_all = verdict.summed == verdict.records
-        yield "CRC-32" if is_of_all else f"{verdict.summed:,} CRC-32 checksums"
+        covers_all = verdict.summed == verdict.records  # every record had a CRC-32 to verify
+        yield "CRC-32" if covers_all else f"{verdict.summed:,} CRC-32 checksums"
     elif not verdict.manifest:
         yield "no CRC-32 stored" if verdict.records else "no checksums in this format"
     if verdict.manifest:

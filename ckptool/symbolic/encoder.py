@@ -426,7 +426,7 @@ class _Encoder:
         self.write_integers(node.stride)
         self.write_boolean(node.requires_grad)
         self.write_global(_ORDERED_DICT)
-        self.out += b")RtR"
+        self.out += b")RtR"  # call OrderedDict (no hooks); end the arguments; call the function
         self.memoize(id(node))
         return True
 

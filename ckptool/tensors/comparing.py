@@ -406,14 +406,16 @@ class _Kernel:
     def _is_close(
         self, x: torch.Tensor, y: torch.Tensor, gap: torch.Tensor | None, b: torch.Tensor
     ) -> bool:
-        """Return `torch.allclose` of x and y; True if the result for the tensor is known already.
+        """Return `torch.allclose` of x and y.
 
-        `gap` is |a - b|, or None if it must not be used, and `b` is y in the same dtype.
+        True without a calculation if nobody asked for it, or if an earlier chunk was not close.
+        `gap` is |x - y| and `b` is y, both as calculated with; without `gap` torch decides.
         """
         import torch
 
         tolerance = self._tolerance
-        if not (tolerance.was_given and self.close):
+        is_undecided = self.close  # False once a chunk of the tensor was not close
+        if not (tolerance.was_given and is_undecided):
             return True
         if gap is not None and (self._has_long_integers or gap.dtype == self._common_dtype):
             excess = gap.sub(b.abs().mul_(tolerance.rtol).add_(tolerance.atol)).amax().item()

@@ -596,6 +596,7 @@ class Salvage(Step):
         """
         tensors = list(checkpoint.tensors())
         lost = [path for path, tensor in tensors if any(map(_is_lost, walk_everything(tensor)))]
+        # `walk_everything` also yields the components of a tensor, such as sparse indices.
         parts = (part for _, tensor in tensors for part in walk_everything(tensor))
         storages = (part.storage for part in parts if isinstance(part, TensorRef))
         unchecked_sources = (
@@ -609,9 +610,10 @@ class Salvage(Step):
         if not lost and tensors:
             text = f"all {counted(len(tensors), 'tensor')} are intact{note}"
             return checkpoint.with_root(checkpoint.root, Change("salvage", text))
-        # With the paths above: an `_extra_state` with a lost tensor is dropped as one entry.
-        lost_paths = {path[:length] for path in lost for length in range(1, len(path) + 1)}
-        root, changes = drop_tensors(checkpoint, lost_paths)
+        # The paths above are dropped too: an `_extra_state` is one entry, which has lost a tensor
+        # inside it. A container is not an entry, so its path here drops nothing.
+        dropped_paths = {path[:length] for path in lost for length in range(1, len(path) + 1)}
+        root, changes = drop_tensors(checkpoint, dropped_paths)
         if root is None or not tensors:  # damage may leave no tensors, but intact values
             raise NotFound("no tensor is intact", file=checkpoint.path)
         salvaged = checkpoint.with_root(root, *changes)

@@ -430,7 +430,7 @@ class Rename(Step):
         plan.plan_optimizers(
             checkpoint.root,
             sections,
-            lambda own: rules.find_renamed_keys(own) if self.key is None else {},
+            lambda own_names: rules.find_renamed_keys(own_names) if self.key is None else {},
         )
         plan.changes[:0] = rules.list_changes()
         plan.changes.extend(Change("warning", text) for text in rules.describe_unused())
@@ -578,7 +578,7 @@ class Strip(Step):
             elif section.kind == "module":
                 _plan_unwrapping(plan, section, unwrap_modules(section.holder, **options))
         plan.plan_optimizers(
-            checkpoint.root, sections, lambda own: strip_names(own, **options).renamed
+            checkpoint.root, sections, lambda own_names: strip_names(own_names, **options).renamed
         )
         return plan.apply_to(checkpoint)
 
@@ -634,7 +634,7 @@ class Wrap(Step):
         plan.plan_optimizers(
             checkpoint.root,
             all_sections,
-            lambda own: find_changed_keys(own, rename) if self.key is None else {},
+            lambda own_names: find_changed_keys(own_names, rename) if self.key is None else {},
         )
         return plan.apply_to(checkpoint)
 

@@ -96,7 +96,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
     with ExitStack() as stack:
         complete = group.run_on_first(begin)
         missing = [shard for shard in shards if shard.path not in complete]
-        process_count = len(group.collect(0))
+        process_count = len(group.collect(0))  # each process gives a value
         shares = _distribute(missing, process_count)
         with group.raise_on_all_ranks():
             files = {file.path: file for file in plan.files}

@@ -656,7 +656,7 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
         dtype = placeholder.dtype if isinstance(placeholder, TensorRef) else None
         is_floating = dtype is not None and BY_NAME[dtype].floating
         masters_by_dtype.setdefault(dtype if is_floating else None, {})[name] = state[MASTER]
-    from ckptool.transforms import Cast  # the only reader that computes, as training did
+    from ckptool.transforms import Cast  # here, because no other reader needs it
 
     trained, cast_checkpoint, notes = dict[str, TensorRef](), _make_checkpoint({}, ()), list[str]()
     changes = list[Change]()
@@ -672,7 +672,7 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
             notes.append(f"{message}; use --master (master=True) for the master weights")
             changes.append(Change("cast", notes[-1], len(masters)))
             cast = Cast(dtype, cast_optimizer=True, allow_overflow=True, raw=True)
-            # Each result keeps the reports of the casts before.
+            # From the last result, so that the reports of all casts are kept.
             cast_checkpoint = cast(cast_checkpoint.with_root({"module": masters}))
             masters = cast_checkpoint.root["module"]
         trained |= masters  # not cast if they have this dtype

@@ -285,6 +285,7 @@ def _read_index(probe: Probe) -> _Index:
         table = read_table(source, probe.limits)
         header = Message(table.pop(b"", b""))
         entries = {key: _parse_entry(key, raw, probe.limits) for key, raw in table.items()}
+    # The fields of BundleHeaderProto: 1 num_shards, 2 endianness.
     order = "big" if header.get_number(2) else "little"
     return _Index(path, source, entries, header.get_number(1), order)
 
