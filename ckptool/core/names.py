@@ -266,10 +266,10 @@ def split_partly_wrapped(
     wrappers, as in `strip_names`.
     """
     names = list(filter(is_wrappable, names))
-    within = [name for name in names if name.startswith("module.")]
+    wrapped = [name for name in names if name.startswith("module.")]
     others = [name for name in names if not name.startswith("module.")]
-    is_part = 0 < len(others) < len(within) and "module" in _check_kinds(only)
-    return (within, others) if is_part else ([], [])
+    is_partly_wrapped = 0 < len(others) < len(wrapped) and "module" in _check_kinds(only)
+    return (wrapped, others) if is_partly_wrapped else ([], [])
 
 
 def make_prefixer(wrapper: str, at: str | None = None) -> Renamer:

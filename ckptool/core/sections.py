@@ -525,13 +525,12 @@ def _find_models(root: Any, path: Path = ()) -> list[Section]:
         model_path = with_weight_key[0].path
         if model_path and _MODEL_NAME.fullmatch(str(model_path[-1])):
             return with_weight_key
-    if any("ema" not in candidate.name.lower() for candidate in likely):
-        return likely
-    return list(models.values())
+    are_averages = all("ema" in candidate.name.lower() for candidate in likely)
+    return list(models.values()) if are_averages else likely
 
 
 def _require_one(checkpoint: Checkpoint, sections: list[Section], where: str) -> Section:
-    """Return the only section or the marked one; raise an error that lists the choices."""
+    """Return the only section, or the one marked as the model; else raise an error with a list."""
     chosen = choose_only_model(sections)
     if chosen is not None:
         return chosen

@@ -170,13 +170,13 @@ MAGICS: tuple[Magic, ...] = (
         is_pattern=True,
     ),
 )
-ENDINGS = {
+PRODUCT_BY_EXTENSION = {
     ".npy": "NumPy",
     ".onnx": "ONNX",
     ".pb": "TensorFlow",
     ".tflite": "TensorFlow Lite",
 }
-"""The products of some extensions that no supported format has."""
+"""By extension that no supported format has: the product that writes it."""
 _FORMAT_SIGNATURES = (
     b"PK\x03\x04",
     b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",

@@ -308,7 +308,7 @@ def _find_inserted_wrappers(short_keys: Names, long_keys: Names, side: int) -> l
     caller reverses the order of the steps. A step has no rule if a rule would change other keys.
     """
     long_by_full = {full: name for name, full in long_keys.items()}
-    full_keys_by_insertion: dict[tuple[str, str], set[str]] = {}
+    full_keys_by_insertion: dict[tuple[str, str], set[str]] = {}  # by path and wrappers
     for name, full in short_keys.items():
         if name != long_by_full[full] and len(long_by_full[full]) <= _MAX_KEY_LENGTH:
             for insertion in _find_insertions(name.split("."), long_by_full[full].split(".")):

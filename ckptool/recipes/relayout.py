@@ -197,6 +197,7 @@ def _rearrange_moments(
     }
     if result.is_one_to_one and not changed:
         return {}
+    # Tensors of the optimizer that are not known to follow.
     remaining = {id(checkpoint.tensors[path]) for path in find_optimizer_paths(checkpoint)}
     if not (remaining or any(section.kind == "optimizer" for section in checkpoint.sections)):
         return {}

@@ -76,7 +76,7 @@ def parse_numpy_dtype(node: Any) -> tuple[str, str] | None:
 
 
 def finish_array(node: Opaque, file: str) -> Any:
-    """Return a `numpy.ndarray` that has its state as a tensor; any other object unchanged.
+    """Return the tensor of a `numpy.ndarray` object with its state; any other object unchanged.
 
     Its elements may be pickled as text. They are kept as bytes, also in the object.
     """
@@ -132,7 +132,7 @@ def _make_buffer_array(package: str, machine: Machine, args: Any) -> Any:
 def _make_jax_array(name: str, machine: Machine, args: Any) -> Any:
     """Handle `_reconstruct_array(function, args, state, aval)`: numpy's reduce in another order.
 
-    Source: jax/_src/array.py.
+    Returns NotImplemented for other arguments. Source: jax/_src/array.py.
     """
     match args:
         case (Global() as func, tuple() as inner, tuple() as state, dict()):

@@ -405,7 +405,8 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
         import torch
 
         loaded_scales, packed_zeros, *optional = loaded
-        zeros = unpack_bits(packed_zeros.view(groups, -1).view(torch.uint8), bits)[:, :rows]
+        unpacked = unpack_bits(packed_zeros.view(groups, -1).view(torch.uint8), bits)
+        zeros = unpacked[:, :rows]  # without the padding of the last integer
         if version == "gptq":
             zeros = zeros + 1
             if bool((zeros >> bits).any()):  # 0 - 1 was stored as the largest code

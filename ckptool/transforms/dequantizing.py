@@ -200,7 +200,7 @@ def _dequantize_each(result: Dequantized) -> dict[int, dict[str, dict[str, Tenso
             )
             key = to_plain_key(quantized.scheme, name)
             stem = key.removesuffix(PACKED) if isinstance(key, str) else key
-            new_entries = {
+            new_entries = {  # `end` is "", or for packed parameters "weight" and "bias"
                 f"{stem}{end}" if end else stem: tensor for end, tensor in plain_tensors.items()
             }
         except UnknownLayout as error:

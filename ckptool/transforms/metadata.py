@@ -38,6 +38,7 @@ def move_metadata(
         path: new_paths_by_keys.get(path) or _find_new_path_by_rule(path, rename_module)
         for path in metadata
     }
+    # If several modules move to one path, the entry of the lowest rank is used.
     ranked = [(rank, new, old) for old, ranks in new_paths.items() for new, rank in ranks.items()]
     old_by_new: dict[Any, Any] = {}
     for _, new, old in sorted(ranked, key=itemgetter(0)):

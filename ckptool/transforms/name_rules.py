@@ -160,7 +160,7 @@ class AppliedRules:
         """
         new_keys = {name: self.rename_key(name) for name in names}
         for name, new in new_keys.items():
-            if name and not new:
+            if name and not new:  # a key that is empty in the file may stay so
                 raise UsageError(
                     f"the rules would leave nothing of the key {printable(name)!r}",
                     file=self.file or None,

@@ -345,6 +345,7 @@ def _find_wrapped_modules(
     """Return the module inside each wrapper to remove at or below `start`, by the wrapper's id.
 
     On each path down the modules, at most `levels` wrappers are removed; None means all of them.
+    A child `module` is only removed from a DataParallel class, which only other wrappers contain.
     """
     replacements: dict[int, Any] = {}
     pending = [(start, frozenset[int](), 0, True)]

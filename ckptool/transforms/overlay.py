@@ -22,8 +22,6 @@ from ckptool.transforms.names import replace_entries
 from ckptool.transforms.step import Step, check_list_option
 from ckptool.words import are, counted, listed, printable, shell
 
-_OPTIMIZER = "still has the optimizer state of the old weights"
-
 
 @dataclass(frozen=True)
 class Overlay(Step):
@@ -135,7 +133,8 @@ class Overlay(Step):
             text = f"added {counted(len(added), 'tensor')}: {listed(map(printable, added), most=3)}"
             changes.append(Change("overlay", text, len(added)))
         if any(part.kind == "optimizer" for part in checkpoint.sections):
-            changes.append(Change("warning", f"the file {_OPTIMIZER}"))
+            text = "the file still has the optimizer state of the old weights"
+            changes.append(Change("warning", text))
         entries = {id(section.holder): [*items, *added.items()]}
         result = replace_entries(checkpoint, entries, *changes)
         return replace(result, sources=(*result.sources, *other.sources))

@@ -245,10 +245,10 @@ def _divide_for_torch(checkpoint: Checkpoint) -> _DividedStateDict:
 
 
 def _find_shareable(value: Any) -> dict[int, int]:
-    """Return the bytes outside the pickle of each object in an entry, by its identity.
+    """Return, by `id`, the objects in an entry that other entries can share, and their sizes.
 
-    They are the objects that several entries can share: containers, tensors and storages. Only
-    storages have bytes there, the others have 0.
+    These are containers, tensors and storages. A size is the number of bytes outside the pickle,
+    so only those of storages are not 0.
     """
     size_by_object: dict[int, int] = {}
     for node in walk_everything(value):
@@ -262,7 +262,7 @@ def _find_shareable(value: Any) -> dict[int, int]:
 def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
     """Return the keys in groups that share an anchor, directly or through other keys.
 
-    `anchors` has the anchors of each key. Groups are in the order of their first keys.
+    An anchor is a stored tensor or a shared object, which one file must have. Groups are in the order of their first keys.
     """
     names = list(anchors)
     parent = list(range(len(names)))  # union-find: numbers of joined keys lead to the smallest one

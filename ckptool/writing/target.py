@@ -82,9 +82,10 @@ def _find_formats(extension: str) -> list[str]:
     writable_names = [candidate.name for candidate in candidates if candidate.writable]
     unwritable_name = candidates[0].name if not writable_names else None
     if not extension_formats:
-        from ckptool.formats.identify import ENDINGS  # known extensions do not need it
+        # Imported here: known extensions do not need it.
+        from ckptool.formats.identify import PRODUCT_BY_EXTENSION
 
-        unwritable_name = ENDINGS.get(extension)
+        unwritable_name = PRODUCT_BY_EXTENSION.get(extension)
     if unwritable_name is not None:
         raise UsageError(
             f"{extension} is the extension of {unwritable_name} files, which ckptool does not "
@@ -130,11 +131,14 @@ def is_folder_target(
 
 def _has_known_extension(name: str, source: Source | Sequence[str | os.PathLike[str]]) -> bool:
     """Return True if the extension of a target is known, or the same as that of its source."""
-    from ckptool.formats.identify import ENDINGS
+    from ckptool.formats.identify import PRODUCT_BY_EXTENSION
 
     name = name.lower()
     extension = os.path.splitext(name)[1]
-    extensions = {*ENDINGS, *(extension for format in REGISTRY for extension in format.endings)}
+    extensions = {
+        *PRODUCT_BY_EXTENSION,
+        *(extension for format in REGISTRY for extension in format.endings),
+    }
     if name.endswith(INDEX_SUFFIX) or extension in extensions:
         return True
     if isinstance(source, Checkpoint):

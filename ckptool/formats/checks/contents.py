@@ -117,7 +117,7 @@ _ARRAY_CLASSES = frozenset({"ndarray", "matrix", "memmap", "recarray"})
 
 
 def _find_pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding if no pickler writes such a memo or stack, and for each impossible call.
+    """Yield findings on a memo or stack that no pickler leaves, and on impossible calls.
 
     Damage may be the cause. A function is reported once.
     """
