@@ -262,7 +262,8 @@ def _find_shareable(value: Any) -> dict[int, int]:
 def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
     """Return the keys in groups that share an anchor, directly or through other keys.
 
-    An anchor is a stored tensor or a shared object, which one file must have. Groups are in the order of their first keys.
+    An anchor is a stored tensor or a shared object, which must be in one file. Groups are in the
+    order of their first keys.
     """
     names = list(anchors)
     parent = list(range(len(names)))  # union-find: numbers of joined keys lead to the smallest one
