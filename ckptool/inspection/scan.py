@@ -584,10 +584,12 @@ class _Scanner:
             if data_range in seen_ranges or name in storage_paths:
                 continue
             seen_ranges.add(data_range)
-            keys = self.scan_content(record, _join_names(where, name), depth + 1)
+            storage_keys = self.scan_content(record, _join_names(where, name), depth + 1)
             if name.endswith(".pkl"):
                 folder = name[: name.rfind("/") + 1]
-                paths = (f"{folder}{part}/{key}" for part in _STORAGE_FOLDERS for key in keys)
+                paths = (
+                    f"{folder}{part}/{key}" for part in _STORAGE_FOLDERS for key in storage_keys
+                )
                 storage_paths.update(path for path in paths if not path.endswith(".pkl"))
         if any(_TORCHSCRIPT_RECORD.search(name) for name, _ in records):
             self.code = [name for name in self.code if not _TORCHSCRIPT_RECORD.search(name)]

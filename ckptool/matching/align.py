@@ -247,58 +247,68 @@ def _iterate_forms(slots: Mapping[str, Slot], *, side: int) -> Iterator[_Form]:
     They are the keys unchanged, without wrapper prefixes, and without `module` in submodules too. A
     form that changes no further key, or in which two keys would collide, is left out.
     """
+    form = _Form({name: name for name in slots})
+    yield form
+    names, component_steps = _remove_wrapper_components(form.names, side)
+    names, module_steps = _remove_leading_modules(names, side)
+    if len(names) == len(form.names) and names.keys() != form.names.keys():
+        form = _Form(names, (*component_steps, *module_steps))
+        yield form
     # A submodule can legitimately be named `module`: this component is removed last, and only if
     # the other forms did not fit.
-    previous = short = {name: name for name in slots}
-    yield _Form(previous)
-    joined = "\n".join(slots)
-    steps: list[AlignmentStep] = []
-    if any(word in joined for word in WRAPPERS if word != "module"):
-        short = {_WRAPPER_COMPONENT.sub("", name): name for name in slots}
-        changed = {full for name, full in short.items() if name != full}
-        if side:
-            steps += _find_inserted_wrappers(short, previous, side)
-        elif changed:
-            components = dict.fromkeys(
-                word for name in changed for word in _WRAPPER_COMPONENT.findall(name)
-            )
-            description = f"{', '.join(components)} removed"
-            steps.append(
-                AlignmentStep("wrapper", description, f"{_WRAPPER_COMPONENT.pattern}=>", 0, changed)
-            )
-    # `AveragedModel` has its counter next to its `module`.
-    wrapped = [name for name in short if not _WRAPPER_COUNTER.fullmatch(name)]
-    front = _LEADING_MODULES.match(find_common_module(wrapped))[0] if wrapped else ""  # type: ignore[index]
-    if front:
-        depth = front.count(".")
-        pattern = re.compile(rf"^(?:module\.){{1,{depth}}}" if depth > 1 else r"^module\.")
-        changed = {full for name, full in short.items() if name.startswith("module.")}
-        short = {
-            name[len(front) :] if name.startswith(front) else pattern.sub("", name): full
-            for name, full in short.items()
-        }
-        if side == 0:
-            steps.append(
-                AlignmentStep("wrapper", f"{front} removed", f"{pattern.pattern}=>", 0, changed)
-            )
-        else:
-            steps.append(AlignmentStep("wrapper", f"{front} added", f"^=>{front}", 1, changed))
-    if len(short) == len(previous) and short.keys() != previous.keys():
-        previous = short
-        yield _Form(previous, tuple(steps))
-    else:
-        steps = []
     module_paths = set(
-        find_wrapped_submodules(name for name in previous if not is_average_counter(name))
+        find_wrapped_submodules(name for name in form.names if not is_average_counter(name))
     )
     if module_paths:
-        without_modules = {
-            _remove_wrapped_modules(name, module_paths): full for name, full in previous.items()
+        names = {
+            _remove_wrapped_modules(name, module_paths): full for name, full in form.names.items()
         }
-        if len(without_modules) == len(previous):
-            yield _Form(
-                without_modules, (*steps, *_find_inserted_wrappers(without_modules, previous, side))
-            )
+        if len(names) == len(form.names):
+            yield _Form(names, (*form.steps, *_find_inserted_wrappers(names, form.names, side)))
+
+
+def _remove_wrapper_components(keys: Names, side: int) -> tuple[Names, list[AlignmentStep]]:
+    """Return the keys of a file or model without wrapper components other than `module`.
+
+    Also the steps for this: one that removes them from the file, or several that add the model's.
+    """
+    joined = "\n".join(keys)
+    if not any(word in joined for word in WRAPPERS if word != "module"):
+        return keys, []
+    short = {_WRAPPER_COMPONENT.sub("", name): name for name in keys}
+    if side == 1:
+        return short, _find_inserted_wrappers(short, keys, side)
+    changed = {full for name, full in short.items() if name != full}
+    if not changed:
+        return short, []
+    components = dict.fromkeys(
+        word for name in changed for word in _WRAPPER_COMPONENT.findall(name)
+    )
+    rule = f"{_WRAPPER_COMPONENT.pattern}=>"
+    return short, [AlignmentStep("wrapper", f"{', '.join(components)} removed", rule, 0, changed)]
+
+
+def _remove_leading_modules(keys: Names, side: int) -> tuple[Names, list[AlignmentStep]]:
+    """Return the keys without the `module.` that all begin with, and the step for this.
+
+    The step removes it from the file or adds it for the model. The counter of an `AveragedModel` is
+    next to its `module`, so it may begin with fewer.
+    """
+    wrapped = [name for name in keys if not _WRAPPER_COUNTER.fullmatch(name)]
+    front = _LEADING_MODULES.match(find_common_module(wrapped))[0] if wrapped else ""  # type: ignore[index]
+    if not front:
+        return keys, []
+    depth = front.count(".")
+    pattern = re.compile(rf"^(?:module\.){{1,{depth}}}" if depth > 1 else r"^module\.")
+    changed = {full for name, full in keys.items() if name.startswith("module.")}
+    short = {
+        name[len(front) :] if name.startswith(front) else pattern.sub("", name): full
+        for name, full in keys.items()
+    }
+    if side == 1:
+        return short, [AlignmentStep("wrapper", f"{front} added", f"^=>{front}", 1, changed)]
+    rule = f"{pattern.pattern}=>"
+    return short, [AlignmentStep("wrapper", f"{front} removed", rule, 0, changed)]
 
 
 def _find_inserted_wrappers(short_keys: Names, long_keys: Names, side: int) -> list[AlignmentStep]:

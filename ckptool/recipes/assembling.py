@@ -341,8 +341,8 @@ def _clip_box(
     extent = _span(inner)  # of one index
     first = min(max(-(-low // target_step), 0), size)  # the first index completely in the range
     stop = max(min((high - extent) // target_step + 1, size), first)
-    for index in dict.fromkeys((first - 1, stop)):
-        if 0 <= index < size and not first <= index < stop:
+    for index in (first - 1, stop):
+        if 0 <= index < size:
             source_start, target_start = index * source_step, index * target_step
             for source_offset, target_offset, clipped in _clip_box(
                 inner, low - target_start, high - target_start

@@ -187,9 +187,9 @@ class Averager:
             kernel = self._kernel_for(runs, dtype)
             try:
                 mix, chunks = get_mix(), iterate_chunks(offset, buffer, itemsize, count, CHUNK)
-                for start, stop, room, skipped in chunks:
+                for start, stop, chunk_buffer, skipped_bytes in chunks:
                     mixed = kernel.mix_elements(runs, mix, start, stop)
-                    room[:] = mixed[skipped : skipped + len(room)]
+                    chunk_buffer[:] = mixed[skipped_bytes : skipped_bytes + len(chunk_buffer)]
             except OverflowError as error:
                 raise NotRepresentable(
                     f"the mean of {printable(name)!r} overflows {dtype}, its dtype in the "

@@ -243,6 +243,7 @@ def _dequantize_packed_integers(parts: Parts) -> TensorRef:
         # Without zero points in the file, half the range of the codes is the zero point of all.
         zeros = torch.tensor([[1 << bits - 1]], device="cpu")
         if zero is not None:
+            # A word has the zero points of several rows in one group.
             words = optional.pop(0).view(-1, groups).t().contiguous()
             zeros = unpack_bits(words.view(torch.uint8), bits)[:, :rows].t()
         group_of_column = torch.arange(columns, device="cpu") // (columns // groups)
@@ -374,26 +375,8 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
     weight, scales, qzeros = parts.weight, parts.require_floats("scales"), parts["qzeros"]
     group_index, config = parts.require_indexes("g_idx"), parts.config
     version = _read_gptq_version(config)
-    if group_index is None and config.entries.get("desc_act"):
-        raise UnknownLayout(f"g_idx is missing, although {config.where} states desc_act")
-    if not len(weight.shape) == len(scales.shape) == len(qzeros.shape) == 2:
-        raise UnknownLayout
+    bits, columns, group_size = _check_gptq_sizes(parts, scales, qzeros, group_index)
     (words, rows), groups = weight.sizes, scales.sizes[0]
-    bits = parts.require_size("bits")
-    columns = words * 32 // bits if group_index is None else group_index.numel
-    if group_index is not None and config.entries.get("dynamic"):  # other bits for some layers
-        bits = words * 32 // max(columns, 1)
-    if bits not in (2, 3, 4, 8) or {weight.dtype, qzeros.dtype} != {"int32"}:
-        raise UnknownLayout
-    is_one_group = config.entries.get("group_size") == -1
-    group_size = columns if is_one_group else parts.require_size("group_size")
-    if scales.sizes[1] != rows or qzeros.sizes != (groups, -(-rows * bits // 32)):
-        parts.refuse_contradiction()
-    if group_index is None and groups != -(-columns // group_size):
-        parts.refuse_contradiction()
-    # The library packs 32 codes of 3 bits into 3 words.
-    if words != -(-columns * bits // 32) or (bits == 3 and (rows % 32 or words % 3)):
-        parts.refuse_contradiction()
     transposed = rearrange(weight, (rows, words), (1, rows))
 
     def prepare(loaded: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -446,6 +429,37 @@ def dequantize_gptq(parts: Parts) -> TensorRef:
         prepare=prepare,
         checked_only=[weight],
     )
+
+
+def _check_gptq_sizes(
+    parts: Parts, scales: TensorRef, qzeros: TensorRef, group_index: TensorRef | None
+) -> tuple[int, int, int]:
+    """Return the bits of a code, the columns of the plain weight, and the columns of a group.
+
+    Refuse tensors with sizes that contradict these.
+    """
+    weight, config = parts.weight, parts.config
+    if group_index is None and config.entries.get("desc_act"):
+        raise UnknownLayout(f"g_idx is missing, although {config.where} states desc_act")
+    if not len(weight.shape) == len(scales.shape) == len(qzeros.shape) == 2:
+        raise UnknownLayout
+    (words, rows), groups = weight.sizes, scales.sizes[0]
+    bits = parts.require_size("bits")
+    columns = words * 32 // bits if group_index is None else group_index.numel
+    if group_index is not None and config.entries.get("dynamic"):  # other bits for some layers
+        bits = words * 32 // max(columns, 1)
+    if bits not in (2, 3, 4, 8) or {weight.dtype, qzeros.dtype} != {"int32"}:
+        raise UnknownLayout
+    is_one_group = config.entries.get("group_size") == -1
+    group_size = columns if is_one_group else parts.require_size("group_size")
+    if scales.sizes[1] != rows or qzeros.sizes != (groups, -(-rows * bits // 32)):
+        parts.refuse_contradiction()
+    if group_index is None and groups != -(-columns // group_size):
+        parts.refuse_contradiction()
+    # The library packs 32 codes of 3 bits into 3 words.
+    if words != -(-columns * bits // 32) or (bits == 3 and (rows % 32 or words % 3)):
+        parts.refuse_contradiction()
+    return bits, columns, group_size
 
 
 def _read_gptq_version(config: QuantizationConfig) -> str:

@@ -444,9 +444,10 @@ def _replace_averaged(
 ) -> Any:
     """Return the first's tree with averaged tensors, without optimizers and schedulers."""
     originals = Originals(first.root, averaged)
-    parts = first.sections
     left_out = {
-        id(section.holder) for section in parts if section.kind in ("optimizer", "scheduler")
+        id(section.holder)
+        for section in first.sections
+        if section.kind in ("optimizer", "scheduler")
     }
 
     def replace_leaf(node: Any) -> Any:

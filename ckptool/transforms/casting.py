@@ -520,7 +520,7 @@ class _Work:
         if not isinstance(node, TensorRef):
             return node
         elements = get_elements(node)
-        if elements is not node:  # `rebuild` passed the values of a sparse tensor before.
+        if elements is not node:  # a sparse tensor, whose values this function got before
             return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
         original = self._originals.find(node)
         if original is None:

@@ -97,7 +97,7 @@ def merge_lora(
             adapter = _Adapter.from_file(file, find_model_state_dict(file), factor, alpha)
             changes.append(plan.add_adapter(adapter))
     else:
-        own_adapter = _Adapter.from_file(base, section, scales[0], alpha, is_own=True)
+        own_adapter = _Adapter.from_file(base, section, scales[0], alpha, is_in_base=True)
         changes.append(plan.add_adapter(own_adapter))
     dropped = own_adapter.parts if own_adapter else set()
     new_tensors = plan.merge_weights(dropped)
@@ -160,18 +160,22 @@ class _Adapter:
         scale: float,
         alpha: float | None,
         *,
-        is_own: bool = False,
+        is_in_base: bool = False,
     ) -> _Adapter:
-        """Return an adapter read from its own file or, with `is_own`, from within its base.
+        """Return an adapter read from its own file or, with `is_in_base`, from within its base.
 
         Raises:
             NotFound, NotRepresentable, UsageError: if it is incomplete, or not one LoRA.
         """
         config = _Config.read(file, alpha)
         adapter = cls(file.path)
-        roles_by_module = adapter._group_tensors(get_named_tensors(section.node), is_own=is_own)
+        roles_by_module = adapter._group_tensors(
+            get_named_tensors(section.node), is_in_base=is_in_base
+        )
         # PEFT always scales by alpha / rank. In other layouts, a missing alpha means the rank.
-        is_peft = is_own or config.is_found or any(name.startswith(PEFT) for name in section.node)
+        is_peft = (
+            is_in_base or config.is_found or any(name.startswith(PEFT) for name in section.node)
+        )
         lacks_alpha = any("alpha" not in roles for roles in roles_by_module.values())
         if is_peft and config.alpha is None and lacks_alpha:
             raise UsageError(
@@ -186,12 +190,12 @@ class _Adapter:
         return adapter
 
     def _group_tensors(
-        self, tensors: Mapping[str, TensorRef], *, is_own: bool
+        self, tensors: Mapping[str, TensorRef], *, is_in_base: bool
     ) -> dict[str, dict[str, TensorRef]]:
         """Return the tensors of each module by role (`down`, `up`, `magnitude`, `alpha`).
 
-        Also fills `parts` and `embeddings`, and `saved` with the other tensors of an adapter in its
-        own file.
+        Also fills `parts` and `embeddings`, and `saved` with the other tensors of the adapter: not
+        if it `is_in_base`, in the file of its base model.
 
         Raises:
             NotFound: if there are no factors.
@@ -231,9 +235,9 @@ class _Adapter:
                     "LoRA and DoRA, not LoHa, LoKr and other adapters",
                     file=self.path,
                 )
-            elif is_own and ".original_module." in name:  # replaced by one of `modules_to_save`
+            elif is_in_base and ".original_module." in name:  # replaced by one of `modules_to_save`
                 self.parts.add(name)
-            elif not is_own:
+            elif not is_in_base:
                 self.saved[name] = tensor
         return roles_by_module
 
