@@ -92,7 +92,8 @@ def verb(
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Return a decorator for a command with examples and exit codes in its help.
 
-    `problem` is the meaning of exit code 1, `interrupted` the exit codes after a signal.
+    `problem` is the meaning of exit code 1, `interrupted` the exit codes after a signal, `cls` the
+    class of the command.
     """
     title = "Examples" if len(examples) > 1 else "Example"
     shown = "\n".join(f"  {example}" for example in examples)

@@ -263,7 +263,8 @@ def _pair_equal_contents(
     """Yield pairs of entries with equal content, those with the most equal last components first.
 
     If one entry of each side is left, they are a pair too, unless they are single elements: these
-    are often equal by chance. So are several entries (biases of zeros), which need equal ends.
+    are often equal by chance. So are several entries that are left, such as biases of zeros, which
+    get no pair without a common last component.
     """
     if not entries_a or not entries_b:
         return

@@ -504,7 +504,8 @@ class Planner:
         state = apply_steps(source, plan.steps, format)
         refuse_placeholders(state)
         refuse_empty(state, load_writable_format(format).plan(state))
-        if any(isinstance(step, Plain) and step.drop_objects for step in plan.steps):
+        drops_objects = any(isinstance(step, Plain) and step.drop_objects for step in plan.steps)
+        if drops_objects:  # which may have weights in them
             is_model_only = any(isinstance(step, Take) and step.model_only for step in plan.steps)
             _refuse_lost_weights(source, state, is_model_only=is_model_only)
         return state

@@ -78,11 +78,11 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
     # Why the file cannot be for this model, "" if it can.
     misfit_reason = explain_misfit(report, lost_count, unexpected)
     has_all = not (lost_count or misfit_reason)
-    fit_step = (Fit(subject.reference, allow_unexpected=True if unexpected and has_all else None),)
+    fit_steps = (Fit(subject.reference, allow_unexpected=True if unexpected and has_all else None),)
     rules = tuple(rename.rule for rename in report.proposed if rename.rule)
-    choices = (Choice((Rename(rules), *fit_step), "fitting"),) if rules else ()
+    choices = (Choice((Rename(rules), *fit_steps), "fitting"),) if rules else ()
     hint = _hint_for_keys(subject, subject.model, subject.reference, report, missing, misfit_reason)
-    yield from _check_renamed_keys(subject.model, report, () if lost_count else fit_step)
+    yield from _check_renamed_keys(subject.model, report, () if lost_count else fit_steps)
     if missing:
         tensors = counted(report.names, "tensor")
         every = f"all {tensors}" if report.names > 1 else "the only tensor"
@@ -104,7 +104,7 @@ def check_fit(subject: Subject) -> Iterator[Complaint]:
             hint="" if missing else hint,
             quote=quote("unexpected-key", printable(unexpected[0])),
             effect=f"with strict=False they are left out. {_EFFECT_HALF_LOADED}",
-            fix=fit_step if has_all else None,
+            fix=fit_steps if has_all else None,
         )
     shape_choices = _choose_without_mismatched(subject.reference, report)
     yield from _check_shapes(report, "" if missing else misfit_reason, shape_choices)

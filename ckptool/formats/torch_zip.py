@@ -285,7 +285,8 @@ class TorchZip(EditableFormat):
             )
         records.append(literal_record("version", b"3\n"))
         folder = checkpoint.details.folder
-        sharing_zip = folder and plan_sharing_zip(folder, records, "data/0", ALIGNMENT)
+        first_storage = "data/0"
+        sharing_zip = folder and plan_sharing_zip(folder, records, first_storage, ALIGNMENT)
         new = sharing_zip or plan_zip("archive", records, ALIGNMENT)
         return WritePlan(
             self.name,

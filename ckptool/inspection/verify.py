@@ -639,6 +639,8 @@ class Verifier:
     def finish(self) -> ManifestOutcome | None:
         """Write the manifest, or look for missing files that it lists; return None without one.
 
+        A new manifest is not written if a file has a problem or could not be checked.
+
         Raises:
             WriteError: the manifest cannot be written.
         """

@@ -784,7 +784,7 @@ def _make_rules(
         before, after = _make_path_pattern(path), _make_path_replacement(model_path)
         apply = regex_rule(rf"^{before}\.=>{after}.").apply
         renamed = {apply(name): file_side.names[name] for name in keys_below[path]}
-        names = {
+        pairs = {
             model_side.names[key]: file_key
             for key, file_key in renamed.items()
             if key in model_side.names
@@ -795,7 +795,7 @@ def _make_rules(
             changed.add(model_path)
             changed.update(_iterate_parents(model_path))
             old, new = escape_regex(wrappers) + before, escape_replacement(wrappers) + after
-            yield Proposal(rf"^{old}\.=>{new}.", names)
+            yield Proposal(rf"^{old}\.=>{new}.", pairs)
 
 
 def _make_path_pattern(path: str) -> str:

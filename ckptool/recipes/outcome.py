@@ -101,6 +101,7 @@ class Outcome(Generic[T]):
             labeled.append((group.left[0].key, (group.use, *sizes)))
         for family in group_families(labeled):
             members = [groups[number] for number in family.numbers]
+            # For each stack of a side: this stack in all members.
             left = zip(*(group.left for group in members), strict=True)
             right = zip(*(group.right for group in members), strict=True)
             text = " -> ".join(", ".join(map(_fold_stacks, side)) for side in (left, right))

@@ -123,7 +123,7 @@ def _remark_lines(rows: Sequence[TensorStats], width: int | None) -> Iterator[st
     for row in rows:
         if row.reason is not None:
             reasons.setdefault(row.reason, []).append(_format_name(row))
-    lines = [
+    lines = [  # the remarks of a folded row name their tensors already
         f"{_format_name(row)}: {clean(remark)}" if row.count == 1 else clean(remark)
         for row in rows
         for remark in row.remarks

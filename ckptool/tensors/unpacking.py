@@ -320,7 +320,7 @@ def compute_blocks(
         import torch
 
         elements = read_elements(codes, start, stop)
-        if isinstance(scale, float):
+        if isinstance(scale, float):  # then the zero point is a number, too
             shifted = elements.int() - zero if isinstance(zero, int) else elements
             return shifted * torch.tensor(scale, dtype=torch.float32, device="cpu")
         factors, *zeros = (expand_blocks(table, shape, block, start, stop) for table in loaded)

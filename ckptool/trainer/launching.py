@@ -238,6 +238,7 @@ def _report_first_failure(
     ends = list(end_by_rank.values())
     if sent is not None:
         ends.append(_WorkerEnd(_TERMINATED, time=0.0, outcome=128 + sent))
+    # The most likely cause comes first: a failed worker before those that lost it as a peer.
     first_end = min(ends, key=lambda end: (end.cause, end.time))
     if isinstance(first_end.outcome, WorkerFailed):
         raise first_end.outcome

@@ -402,7 +402,7 @@ def report_left_out(root: Any, section: Section) -> Iterator[Change]:
         hidden = {tensor.place for tensor in find_tensors(section.holder)} - own_places
         note = f" (with {counted(len(hidden), 'tensor')} outside the state dict)" if hidden else ""
         yield Change("left-out", f"{text}{note}", 1)
-    for text, n_tensors in section.apart.items():
+    for text, n_tensors in section.apart.items():  # without its tensors the model is incomplete
         yield Change("left-out", text, 1, needed=n_tensors > 0)
     if section.path or section.holder is root or section.kind == "module":
         yield from report_outside(root, section.path, section.holder)

@@ -436,6 +436,7 @@ def _make_receipt(
 ) -> Receipt:
     """Return the receipt of a write, with the facts that are only known after it."""
     reports = () if dry_run else job.checkpoint.reports
+    # A plan without an index is one file, which one process writes.
     gather = group.collect if group is not None and plan.index else gather_alone
     return Receipt(
         path=plan.index or job.path,

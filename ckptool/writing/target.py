@@ -23,7 +23,8 @@ def make_default_target(
     """Return `model.stripped.pth` for `model.pth` and the word `stripped`, in the same folder.
 
     `.pth.tar` counts as one extension, a name without an extension gets none, and a folder gets
-    `.pth`. If `format` is given and the extension is that of another format, it is replaced.
+    `.pth`; so does a source whose extension is that of a format that cannot be written. If `format`
+    is given and the extension is that of another format, it is replaced.
 
     Raises:
         UsageError: if the source is `sharded`, and `format` is not a format of one file.
@@ -46,9 +47,8 @@ def make_default_target(
     if sharded or not all(candidate.writable for candidate in extension_formats):
         extension = ".pth"
     if format and format not in _find_formats(extension):
-        extension = next(
-            "".join(candidate.endings[:1]) for candidate in REGISTRY if candidate.name == format
-        )
+        [target_format] = (entry for entry in REGISTRY if entry.name == format)
+        extension = target_format.endings[0] if target_format.endings else ""
     return f"{stem}.{word}{extension}"
 
 

@@ -145,7 +145,7 @@ class DeepSpeed(Format):
 
         The model files of the other ranks are opened only for frozen parameters of stage 3.
         """
-        step = _parse_step(probe)
+        step = _parse_step(probe)  # the folder of one training step, with its files by rank
         with open_together((step.models[0], *step.optims), probe.limits, TORCH_FILES) as (
             first,
             *optims,

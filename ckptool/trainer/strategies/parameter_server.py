@@ -382,6 +382,7 @@ class ParameterServer(Strategy):
         for parameter, gradient in zip(self.module.parameters(), answer.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.mul_(rescale)
         _copy_values(list(self.module.buffers()), answer.buffers)
+        # Votes are summed over all processes: those of the server, and of the workers.
         votes = _add_votes(open_step.step.votes, answer.votes)
         result = self.update(replace(open_step.step, votes=votes), answer.loss_sum)
         return replace(result, staleness=self._in_flight.finish(answer.number))
