@@ -71,7 +71,8 @@ class Remedy(NamedTuple):
 def merge_remedies(remedies: Iterable[Remedy]) -> Remedy:
     """Merge remedies into one; several values of one argument become a list.
 
-    The note of a remedy without arguments is separated from what precedes it by a comma.
+    Notes, leads and alternatives are joined. A comma separates the note of a remedy without
+    arguments from the text before it.
     """
     arguments: dict[str, Given] = {}
     note, lead = "", ""

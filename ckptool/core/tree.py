@@ -256,7 +256,7 @@ class _Rebuilder:
         return replace(
             tensor,
             hooks=self._get_replacement(tensor.hooks),
-            parts=parts or tensor.parts,
+            parts=parts or tensor.parts,  # an array or carrier stays
             wrapping=tuple(
                 replace(
                     layer,

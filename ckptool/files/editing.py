@@ -93,8 +93,8 @@ class Edit:
                 f"{size:,} bytes"
             )
         old = read_at(fd, patch.offset, min(len(patch.data), size - patch.offset))
-        tail = _hash_tail(fd, size, patch.offset, len(old))
-        return cls(status.st_dev, status.st_ino, size, tail, patch.offset, old, patch.data)
+        kept_hash = _hash_tail(fd, size, patch.offset, len(old))
+        return cls(status.st_dev, status.st_ino, size, kept_hash, patch.offset, old, patch.data)
 
     @classmethod
     def from_journal(cls, journal: Journal, path: str) -> Edit:

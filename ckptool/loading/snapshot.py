@@ -103,9 +103,9 @@ class Snapshot:
         Elements of tensors that are plain attributes, and the content of other objects, are
         restored only if an extra state has them. A part that cannot be restored causes a warning.
         """
-        for module, kind in self._classes:
-            if type(module) is not kind:  # a lazy module that has run
-                module.__class__ = kind
+        for module, old_class in self._classes:
+            if type(module) is not old_class:  # a lazy module that has run
+                module.__class__ = old_class
         parts: list[Any] = [*self._containers, *self._extra_states, *self._tensors]
         for part in parts:
             try:

@@ -365,10 +365,10 @@ def find_wrapped_submodules(names: Iterable[str]) -> list[str]:
     """
     children: dict[str, set[str]] = {}  # by path
     short_names = [name for name in names if len(name) <= _MAX_KEY_LENGTH]
-    first_parts = {name.partition(".")[0] for name in short_names if ".module." in name}
-    for name in short_names if first_parts else ():
+    roots_with_wrapper = {name.partition(".")[0] for name in short_names if ".module." in name}
+    for name in short_names if roots_with_wrapper else ():
         path, _, rest = name.partition(".")
-        for part in rest.split(".") if path in first_parts else ():
+        for part in rest.split(".") if path in roots_with_wrapper else ():
             children.setdefault(path, set()).add(part)
             path = f"{path}.{part}"
     return [

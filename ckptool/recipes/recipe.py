@@ -169,7 +169,7 @@ class RecipeRule:
             expanded = equation.expand_ellipsis([len(tensor) for tensor in equation.left])
             # The sizes do not matter for the pairs, so each axis gets size 2.
             pairs = self.pair_parts(expanded, dict.fromkeys(expanded.axes, 2))
-            filled_tensors = {target for _, _, target, _ in pairs}
+            filled_tensors = {target for _source, _source_part, target, _target_part in pairs}
             if len(filled_tensors) < len(self.right):
                 raise Misfit("a tensor on the right has only padding")
         except Misfit as misfit:

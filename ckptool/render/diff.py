@@ -320,6 +320,7 @@ def _difference_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[
     for heading in ("weight", "tensor"):
         group = [row for row in tensors if row.is_weight == (heading == "weight")]
         yield _rows_table(heading, [row for row in group if row.figures is None], look)
+        # With figures, A and B share a column.
         measured = [_merge_sides(row) for row in group if row.figures is not None]
         measured.sort(
             key=lambda row: (not row.is_integer, magnitude_key(row.figures, diff.sort)),

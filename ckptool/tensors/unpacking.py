@@ -388,7 +388,8 @@ def compute_tensor(
     ]
     tables: Sequence[torch.Tensor] = ()
     last_start, chunk, lock = -1, bytearray(), Lock()
-    if weight_storage is None or (count and not all(tensor.numel for tensor in parts)):
+    has_empty_part = not all(tensor.numel for tensor in parts)
+    if weight_storage is None or (count and has_empty_part):
         raise UnknownLayout
 
     def fill(offset: int, buffer: memoryview) -> None:
