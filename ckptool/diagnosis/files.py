@@ -260,6 +260,7 @@ def explain_unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
         effect=effect,
         commands=(command[1],) if command else (),
     )
+    # A pickle that fails later may have run code before, so it is scanned too.
     if calls := find_calls_in_files([path]):
         yield replace(_complain_of_calls(calls), hint="use nothing from it")
 

@@ -82,7 +82,7 @@ class OptimizerPlan:
 
     def apply(self) -> None:
         """Load the state by the optimizer's own `load_state_dict`, with all of its hooks."""
-        if self._maker is None:
+        if self._maker is None:  # the state does not fit
             raise MatchError("; ".join(self.report.problems), hint=self.report.remedy or None)
         saved = self._maker.saved
         check_bytes(

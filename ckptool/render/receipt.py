@@ -27,6 +27,7 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
         mark = "warning: " if kind == "warning" else ""
         yield from limit_lines((clean(mark + change.text) for change in changes), MAX_LINES)
     kinds = {change.kind for change in receipt.changes}
+    # A change of any other kind is one of the content.
     has_same_content = not receipt.left_out and kinds <= {"warning", "format"}
     if receipt.source and has_same_content:
         yield "keys, values and devices are unchanged"

@@ -201,7 +201,7 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
         MatchError: it has other parameters; the optimizer is unchanged.
     """
     name_of = _name_parameters(model)
-    (group,) = optimizer.param_groups
+    (group,) = optimizer.param_groups  # the trainer makes one
     parameter_by_name = {name_of[parameter]: parameter for parameter in group["params"]}
     names = list(parameter_by_name)
     saved_groups = ckptool.load(os.path.join(path, VALUES))[_GROUPS]

@@ -122,7 +122,7 @@ def _find_averages(checkpoint: Checkpoint) -> Iterator[_Average]:
         average, model = section_by_path.get((average_key,)), section_by_path.get((model_key,))
         if average is not None and model is not None:
             yield _Average(average.path, get_named_tensors(average.node), average, model)
-        return
+        return  # in such a file, no other entry is an average
     for section in sections:
         yield from _find_averages_in_section(checkpoint, section)
     for path, averages in _find_shadow_lists(root, ()):

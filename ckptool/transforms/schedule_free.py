@@ -101,9 +101,11 @@ def match_parameters(checkpoint: Checkpoint, section: Section, model: Section) -
     keys = [key for group in groups for key in group]
     names = list_names(section)
     if names:
-        bare = map_to_bare_names(names)
-        model_keys = {new: name for name, new in map_to_bare_names(tensors).items()}
-        return {key: model_keys.get(bare[name], "") for key, name in zip(keys, names, strict=True)}
+        bare_names = map_to_bare_names(names)
+        model_keys = {bare: name for name, bare in map_to_bare_names(tensors).items()}
+        return {
+            key: model_keys.get(bare_names[name], "") for key, name in zip(keys, names, strict=True)
+        }
     unique = drop_ties(((name,), tensor) for name, tensor in tensors.items())
     model_names = (str(name) for (name,), _ in unique)
     parameter_keys = [name for name in model_names if name.rpartition(".")[2] not in STATISTICS]

@@ -166,6 +166,7 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
         except CheckpointError as error:
             error.message = f"{printable(name_of(path))!r}: {error.message}"
             error.file = error.file or folder
+            # Contradicting parts may be of two saves; an unknown form needs another one.
             error.advise(error.hint or (ONE_SAVE if isinstance(error, CorruptFile) else _SAVE_FULL))
             raise
     if not joined_tensors and len(ranks) > 1:
