@@ -267,7 +267,8 @@ class Checkpoint(Result):
         from ckptool.loading.load import load_state_dict
 
         moved = any(change.kind == "remap" for change in self.changes)
-        return load_state_dict(self, None if moved else "cpu", key=key)
+        map_location = None if moved else "cpu"  # None: as the checkpoint states
+        return load_state_dict(self, map_location, key=key)
 
     def to(self, device: Any) -> Checkpoint:
         """Return a checkpoint with all tensors on one device, for example `"cpu"`."""

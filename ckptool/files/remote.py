@@ -365,7 +365,7 @@ class _Ahead:
     def _request_more(self, position: int) -> None:
         """Send requests for the bytes after the pending ones, or from `position` without any.
 
-        Twice as many are pending each time, first one.
+        Each call doubles the number of pending requests, from one up to `_MAX_REQUESTS`.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_MAX_REQUESTS)

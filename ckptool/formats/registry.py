@@ -98,7 +98,7 @@ def find_candidate_formats(probe: Probe) -> Iterator[Format]:
     may_be_index = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
     for entry in REGISTRY:
         is_possible = may_be_index if entry.indexed else entry.zipped is may_be_zip
-        if entry.folder or not is_possible:
+        if entry.folder or not is_possible:  # folder formats are among the first ones
             continue
         if not entry.folder_suffix or probe.place.is_folder(probe.path + entry.folder_suffix):
             yield entry.load()

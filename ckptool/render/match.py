@@ -204,7 +204,7 @@ def _make_rows(report: MatchReport, *, fold: bool) -> list[_Row]:
         *_rows_of_related("AMBIGUOUS", ambiguities, fold),
         *_rows_by_name("LAYOUT", ((item.name, item.reason) for item in report.undecided), fold),
         *_rows_by_details("PROPOSED", _rename_pairs(report.proposed, fold), fold),
-        *_rows_of_related("UNTIED", ((item[:1], item[1:], "!=") for item in report.untied), fold),
+        *_rows_of_related("UNTIED", ((keys[:1], keys[1:], "!=") for keys in report.untied), fold),
         *_rows_by_details("CAST", lossy_casts, fold),
         *_rows_by_details("RENAMED", _rename_pairs(report.renamed, fold), fold),
         *_rows_by_name("TRANSPOSED", layouts, fold),

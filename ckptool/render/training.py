@@ -135,7 +135,10 @@ def gpus_line(physical: Mapping[str, str]) -> str:
 
 
 def device_lines(devices: Devices, look: Look) -> Iterator[str]:
-    """Yield the number of GPUs, and a row for each device; `*` marks the one that `auto` uses."""
+    """Yield the number of GPUs, and a row for each device; `*` marks the one that `auto` uses.
+
+    Columns that are empty for all devices are left out.
+    """
     yield counted(devices.cuda, "GPU") if devices.cuda else "no GPU: this machine, or this torch"
     rows = [
         [

@@ -113,7 +113,7 @@ class Averager:
     def __init__(self) -> None:
         """Make an averager without buffers; torch is imported on the first read."""
         self._kernels_of_thread = local()
-        self._ahead = ReadAhead()
+        self._read_ahead = ReadAhead()
         self._check_by_storage: dict[int, CheckedRange] = {}
         """By `id` of a storage, its check of the CRC-32; tensors in one storage share the check."""
 
@@ -201,7 +201,7 @@ class Averager:
                 ) from error
 
         # Other threads read ahead only in sources that several threads may read.
-        ahead = self._ahead if all(run.data.source.is_shared for run in runs) else None
+        ahead = self._read_ahead if all(run.data.source.is_shared for run in runs) else None
         data = make_computed_range([run.data for run in runs], size, fill, ahead=ahead)
         return Storage(like.key, data, size, like.device, sys.byteorder)
 

@@ -640,7 +640,10 @@ class Materializer:
     def make_storage(
         self, ref: StorageRef, name: str = ""
     ) -> torch.UntypedStorage | torch.storage.TypedStorage:
-        """Return a storage that is a value of the tree, typed or untyped as in the file."""
+        """Return a storage that is a value of the tree, typed or untyped as in the file.
+
+        The requested dtype is only for tensors, so it is not cast.
+        """
         import torch
 
         loaded, _ = self._storage_reader.get(

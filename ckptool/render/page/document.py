@@ -219,7 +219,7 @@ def render_first_tensors(report: Report) -> str:
         for tensor in report.tensors[:MAX_FIRST_ROWS]
     ]
     headings = ["name", "dtype", "shape", "device", "size"]
-    return _render_first_rows(headings, rows, {4}, len(report.tensors))
+    return _render_first_rows(headings, rows, right={4}, total=len(report.tensors))
 
 
 def render_first_changes(diff: Diff) -> str:
@@ -233,13 +233,18 @@ def render_first_changes(diff: Diff) -> str:
         ]
         for row in all_rows[:MAX_FIRST_ROWS]
     ]
-    return _render_first_rows(["", "name", "what"], rows, set(), len(all_rows)) if rows else ""
+    if not rows:
+        return ""
+    return _render_first_rows(["", "name", "what"], rows, right=set(), total=len(all_rows))
 
 
 def _render_first_rows(
-    headers: list[str], rows: list[list[str]], right: set[int], total: int
+    headers: list[str], rows: list[list[str]], *, right: set[int], total: int
 ) -> str:
-    """Return a table of the first rows, for a browser without scripts."""
+    """Return a table of the first of `total` rows, for a browser without scripts.
+
+    The columns `right` are aligned to the right.
+    """
     drawn = render_table(headers, rows, right=right, class_="first")
     if total > MAX_FIRST_ROWS:
         drawn += render_element(

@@ -318,8 +318,14 @@ class Strategy:
 
         def report(_: nn.Module, inputs: Any, outputs: Any) -> None:
             """Report the shapes and the device of one forward pass."""
-            device, input_shape = first_device(inputs), first_shape(inputs)
-            self.observer.tell(Traced(False, device, input_shape, first_shape(outputs)))
+            self.observer.tell(
+                Traced(
+                    outside=False,
+                    device=first_device(inputs),
+                    inputs=first_shape(inputs),
+                    outputs=first_shape(outputs),
+                )
+            )
 
         return self.module.register_forward_hook(report)
 
