@@ -478,7 +478,7 @@ class Sharded(Format):
         index = probe.compute_once(open_index)
         if index is None:
             return False
-        if not index.shards:
+        if not index.shards:  # both formats are asked: the name decides which one it is
             is_safetensors = ".safetensors." in os.path.basename(index.path).lower()
             return is_safetensors == ("safetensors" in self.shard_formats)
         shard, shard_format = _open_shard(index, index.shards[0], probe.limits)

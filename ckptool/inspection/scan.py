@@ -502,6 +502,7 @@ class _Scanner:
             window.read(position, _WINDOW_BYTES)
         while True:
             judge = self._trace_pickle(window.chunk, position - window.start, window.start)
+            # A fault after a line that ends with the window may come from the missing rest of it.
             is_cut_off = judge.failed is TruncatedFile or (judge.failed and judge.has_cut_line)
             if not is_cut_off or window.stop >= data.length:
                 return judge

@@ -44,6 +44,7 @@ class ElementBuffer:
         import torch
 
         kind = BY_NAME[dtype]
+        # Bytes are swapped in units of `_swap_size`: one real number of a complex element.
         self._itemsize, self._swap_size = kind.itemsize, kind.swap_size
         self._bytes = bytearray(count * self._itemsize)
         self._tensor = torch.frombuffer(self._bytes, dtype=seen_as or get_torch_dtype(dtype))

@@ -177,7 +177,7 @@ def _convert_to_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
     state, attributes = node.state, node.attributes
     is_own_state = state is node  # `self.__dict__ = self`, in classes whose items are attributes
     if not (is_own_state or attributes or state in _EMPTY_STATES):
-        return None
+        return None  # only the class knows the meaning of this state
     if all(name in items and items[name] is value for name, value in attributes.items()):
         return items  # the attributes only repeat the items
     mapping = OrderedMap(items)

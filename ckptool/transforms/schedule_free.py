@@ -54,8 +54,8 @@ def compute_eval_weights(
         part for part in checkpoint.sections if part.kind in MODEL_KINDS
     )
     for section in filter(has_training_weights, optimizers):
-        are_alone = len(models) == len(optimizers) == 1
-        model = models[0] if are_alone else find_model(section, models, optimizers)
+        is_only_pair = len(models) == len(optimizers) == 1
+        model = models[0] if is_only_pair else find_model(section, models, optimizers)
         model_keys = {} if model is None else match_parameters(checkpoint, section, model)
         tensors = {} if model is None else get_named_tensors(model.node)
         wholes, weights = Wholes(), {}
