@@ -275,15 +275,8 @@ def _assemble(subject: Subject, complaints_found: list[Complaint]) -> Diagnosis:
         for complaint in complaints
     ]
     if any((complaint.hint or "").startswith(_HINT_UNFIXABLE) for complaint in complaints):
-        # The file would not load after the plan either, so the plan is withdrawn.
-        text = "no command fixes only this, because the file would still not load"
-        complaints = [
-            replace(complaint, commands=(), hint=complaint.hint or text)
-            if complaint.commands
-            else complaint
-            for complaint in complaints
-        ]
-        plan = FixPlan()
+        # The file would not load after the plan either.
+        plan, complaints = FixPlan(), list(map(_withdraw_commands, complaints))
     reader = fill_in_path(_find_reader(subject), path)
     # A plain torch.load does not read a file that another library reads.
     fails = bool(reader) or any(complaint.severity != "note" for complaint in complaints)
@@ -367,6 +360,14 @@ def _add_commands(
         reason = f": {plan.obstacle}" if plan.obstacle else ""
         return replace(complaint, hint=f"{_HINT_UNFIXABLE}{reason}")
     return complaint
+
+
+def _withdraw_commands(complaint: Complaint) -> Complaint:
+    """Return a complaint without the command of a plan that is not offered; a hint says why."""
+    if not complaint.commands:
+        return complaint
+    text = "no command fixes only this, because the file would still not load"
+    return replace(complaint, commands=(), hint=complaint.hint or text)
 
 
 def _urgency_key(complaint: Complaint) -> tuple[int, int, bool]:

@@ -170,10 +170,10 @@ def dequantize_weights(checkpoint: Checkpoint, dtype: str) -> Dequantized:
 
 
 def _dequantize_each(result: Dequantized) -> dict[int, dict[str, dict[str, TensorRef]]]:
-    """Return the new entries of each quantized weight and companion.
+    """Return, by `id` of the state dict and old key, the entries that replace quantized weights.
 
-    By the identity of the state dict, then by old key. A companion has no new entries. The facts
-    for the receipt are added to `result`. Weights that share all their tensors share the result.
+    A companion of a weight has no new entries. The facts for the receipt are added to `result`.
+    Weights that share all their tensors share the result.
 
     Raises:
         NotRepresentable: if a weight has an unsupported quantization.
@@ -186,11 +186,11 @@ def _dequantize_each(result: Dequantized) -> dict[int, dict[str, dict[str, Tenso
     for state, name, quantized in _find_quantized_weights(checkpoint, with_torch_quantized=True):
         # The state dict of a pickled module is not in the tree, so that it cannot be replaced: the
         # weights in it must be those of a state dict in the tree.
-        is_in_tree = id(state) in ids_in_tree
-        if not is_in_tree and id(state[name]) in seen_weights:
+        is_in_tree, weight_id = id(state) in ids_in_tree, id(state[name])
+        if not is_in_tree and weight_id in seen_weights:
             continue
-        seen_weights.add(id(state[name]))
-        parts = (id(state[name]), *(id(state[key]) for key in quantized.companions))
+        seen_weights.add(weight_id)
+        parts = (weight_id, *(id(state[key]) for key in quantized.companions))
         replacements = replacements_by_state.setdefault(id(state), {})
         try:
             if parts not in plain_tensors_by_parts and not is_in_tree:
