@@ -459,19 +459,21 @@ class _Aligner:
     ) -> bool:
         """Pair values and unpaired sections by path; return True if any exist."""
         regions = Region(), Region()
-        outer = self.a.base if self.a.base == self.b.base else ()
+        shown_base = self.a.base if self.a.base == self.b.base else ()
         for region, scope, sections in zip(
             regions, (self.a, self.b), (sections_a, sections_b), strict=True
         ):
             skip = frozenset(section.path for section in sections)
-            region.fill(scope.root, scope.base, outer=outer, skip=skip)
+            region.fill(scope.root, scope.base, outer=shown_base, skip=skip)
             for section in sections:
                 if id(section) not in paired_ids:
                     base, resolved = (
                         scope.base + section.path,
                         names.get(id(section), _UNCHANGED_NAMES),
                     )
-                    _fill_region(region, section, base, resolved, outer=outer, before=section.path)
+                    _fill_region(
+                        region, section, base, resolved, outer=shown_base, before=section.path
+                    )
         self._pair_regions(*regions)
         return any(region.leaves for region in regions)
 

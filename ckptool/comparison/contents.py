@@ -107,8 +107,8 @@ class Contents:
     ) -> ValueComparison:
         """Compare by bytes, then by value if the bytes differ.
 
-        With `quick`, stored checksums come first, and values are not compared. With `rounded`, the
-        wider tensor is rounded before.
+        A quick comparison begins with stored checksums, and compares no values. If asked for, the
+        wider tensor is rounded to the dtype of the other before.
         """
         if self._quick:
             has_equal_checksum = compare_checksums(a, b)

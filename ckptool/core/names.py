@@ -219,10 +219,10 @@ def _find_outermost(names: Sequence[str], kinds: tuple[str, ...]) -> _Level | No
         if all(map(pattern.match, names)):
             return _Level(pattern, ("module",))
     text = "\n".join(names)  # one fast search finds the wrappers that can occur at all
-    inner_wrappers = _match_any_of(kind for kind in kinds if kind != "module" and kind in text)
-    inner_pattern = re.compile(rf"(^|\.)({inner_wrappers})\.")
-    if inner_wrappers == _match_any_of(()):
-        return None  # none of them is in a key
+    inner_kinds = [kind for kind in kinds if kind != "module" and kind in text]
+    if not inner_kinds:
+        return None
+    inner_pattern = re.compile(rf"(^|\.)({_match_any_of(inner_kinds)})\.")
     wrappers = dict.fromkeys(match[2] for name in names if (match := inner_pattern.search(name)))
     return _Level(inner_pattern, tuple(wrappers)) if wrappers else None
 

@@ -379,10 +379,11 @@ def walk(
         if not only_tensors and isinstance(node, Opaque) and frames.get_module_state(node) is None:
             yield node_path, node
         frames.open(node_path, node, only_tensors)
+        # Continue with the innermost container up to the next container in it, which is opened.
         entry = None
         while entry is None and frames.stack:
             _, path, entries, only_tensors, _ = frames.stack[-1]
-            for key, child in entries:
+            for key, child in entries:  # the iterator goes on where it stopped
                 if _is_container(child):
                     entry = (*path, key), child, only_tensors
                     break

@@ -268,6 +268,7 @@ def _check_aliases(subject: Subject) -> Iterator[Complaint]:
         name: str(tensor.storage.key)
         for section in subject.models
         for name, tensor in get_named_tensors(section.node).items()
+        # The storage has the key under which the file has the tensor.
         if tensor.storage is not None and tensor.storage.key != name
     }
     if target_by_alias:
@@ -386,6 +387,7 @@ def _complain_of_missing_devices(subject: Subject, missing: list[str]) -> Compla
 def _complain_of_one_gpu(subject: Subject, device: str) -> Complaint:
     """Return the complaint about a file of which all tensors on a GPU are on one GPU."""
     gpu, names = printable(device), _list_tensors_on(subject, [device])
+    # numpy arrays are on no device.
     total = sum(1 for _, tensor in subject.checkpoint.tensors() if tensor.kind != "numpy")
     has_all = len(names) == total
     subject_text = "every tensor is" if has_all else f"{len(names):,} of {total:,} tensors are"

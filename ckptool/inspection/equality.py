@@ -258,8 +258,8 @@ class _NodeComparison:
     ) -> None:
         """Raise `_Differ` if the stored elements of two tensors or storages differ.
 
-        With `exact`, no tolerance applies. Tensors without stored elements, and all if there is no
-        `same`, count as equal here.
+        With `exact`, no tolerance applies. Tensors without stored elements count as equal here; so
+        do all tensors if the caller gave no function to compare elements.
         """
         elements_a, elements_b = raw_elements(a), raw_elements(b)
         if elements_a is None or elements_b is None or self._has_equal_elements is None:

@@ -414,7 +414,7 @@ class _Scanner:
         ):
             text = "keras.layers.Lambda: keras.models.load_model runs the code in it"
             call = SuspectCall(text, 0, "a Keras config", RUNS)
-            self.add_stream(Stream(where, 0, RUNS, (call,), told=1))
+            self.add_stream(Stream(where, 0, RUNS, (call,), told=1))  # one call in all
         if (where or self.file).endswith(".py"):
             self.code.append(where or self.file)
 
@@ -454,6 +454,7 @@ class _Scanner:
                 if is_safetensors:
                     break
                 raise LimitExceeded("its pickle is longer than the limit")
+            # It ends properly, or has a call or a known name before a fault.
             is_pickle = judge.end is not None or bool(judge.evidence_count)
             if not is_safetensors:
                 is_pickle |= judge.failed is LimitExceeded

@@ -528,6 +528,7 @@ def _is_below_other_path(prefix: Prefix, forms: _KeyForms) -> bool:
         for key, full in longer.items()
         if key.startswith(prefix.text)
     }
+    # By path, how many keys of the side without the prefix are the path and one of the suffixes.
     paths = Counter(
         key.removesuffix(suffix)
         for key, suffix in _find_known_suffixes(

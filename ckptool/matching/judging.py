@@ -373,10 +373,12 @@ def _find_remedy(
     remaining = {*missing, *unexpected}
     if any(not row.rules and remaining & {*row.names, *row.candidates} for row in ambiguities):
         return _HINT_RENAME_AMBIGUOUS
-    after = ", even after the proposed rules" if proposed and not report.recipe else ""
     n_lost = len(missing) + len(mismatched)
     if text := explain_misfit(report, n_lost, unexpected, is_renamed=bool(proposed)):
-        return Remedy(note=f"{text}{after if text != MERGE else ''}")
+        # An advice (to merge adapters, to use a recipe) does not depend on the rules.
+        is_advice = text == MERGE or bool(report.recipe)
+        after = ", even after the proposed rules" if proposed and not is_advice else ""
+        return Remedy(note=f"{text}{after}")
     remedies = []
     if proposed:
         remedies.append(Remedy((("rename", tuple(renaming.rule for renaming in proposed)),)))

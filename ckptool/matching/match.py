@@ -413,6 +413,7 @@ def _report_rules(
             if file_key in key_by_file_key
         )
         if pairs:
+            # A rule `OLD=NEW`; one from a table is exact, and has no regular expression.
             is_prefix = not rule.regex and not rule.exact and "=" in rule.text
             regex = convert_prefix_to_regex(rule.text) if is_prefix else rule.regex or ""
             yield Renaming(kind, rule.text, pairs, regex)

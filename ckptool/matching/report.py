@@ -314,7 +314,7 @@ class MatchReport(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.match/1`."""
         entries = _to_json(self)
-        del entries["accepted"]
+        del entries["accepted"]  # `ckptool match` adds its own, with the reasons
         return {
             "schema": "ckptool.match/1",
             "file": self.file,

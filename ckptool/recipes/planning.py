@@ -627,6 +627,7 @@ class _Planner(Generic[T]):
             counts_of_target = {name: sizes[name] for names in rule.unstacked for name in names}
             equation.invert().solve(targets, {**self._params, **counts_of_target})
         except Misfit as misfit:
+            # The name of padding begins with an underscore.
             unsolved = [name for name in misfit.axes if name in counts or name.startswith("_")]
             self._note_needed(unsolved or misfit.axes, sizes)
 

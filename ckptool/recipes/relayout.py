@@ -335,7 +335,7 @@ def guess_layout(keys: Iterable[str]) -> str | None:
     matches = [
         arguments
         for recipe, arguments in _iterate_directions()
-        if set() in _find_left_over(recipe, sampled_keys)
+        if any(not left_over for left_over in _find_left_over(recipe, sampled_keys))
     ]
     return matches[0] if len(matches) == 1 else None
 

@@ -271,7 +271,8 @@ def _to_option_words(name: str, value: Given) -> Iterator[str]:
     """Yield the words of one argument: an option, with a value unless it is a flag."""
     option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
-        yield from [option] * value
+        if value:  # a flag; False is its default
+            yield option
         return
     for item in value if isinstance(value, tuple) else (value,):
         text = item if isinstance(item, str) else f"{item:g}"

@@ -347,7 +347,7 @@ class _Kernel:
             wide.mul_(axis.scale)
         # Divided, not multiplied: what lies on the edge of a bin is in that bin.
         positions = torch.sub(wide, axis.low, out=self._position_buffer[:count]).div_(axis.width)
-        bins = self._bin_buffer[:count].copy_(positions)
+        bins = self._bin_buffer[:count].copy_(positions)  # rounds down to the number of the bin
         *counts, overflow = torch.bincount(bins, minlength=axis.bins + 1).tolist()
         counts[-1] += overflow  # the largest element lies where a next bin would begin
         mean = float(wide.sum()) / count

@@ -143,7 +143,7 @@ def _find_averages_in_section(checkpoint: Checkpoint, section: Section) -> Itera
                 name: tensor for name, tensor in averages.items() if name not in _LITEMA_SETTINGS
             }
         model = replace(section, node=other_keys)
-        yield _Average((*section.path, prefix), averages, model=model)
+        yield _Average((*section.path, prefix), averages, model=model)  # without the averages
     elif averages:  # ema-pytorch, or timm's averages alone
         online = _select_by_prefix(_ONLINE, tensors)
         online_model = replace(section, node=OrderedMap(online)) if online else None

@@ -582,6 +582,7 @@ class _Plan:
             NotFound: if no key matches, or several do.
             UsageError: if the key is already used.
         """
+        # The first list with a key decides: the later ones are less certain.
         for candidates in self._find_candidates(_to_model_key(wanted)):
             if len(candidates) > 1:
                 raise NotFound(

@@ -421,7 +421,9 @@ def _describe_tensor(tensor: TensorRef) -> Opaque:
     """Return the description of a tensor in the index, with one chunk."""
     layout = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     memory_format = Opaque(Global(_SHARDED_MODULE, "MEM_FORMAT_ENCODING"), (0,))
-    properties = (Global("torch", tensor.dtype), layout, False, memory_format, False)
+    requires_grad = pin_memory = False
+    dtype = Global("torch", tensor.dtype)
+    properties = (dtype, layout, requires_grad, memory_format, pin_memory)
     shape = Size(tensor.sizes)
     chunk = {"offsets": Size((0,) * len(shape)), "sizes": shape}
     return _make_object(
