@@ -32,7 +32,7 @@ def _parse_file_patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
     name = Pattern.parse(recipe.files)
     count = len(name.variables)
     literals = ("", *["/"] * (count - 1), "")  # before, between and after the variables
-    return name, Pattern("/".join(["{}"] * count), literals, name.variables)
+    return name, Pattern("/".join("{}" * count), literals, name.variables)
 
 
 def first_prefix(recipe: Recipe) -> str:
