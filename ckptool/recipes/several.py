@@ -30,9 +30,9 @@ def _parse_file_patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
         text = f"recipe {printable(recipe.name)} does not read several files"
         raise UsageError(text, hint='add files = "consolidated.{rank:02}.pth" to the recipe')
     name = Pattern.parse(recipe.files)
-    count = len(name.variables)
-    literals = ("", *["/"] * (count - 1), "")  # before, between and after the variables
-    return name, Pattern("/".join("{}" * count), literals, name.variables)
+    prefix_text = "/".join(f"{{{variable.name}}}" for variable in name.variables)
+    literals = ("", *["/"] * (len(name.variables) - 1), "")  # before, between, after the variables
+    return name, Pattern(prefix_text, literals, name.variables)
 
 
 def first_prefix(recipe: Recipe) -> str:
