@@ -145,12 +145,15 @@ def _write_fixed_file(
 ) -> Diagnosis:
     """Execute the plan and return the diagnosis of the result, or of the file if it needs no fix.
 
+    `allowed` are the options with a loss that the user accepts. `examine` diagnoses the result.
+
     Raises:
         UsageError: if there is no plan, it leaves a choice, or it has a loss that is not allowed.
     """
     plan, target = diagnosis.plan, output or diagnosis.target
     if plan.command is None and diagnosis.ok:
         return diagnosis
+    # Only the user can choose between alternatives; the plan does not fix such a complaint.
     leaves_choice = any(
         complaint.severity != "note" and complaint.alternatives and not complaint.commands
         for complaint in diagnosis.complaints

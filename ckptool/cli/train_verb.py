@@ -316,7 +316,7 @@ def _train(config: TrainConfig, screen: Screen) -> None:
     printer = EventPrinter(config, screen, rank=read_rank())
     result = Trainer(config, observer=printer).fit()
     if result.stopped is not None:
-        set_exit_code(128 + result.stopped)
+        set_exit_code(128 + result.stopped)  # the number of a signal, as in shells
     if screen.as_json and not read_rank():
         # It is infinite before the end of the first epoch.
         best = result.best if math.isfinite(result.best) else None

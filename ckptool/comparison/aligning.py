@@ -395,10 +395,10 @@ class _Aligner:
     def _remove_extra_prefix(
         self, section_a: Section, stripped_a: Renamed, section_b: Section, stripped_b: Renamed
     ) -> tuple[Renamed | None, Renamed | None]:
-        """Return the names of both without a prefix that only one side has, as `load_into` does.
+        """Return, for both, the bare name by key, without a prefix that only one side has.
 
-        A Lightning file has `net.` before each key. None for both if no side has such a prefix, or
-        the user decides the names.
+        As `load_into` does: a Lightning file has `net.` before each key. None for both if no side
+        has such a prefix, or the user decides the names.
         """
         if self.names_a.strict or self.names_a.rules.rules:
             return None, None
@@ -407,7 +407,8 @@ class _Aligner:
         ):
             return None, None  # more equal names than any prefix could add
         aligned = pair_keys(slots_of(section_a), slots_of(section_b))
-        if not aligned.pairs or all(step.kind != "prefix" for step in aligned.steps):
+        prefix_steps = [step for step in aligned.steps if step.kind == "prefix"]
+        if not aligned.pairs or not prefix_steps:
             return None, None
         # `aligned.bare` has, for each side, the full name by the name without the prefix.
         bare_a, bare_b = ({full: name for name, full in names.items()} for names in aligned.bare)
@@ -417,8 +418,7 @@ class _Aligner:
         self.notes.extend(
             f"keys are compared without a prefix: {'AB'[step.side]} has "
             f"{printable(step.text.partition(' ')[0])!r} before its keys"
-            for step in aligned.steps
-            if step.kind == "prefix"
+            for step in prefix_steps  # a text such as "net. removed"
         )
         return bare_a, bare_b
 

@@ -206,7 +206,7 @@ def find_renamed(
             if isinstance(entry.leaf, TensorRef) and entry.leaf.has_content:
                 header = entry.leaf.dtype, entry.leaf.shape
                 groups_by_header.setdefault(header, ([], []))[side].append(entry)
-    groups = [group for group in groups_by_header.values() if all(group)]
+    groups = [group for group in groups_by_header.values() if all(group)]  # both sides have some
     if not stated_only:
         meter.total += sum(map(_count_bytes_to_read, groups))
     repeated, crc32s = RepeatedBytes(limits), dict[Any, int]()
@@ -217,7 +217,7 @@ def find_renamed(
         stated = _read_stored_crc32(tensor)
         if stated is not None or stated_only:
             return stated
-        if tensor.place not in crc32s:
+        if tensor.place not in crc32s:  # tied tensors have one place
             repeated.add(entry.path, tensor)
             crc32 = 0
             for block in tensor.content():

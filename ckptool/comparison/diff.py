@@ -602,7 +602,7 @@ class _Comparison:
         )
 
     def _describe_limits(self) -> Iterable[str]:
-        """Yield notes on comparisons that were limited: without torch, or across dtypes."""
+        """Yield notes on comparisons: without torch, across dtypes, with zeros of other signs."""
         if self.contents.without_torch:
             yield (
                 "torch is not installed, so values are not compared: "

@@ -474,6 +474,7 @@ def find_model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
     section = _classify(path, node, {})
     if section is not None and section.kind in MODEL_KINDS:
         return section
+    # A section of another kind, for example an optimizer, has no models below it.
     models_below = [] if section is not None else _find_models(node, path)
     mapping = _mapping_of(node)
     if not models_below and mapping is not None and is_flat(mapping):

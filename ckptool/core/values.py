@@ -102,6 +102,7 @@ def summarize(node: Any, max_length: int = 60) -> str:
         return f"{type(node).__name__.lower()} of {len(node):,}"
     if is_value(node) or isinstance(node, (bytes, bytearray)):
         return shorten_value(node, max_length)
+    # A device has a tag, and a class or function its qualified name.
     return getattr(node, "tag", None) or getattr(node, "qualified", None) or class_name_of(node)
 
 

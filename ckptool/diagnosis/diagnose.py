@@ -232,7 +232,7 @@ def diagnose(
 
     Complaints about objects are left out for a file that a trainer reads with its objects.
     """
-    # Before all bytes are read, because a missing key is an error.
+    # Before the slow check of all bytes: a key that the file does not have raises an error here.
     complaints = [complaint for check in _CHECKS for complaint in check(subject)]
     if subject.companion is not None:
         complaints = [complaint for complaint in complaints if complaint.kind not in _OBJECT_KINDS]
@@ -521,7 +521,8 @@ class Planner:
     def _make_command(self, plan: FixPlan, word: str) -> tuple[str, str]:
         """Return the command of a conversion, and the file that it writes, which no other does.
 
-        Without a `word` that file is named like the source: `model.safetensors` for `model.pth`.
+        Without a `word` that is a safetensors file named like the source: `model.safetensors` for
+        `model.pth`.
         """
         checkpoint, format = self._subject.checkpoint, self._choose_format(plan)
         target = make_default_target(checkpoint.path, word or FIXED, format, sharded=True)

@@ -446,7 +446,7 @@ def _check_optimizer_of_model(section: Section, model: Section) -> Iterator[Comp
         misplaced = [
             position
             for position, (key, name) in enumerate(zip(saved_order, names, strict=True))
-            if shape_by_state.get(key, shape_by_parameter[name]) != shape_by_parameter[name]
+            if key in shape_by_state and shape_by_state[key] != shape_by_parameter[name]
         ]
         if misplaced:
             yield _complain_of_optimizer_order(misplaced, names)

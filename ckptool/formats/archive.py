@@ -510,7 +510,8 @@ def open_archive(probe: Probe) -> Archive:
     """Return the records of a zip or of an unzipped checkpoint; other files have none.
 
     A file is a zip if it begins like one: torch checks only the first four bytes. The stated CRC-32
-    of each record is remembered in `probe.source.stated`. A salvaging probe reads the records.
+    of each record is remembered in `probe.source.stated`. A salvaging probe has its own function to
+    read the intact records.
 
     Raises:
         CorruptFile: it begins like a zip and is damaged.

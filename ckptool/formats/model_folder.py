@@ -129,10 +129,10 @@ def _choose_files(probe: Probe) -> _Names | None:
     ((library, files),) = models
     shard_index = probe.compute_once(open_index)
     if shard_index is None:
-        return models[0]
+        return _Names(library, files)
     index_name = os.path.basename(shard_index.path)
     if index_name.endswith(_PICKLE_INDEX_EXTENSION) and files[0].endswith(_SAFETENSORS_EXTENSION):
         return _Names(library, (*files, index_name))
-    if index_name != _INDEX_BY_LIBRARY[library]:
+    if index_name != _INDEX_BY_LIBRARY[library]:  # pickles only
         return None
     return _Names(library, (index_name, *files))

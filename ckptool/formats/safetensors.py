@@ -90,10 +90,9 @@ def _check_flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
 def _check_containers(root: Any, file: str) -> None:
     """Refuse values with tensors inside: packed parameters, objects, attributes of tensors.
 
-    The hint excludes them with `--exclude` and a glob for each.
-
     Raises:
-        NotRepresentable: always with their keys, and the quantizer if known.
+        NotRepresentable: if there are any. The message lists their keys, and the quantizer if
+            known; the hint excludes them with `--exclude` and globs.
     """
     containers: dict[str, Any] = {}
     for key, value in root.items():

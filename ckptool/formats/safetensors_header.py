@@ -343,12 +343,12 @@ def restore_state_dict(
     example from the index of shards.
     """
     tied_positions = _parse_object(metadata.get(TIED_POSITIONS))
-    stated_ties = {
-        name: kept
-        for name, kept in metadata.items()
-        if tied_positions is None or name in tied_positions
+    possible_ties = {
+        tied: stored
+        for tied, stored in metadata.items()
+        if tied_positions is None or tied in tied_positions
     }
-    ties = _find_ties(tensors, {**outer_ties, **stated_ties})
+    ties = _find_ties(tensors, {**outer_ties, **possible_ties})
     order = _order_keys(list(tensors), list(ties), tied_positions or {})
     root = OrderedMap((name, tensors[ties.get(name, name)]) for name in order)
     other_entries = {

@@ -120,7 +120,7 @@ def open_by_key(
             writer=f"{counted(len(files), 'file')}, each under a key",
             folder="",
         )
-        stack.pop_all()
+        stack.pop_all()  # the checkpoint closes them
     return replace(checkpoint, original=root)
 
 

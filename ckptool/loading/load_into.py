@@ -469,14 +469,16 @@ class _Loading:
     def _take_snapshot(self) -> Snapshot:
         """Record the model and the optimizer, with a copy of the elements that will change.
 
-        Code that is not torch's could also write to the optimizer's state, so this is copied too.
+        If torch loads all, that is every tensor, else those to fill, if they are few enough to undo
+        it. Code that is not torch's could also write to the optimizer's state, so this is copied.
         """
         filled_ids = {id(item.tensor) for item in self._fills or ()} if self._is_undoable else set()
+        is_loaded_by_torch = self._fills is None
         optimizer = self._optimizer and self._optimizer.optimizer
         return Snapshot(
             self._model,
             optimizer,
-            copied=lambda tensor: self._fills is None or id(tensor) in filled_ids,
+            copied=lambda tensor: is_loaded_by_torch or id(tensor) in filled_ids,
             with_state=any(map(runs_foreign_code, iterate_layers(optimizer))),
         )
 

@@ -274,9 +274,10 @@ def _find_live_numbers(
     model.
     """
     number_by_file_key: dict[str, int | None] = {}  # None: the live optimizer does not have it
-    for name, file_key in {**plan.pairs, **plan.undecided}.items():
+    for model_key, file_key in {**plan.pairs, **plan.undecided}.items():
         if number_by_file_key.get(file_key) is None:  # one key of the file may fill several tensors
-            number_by_file_key[file_key] = live.number_by_id.get(id(live.model_tensors.get(name)))
+            tensor = live.model_tensors.get(model_key)
+            number_by_file_key[file_key] = live.number_by_id.get(id(tensor))
     shapes = (infer_shape(saved.state_of(key)) for _, key in saved.parameter_keys)
     match = match_keys(
         {name: Slot(shape) for name, shape in zip(names, shapes, strict=True)},

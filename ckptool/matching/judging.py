@@ -371,6 +371,7 @@ def _find_remedy(
     unexpected = [key for key in refused.unexpected if key not in resolved]
     mismatched = [row.name for row in refused.mismatched]
     remaining = {*missing, *unexpected}
+    # An ambiguity without rules that resolve it: the user must write one.
     if any(not row.rules and remaining & {*row.names, *row.candidates} for row in ambiguities):
         return _HINT_RENAME_AMBIGUOUS
     n_lost = len(missing) + len(mismatched)
@@ -442,9 +443,9 @@ def _find_no_match(report: MatchReport) -> Iterator[MatchFinding]:
         )
         yield MatchFinding("coverage", text, remedy=_HINT_OTHER_MODEL)
     else:
-        model_keys, file_keys = _fold_keys(report.missing_keys, 2), "no tensors"
+        model_keys, file_keys = _fold_keys(report.missing_keys, max_keys=2), "no tensors"
         if report.unexpected_keys:
-            file_keys = _fold_keys(report.unexpected_keys, 2)
+            file_keys = _fold_keys(report.unexpected_keys, max_keys=2)
         text = f"no key matches: the file has {file_keys}; the model has {model_keys}"
         yield MatchFinding("coverage", text, remedy=_HINT_OTHER_MODEL)
 

@@ -335,10 +335,14 @@ def _solve_dimension(expression: Expression, size: int, tensor: int, sizes: dict
 
 
 def _list_parts(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[Part]:
-    """Return the parts of a tensor in the order of its elements."""
-    parts_by_dimension = [
-        _split_dimension(expression, sizes, index)[0] for index, expression in enumerate(dimensions)
-    ]
+    """Return the parts of a tensor in the order of its elements.
+
+    A part is one combination of the terms of sums, one term for each dimension.
+    """
+    parts_by_dimension = []
+    for index, expression in enumerate(dimensions):
+        parts_of_dimension, _size = _split_dimension(expression, sizes, index)
+        parts_by_dimension.append(parts_of_dimension)
     parts = []
     for dimension_parts in product(*parts_by_dimension):
         axes: dict[str, PartAxis] = {}

@@ -75,9 +75,9 @@ def _tensor_table(listing: Listing, look: Look) -> Iterator[str]:
         rows,
         look,
         right={4},
-        flexible=(0, 2, 3, 5, 6),
-        spare=(4, 3),
-        optional=(5,) if look.fmt else (5, 6),
+        flexible=(0, 2, 3, 5, 6),  # all but dtype and size
+        spare=(4, 3),  # the size, then the device
+        optional=(5,) if look.fmt else (5, 6),  # --fmt always has the marks
     )
 
 

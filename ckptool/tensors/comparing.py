@@ -222,7 +222,10 @@ class _Sums:
         self.close = self.close and other.close
 
     def to_difference(self, elements: int, *, has_tolerance: bool) -> Difference:
-        """Return the difference of tensors with `elements` elements."""
+        """Return the difference of tensors with `elements` elements.
+
+        Its measures are None if no element is finite in both.
+        """
         finite = self.finite
         return Difference(
             elements=elements,

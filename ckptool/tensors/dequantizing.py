@@ -293,7 +293,7 @@ def _view_integers(tensor: TensorRef) -> TensorRef:
 def _read_quant_state(companions: Mapping[str, TensorRef]) -> dict[str, Any]:
     """Return the JSON object in the companion `bitsandbytes__nf4` or `bitsandbytes__fp4`.
 
-    {} if it is missing or damaged.
+    {} if it is missing, ambiguous or damaged.
     """
     texts = [text for name, text in companions.items() if name.startswith("bitsandbytes__")]
     if len(texts) != 1 or texts[0].nbytes > _MAX_JSON:

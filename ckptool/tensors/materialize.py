@@ -265,6 +265,7 @@ class StorageReader:
 
         One storage has one span, which grows to contain all announced spans.
         """
+        # A storage with only empty tensors keeps the span (0, 0): nothing of it is read.
         start_so_far, stop_so_far = self._spans.setdefault(id(storage), (0, 0))
         start, stop = span
         if not stop:  # an empty tensor

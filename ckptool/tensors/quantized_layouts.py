@@ -88,7 +88,8 @@ def _dequantize_packed_quanto(parts: Parts) -> TensorRef:
     for each row of a linear layer.
     """
     weight, scale, shift = parts.weight, parts.require_floats("_scale"), parts.get("_shift")
-    groups, bias = scale.sizes[0] if scale.shape else 0, parts.state.get(parts.stem + "bias")
+    groups = scale.sizes[0] if scale.shape else 0
+    bias = parts.state.get(parts.stem + "bias")
     possible_bits = [bits for bits in (2, 4) if weight.sizes[:1] == (-(-groups * bits // 8),)]
     if len(possible_bits) != 1 or len(weight.shape) != 2 or weight.dtype != "uint8":
         raise UnknownLayout
@@ -155,7 +156,7 @@ def dequantize_mlx(parts: Parts) -> TensorRef:
 
 
 def _refuse_doubtful_bits(parts: Parts, bits: int, group_size: int) -> None:
-    """Refuse a weight that may have the bits that the configuration of MLX states for a layer.
+    """Refuse a weight that may be a layer with other bits in the configuration of MLX.
 
     This is so if the file has no layer of the stated name (its keys were renamed), and the shapes
     are the same: they show only bits times group size.

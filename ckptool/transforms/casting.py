@@ -446,7 +446,7 @@ class _Plan:
             if not count:
                 text = f"no floating-point tensor matches {printable(glob)!r}"
                 yield Change("warning", text)
-            elif dtype is None:
+            elif dtype is None:  # with a dtype, its casts are counted above
                 yield Change(
                     "keep",
                     f"kept {counted(count, 'tensor')} that match {printable(glob)!r}",

@@ -230,7 +230,7 @@ def _refuse_incomplete(
 
     Such a weight has a key that only quantized weights have, or it looks like a dequantized
     one: the same float8 dtype, or the same last part of the key, dtype and kind. `replacements`
-    has the new entries of each dequantized weight.
+    has the new entries by key of a dequantized weight; none for its companions.
 
     Raises:
         NotRepresentable: if the result would still have quantized weights.

@@ -298,9 +298,9 @@ class _Config:
 
     @classmethod
     def read(cls, file: Checkpoint, alpha: float | None) -> _Config:
-        """Read `adapter_config.json`, or the header of a diffusers file.
+        """Read `adapter_config.json`, or the header of a diffusers file; without both use `alpha`.
 
-        `alpha`, if given, applies to all modules.
+        `alpha`, if given, applies to all modules, and replaces that of the file.
 
         Raises:
             NotRepresentable: if it has unsupported options.
@@ -589,7 +589,8 @@ class _Plan:
                     f"{printable(shown)!r} is ambiguous: it could be {listed(candidates, most=3)}",
                     file=adapter.path,
                 )
-            for name in candidates:
+            if candidates:
+                [name] = candidates
                 if used_keys.setdefault(name, shown) != shown:
                     raise UsageError(
                         f"{printable(shown)!r} and {printable(used_keys[name])!r} both mean "

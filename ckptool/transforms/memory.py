@@ -154,12 +154,12 @@ class _Relocation:
 
     def _move_tensor(self, tensor: Any, target: str) -> Any:
         """Return the tensor on another device, over the moved storage if others share it."""
-        shared = _get_storage_id(tensor)
+        storage_id = _get_storage_id(tensor)
         data = tensor.detach()
-        if shared is None or self._users[shared] < 2:
+        if storage_id is None or self._users[storage_id] < 2:
             moved = data.to(target)
         else:
-            storage = self._move_storage(shared, data, target)
+            storage = self._move_storage(storage_id, data, target)
             moved = data.new_empty(0, device=target)
             moved.set_(storage, data.storage_offset(), data.size(), data.stride())
         if isinstance(tensor, _get_torch().nn.Parameter):

@@ -356,12 +356,14 @@ def _plan_in_place(
 ) -> WritePlan | None:
     """Return the in-place edit of the source, or None if a new file is needed.
 
-    An unchanged checkpoint needs no edit: the plan keeps the file. A file with hard links is
-    written again, because the journal of an edit is next to one name.
+    An unchanged checkpoint needs no edit: the plan keeps the file. Only some formats can be edited,
+    and only at the path that was read. A file with hard links is written again, because the journal
+    of an edit is next to one name.
     """
-    if checkpoint.root is checkpoint.original and format == checkpoint.format:
-        tensors, rejected = sum(1 for _ in checkpoint.tensors()), find_blockers(checkpoint.root)
-        return WritePlan(format, kept=checkpoint.details.size, tensors=tensors, blockers=rejected)
+    is_unchanged = checkpoint.root is checkpoint.original and format == checkpoint.format
+    if is_unchanged:
+        tensors, blockers = sum(1 for _ in checkpoint.tensors()), find_blockers(checkpoint.root)
+        return WritePlan(format, kept=checkpoint.details.size, tensors=tensors, blockers=blockers)
     source_format = load_format(format) if format == checkpoint.format else None
     if not isinstance(source_format, EditableFormat) or not is_a_source(path, checkpoint.sources):
         return None

@@ -306,16 +306,17 @@ def _find_end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Fi
     Without a zip64 record, the plain end record is the first, and has no versions to check.
     """
     tail = data.read(end.start)
-    at = tail.rfind(END_SIGNATURE, 0, len(tail) - END.size + len(END_SIGNATURE))
-    _, disk, first_disk, _, _, _, _, comment = END.unpack_from(tail, at)
-    trailing = len(tail) - at - END.size - comment
+    plain_at = tail.rfind(END_SIGNATURE, 0, len(tail) - END.size + len(END_SIGNATURE))
+    _, disk, first_disk, _, _, _, _, comment_length = END.unpack_from(tail, plain_at)
+    trailing = len(tail) - plain_at - END.size - comment_length
     if trailing > 0:
         yield Finding("trailing", f"{counted(trailing, 'byte')} after the end of the zip")
     elif trailing < 0:
-        yield Finding("end", f"the comment of {comment:,} bytes is {-trailing:,} bytes too short")
-    if at == 0:
+        text = f"the comment of {comment_length:,} bytes is {-trailing:,} bytes too short"
+        yield Finding("end", text)
+    if plain_at == 0:
         return
-    _, end64_disk, _, disk_count = LOCATOR.unpack_from(tail, at - LOCATOR.size)
+    _, end64_disk, _, disk_count = LOCATOR.unpack_from(tail, plain_at - LOCATOR.size)
     if (disk, first_disk, end64_disk, disk_count) != (0, 0, 0, 1):
         yield Finding("end", "the end records give several disks")
     made_by, needed = _END64_VERSIONS.unpack_from(tail)

@@ -369,6 +369,7 @@ def _to_plain_tensor(name: str, tensor: TensorRef, file: str) -> TensorRef:
     data = row_major_data(tensor, printable(name), file)
     shape = tensor.sizes
     storage = tensor.storage if tensor.is_verbatim else None
+    # The stated CRC-32 is of the whole storage, without compression.
     crc = (
         storage.crc32
         if storage and storage.nbytes == data.length and not storage.compressed

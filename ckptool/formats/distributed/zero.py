@@ -81,7 +81,7 @@ class _Step(NamedTuple):
     folder: str
     models: tuple[str, ...]
     optims: tuple[str, ...]
-    has_slices: bool
+    is_stage_3: bool
     """True if each rank has a model file (stage 3)."""
     is_universal: bool
 
@@ -242,14 +242,14 @@ def _parse_step(probe: Probe) -> _Step:
     models: dict[int, str] = {}  # name by rank
     optims: dict[int, str] = {}
     unsupported = [name for name in names if _UNJOINED_FILE.fullmatch(name)]
-    has_slices = False
+    is_stage_3 = False
     for name in names:
         match = _MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name)
         if match is None:
             continue
         files = models if match.re is _MODEL_FILE else optims
         files[int(match["rank"] or 0)] = name
-        has_slices |= files is models and match["rank"] is not None
+        is_stage_3 |= files is models and match["rank"] is not None  # a model file per rank
         if int(match["mp"]):  # tensor parallelism
             unsupported.append(name)
     if unsupported:
@@ -261,13 +261,13 @@ def _parse_step(probe: Probe) -> _Step:
         folder,
         tuple(os.path.join(folder, models[rank]) for rank in sorted(models)),
         tuple(os.path.join(folder, optims[rank]) for rank in sorted(optims)),
-        has_slices,
+        is_stage_3,
         is_universal,
     )
     world = max((*models, *optims)) + 1
-    _check_ranks(step, models, world if has_slices else 1)
-    # Stage 3 cannot be read without the masters; otherwise the model file is enough.
-    if optims or (has_slices and not is_universal):
+    _check_ranks(step, models, world if is_stage_3 else 1)
+    # Stage 3 has weights only in the optimizer files; otherwise the model file is enough.
+    if optims or (is_stage_3 and not is_universal):
         _check_ranks(step, optims, world)
     return step
 
@@ -277,7 +277,7 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
     any_name = next(iter(files.values()), "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     name_pattern = re.sub(r"(?<=zero_pp_rank_)\d+", "{rank}", any_name)
     hint = ONE_SAVE
-    if not step.has_slices:  # one model file has the complete weights
+    if not step.is_stage_3:  # one model file has the complete weights
         model_file = shell(os.path.join(step.folder, "mp_rank_00_model_states.pt"))
         hint = (
             f"copy it as well, or convert only the weights: ckptool convert {model_file} OUT "
@@ -315,14 +315,14 @@ def _join_files(
         ]
         _check_alike(step, rank_states, files)
         groups = _collect_groups(rank_states, files, shapes, has_vectors=True)
-        states = _collect_states(groups, rank_states, files, has_slices=step.has_slices)
+        states = _collect_states(groups, rank_states, files, is_stage_3=step.is_stage_3)
     notes = [f"joined {counted(len(step.files), 'DeepSpeed file')}"]
     skipped_keys = _find_skipped_keys(rank_states[0], groups)
     if skipped_keys and not step.is_universal:
         notes.append(f"left out the 8-bit optimizer state: {listed(skipped_keys)}")
     entries = {key: node for key, node in first.items() if key not in _SHAPE_KEYS}
     entries["optimizer"] = _make_optimizer(rank_states[0], groups, states)
-    if not step.has_slices:
+    if not step.is_stage_3:
         return _make_checkpoint(copy_with_items(first, entries), notes)
     weights = _cast_masters(module, states)
     entries["module"] = _join_weights(first, models, weights.root["module"])
@@ -494,16 +494,16 @@ def _collect_states(
     rank_states: Sequence[Mapping[Any, Any]],
     files: Sequence[str],
     *,
-    has_slices: bool,
+    is_stage_3: bool,
 ) -> dict[str, dict[Any, Any]]:
     """Return the fp32 master and the optimizer state of each trained parameter by name.
 
-    Stage 3 (`has_slices`) has an equal slice of each parameter in each rank. Stages 1 and 2 state
+    Stage 3 (`is_stage_3`) has an equal slice of each parameter in each rank. Stages 1 and 2 state
     the slices in newer files; in older ones the parameters follow each other.
     """
     states: dict[str, dict[Any, Any]] = {}
     for number, group in enumerate(groups):
-        if has_slices:
+        if is_stage_3:
             find_pieces = _find_even_slices(group, len(files))
         else:
             mappings = [

@@ -159,7 +159,7 @@ _WORD_COLUMNS: dict[str, Callable[[TensorStats], str]] = {
 def collect_columns(report: Report) -> dict[str, Any]:
     """Return the names, tensors, figures and differences for the script of the page."""
     names = Names()
-    # Tied tensors have the name of the first one with the same elements.
+    # In each tied tensor, `tie` is the name of the first one with the same elements.
     first_numbers: dict[str, int] = {}
     for number, tensor in enumerate(report.tensors):
         first_numbers.setdefault(tensor.name, number)
