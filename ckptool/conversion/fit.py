@@ -278,14 +278,14 @@ def _match_sections(
         NotFound: if there is no state dict.
     """
     models = [section for section in sections if section.kind in MODEL_KINDS]
-    if not models and is_flat(checkpoint.root):
+    if not models and is_flat(checkpoint.root):  # tensors without the names of a model
         models = [Section((), "state_dict", checkpoint.root, checkpoint.root)]
     models = models or [find_model_state_dict(checkpoint)]
     namings = []
     for section in models:
         with closing(StateDict(checkpoint, section)) as state:
             fit = plan_load(state, like, transpose_rules=transpose_rules, as_stored=True)
-        if len(models) > 1:
+        if len(models) > 1:  # messages must name the state dict
             file = f"{checkpoint.path} ({describe_path(section.path)})"
             fit = fit.with_changes(file=file)
         namings.append(_name_keys(section, fit))

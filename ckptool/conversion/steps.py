@@ -148,11 +148,12 @@ def add_implied_steps(steps: Iterable[Step], target: str) -> Iterator[Step]:
     all_steps, target_format = list(steps), load_format(target)
     ordered = [step for step in all_steps if not isinstance(step, Salvage)]
     takes = [step for step in ordered if isinstance(step, Take)]
-    if target_format.flat and not any(step.model_only for step in takes):
+    gives_state_dict = any(step.model_only for step in takes)
+    if target_format.flat and not gives_state_dict:
         key_takes = [step for step in takes if step.key is not None]
-        if key_takes:
+        if key_takes:  # the state dict of the part that the user takes
             position = ordered.index(key_takes[-1]) + 1
-        else:
+        else:  # the state dict of the file, after the steps that need the whole file
             position = len(list(takewhile(_is_before_take, ordered)))
         ordered.insert(position, _OnlyStateDict(after_take=bool(key_takes)))
 

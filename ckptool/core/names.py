@@ -326,13 +326,14 @@ def check_collisions(
 def find_similar(target: str, names: Iterable[str], max_count: int = 3) -> list[str]:
     """Return the names most similar to `target`, else names with a component like a word of it.
 
+    For example, the word `atention` of `atention.w` finds all names with a component `attention`.
     Only so many names of limited length are compared that it takes milliseconds.
     """
     candidates = list(
         islice((name for name in names if len(name) <= _MAX_COMPARED_LENGTH), _MAX_COMPARED)
     )
     target = target[:_MAX_COMPARED_LENGTH]
-    if matches := _find_closest(target, candidates, max_count, 0.6):
+    if matches := _find_closest(target, candidates, max_count, cutoff=0.6):
         return matches
     words = [word for word in re.findall(r"\w+", target) if len(word) > 1 and not word.isdecimal()]
     components_of = {name: re.split(r"[./]", name) for name in candidates}
@@ -341,7 +342,7 @@ def find_similar(target: str, names: Iterable[str], max_count: int = 3) -> list[
     similar = [
         component
         for word in words[:_MAX_WORDS]
-        for component in _find_closest(word, components, max_count, 0.75)
+        for component in _find_closest(word, components, max_count, cutoff=0.75)
     ]
     matches = [
         name for component in similar for name in candidates if component in components_of[name]
@@ -350,7 +351,10 @@ def find_similar(target: str, names: Iterable[str], max_count: int = 3) -> list[
 
 
 def _find_closest(target: str, names: Iterable[str], max_count: int, cutoff: float) -> list[str]:
-    """Return the names closest to `target`; letter counts choose the candidates to compare."""
+    """Return the names closest to `target`; letter counts choose the candidates to compare.
+
+    `cutoff` is the least similarity, as for `difflib.get_close_matches`: 1 for an equal name.
+    """
     matcher = SequenceMatcher(b=target)
 
     def bound_similarity(name: str) -> float:

@@ -141,7 +141,9 @@ def fits_shape(state: Any, shape: Shape | None) -> bool:
         return False
     factor_keys = {key for rows, columns, _ in _ADAFACTOR_KEYS for key in (rows, columns)}
     return all(
-        leaf.shape == shape or leaf.numel == 1 or not factor_keys.isdisjoint(path)
+        leaf.shape == shape
+        or leaf.numel == 1
+        or not factor_keys.isdisjoint(path)  # checked by `infer_shape`
         for path, leaf in walk(state)
         if isinstance(leaf, TensorRef)
     )

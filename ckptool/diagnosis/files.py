@@ -141,7 +141,7 @@ def _check_extension(subject: Subject) -> Iterator[Complaint]:
                 "format-unnamed", "note", text, effect, quoted=quote("no-format")
             )
     elif load_format(checkpoint.format).tensors_only:  # such as safetensors, called .pth
-        operand_error, effect = _quote_operand_error(_read_head(checkpoint.path)[:1])
+        operand_error, effect = _quote_operand_error(_read_head(checkpoint.path))
         effect = f"{effect}; it loads if its extension is .safetensors"
         yield Complaint(
             "misnamed", text, quote=operand_error, effect=effect, fix=(), format="torch-zip"

@@ -226,6 +226,7 @@ def _check_renamed_keys(
     rules = tuple(renaming.rule for renaming in report.renamed)
     if not fix:
         fix = (Rename(rules),) if all(rules) else None
+    # `fix` may drop the training state; the removal of wrapper prefixes keeps it.
     bare_keys = map_to_bare_keys(model)
     is_only_stripped = report.fits and all(
         bare_keys.get(old) == new for old, new in new_by_old.items()

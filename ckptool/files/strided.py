@@ -121,7 +121,7 @@ def _divide_into_boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list
     """
     cut, rows = _find_cut(axes, limit)
     first_box = [axes[cut]._replace(size=rows), *axes[cut + 1 :]]
-    is_scattered = _span_of(first_box) > 4 * limit
+    is_scattered = _span_of(first_box) > 4 * limit  # elements from the first to the last
     if is_scattered:
         cut, rows = _find_cut(axes, WIDE * limit)
     cut_axis, *inner_axes = [
@@ -224,9 +224,9 @@ def _fill_from_box(
     tile_cells, target_cells = _view_as_cells(tile, itemsize), _view_as_cells(target, itemsize)
     row_axis = tiling.row_axis
     positions = _list_positions(tiling.outer_axes[::-1], start, target_start)
-    for first, target_first in positions:
+    for first, target_first in positions:  # of each group of rows, in `data` and in `target`
         for row in range(0, row_axis.size, tiling.rows):
-            rows = min(tiling.rows, row_axis.size - row)
+            rows = min(tiling.rows, row_axis.size - row)  # the last tile may have fewer
             tile_start = first + row * row_axis.step
             _read_tile(memoryview(tile), data, itemsize, tile_start, rows, tiling)
             tile_axes = [*tiling.run, Axis(rows, tiling.pitch, row_axis.target_step)]

@@ -259,7 +259,8 @@ def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
     """Refuse a record that is encrypted, compressed in an unknown way, or on another disk."""
     method = entry.method
     if flags & UNSUPPORTED_FLAGS:
-        message = "a patch" if flags & UNSUPPORTED_FLAGS == 1 << 5 else "encrypted"
+        is_patch = flags & UNSUPPORTED_FLAGS == 1 << 5  # the other flags mean encryption
+        message = "a patch" if is_patch else "encrypted"
     elif method not in (STORED, DEFLATED):
         message = (
             f"compressed with a method that torch cannot read ({_METHOD_NAMES.get(method, method)})"
@@ -384,14 +385,14 @@ class LocalHeaders:
         if at + length > len(self.window):
             self._read_window(entry, length, following)
             at = 0
-        signature, *_, name_length, extra = LOCAL.unpack_from(self.window, at)
+        signature, *_, name_length, extra_length = LOCAL.unpack_from(self.window, at)
         written_name = self.window[at + LOCAL.size : at + length]
         if signature != ZIP_MAGIC or name_length != len(name) or written_name != name:
             raise CorruptFile(
                 f"record {entry.name!r} is not at offset {header:,}, where the zip directory "
                 "places it"
             )
-        payload = header + length + int(extra)
+        payload = header + length + int(extra_length)
         if payload + entry.packed > self.end:
             raise self._overlap_error(entry)
         return payload

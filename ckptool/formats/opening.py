@@ -50,9 +50,10 @@ def open_checkpoint(
         from ckptool.formats.salvage import read_intact_records  # not needed for intact files
 
         salvages = read_intact_records
+    # A given `source` is not opened again, so a second attempt would be no better.
     for _ in range(_MAX_ATTEMPTS if source is None else 1):
         checkpoint = read_probe(Probe(path, limits, source, salvages=salvages))
-        if checkpoint is not None:
+        if checkpoint is not None:  # None: the file changed
             return checkpoint
     raise UnreadableFile(
         "changed each time it was read",

@@ -82,7 +82,7 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
         )
     raw = source.read(LENGTH.size, length)
     if salvages:
-        if fault := text_transfer_error(source):
+        if fault := text_transfer_error(source):  # its tensors have moved, and are not intact
             raise fault
         begin += find_last_copy(source, LENGTH.pack(length) + raw)
     return _parse_header(
@@ -416,8 +416,9 @@ def make_metadata(
 ) -> dict[str, str]:
     """Return the entries for the ties (`tied: stored`) of a state dict, and for its `_metadata`.
 
-    `names` are all its tensors in order; `versions` comes from `extract_json_versions`. The list of
-    ties is also written, without any, if one of `other_entries` would be mistaken for a tie.
+    `names` are all its tensors in order; `versions` comes from `extract_json_versions`. A reader
+    takes an entry with two keys (`a: b`) for a tie, unless a list of ties lacks it. So the list is
+    written, even if it is empty, if one of `other_entries` only looks like a tie.
     """
     entries = {STATE_METADATA: _encode_json(versions)} if versions else {}
     apparent_ties = _find_ties(set(names) - ties.keys(), other_entries)

@@ -227,7 +227,7 @@ class Judge(Watcher):
             return self._judge_object_call(func, args, kwargs, is_new=is_new)
         parts = args if isinstance(args, tuple) else (args,)
         name = func.qualified
-        pairs: list[Any] = []  # lists of pairs, whose items a mapping hashes
+        pairs: list[Any] = []  # of a mapping, which hashes (and so calls) the keys in its lists
         if name in _MAPPINGS:
             pairs = [part for part in parts if isinstance(part, (list, tuple))]
         if not self._has_budget_for(parts, *pairs):
@@ -244,7 +244,7 @@ class Judge(Watcher):
             # A constructor of data only calls objects; one that needs code may call any argument.
             arguments = parts if kind == NEEDS_CODE else objects
             return kind if self.is_harmless(arguments, strict=not calls_no_argument) else RUNS
-        if kind == "numeric":  # an empty object, a new one, or one made of numbers
+        if kind == "numeric":  # only an empty object, a new one, or one made of numbers, is safe
             is_class = bool(_CLASS.fullmatch(func.name))
             are_numbers = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
             is_empty = is_new and not (parts or kwargs)
@@ -391,7 +391,8 @@ def _classify_name(name: str) -> str:
     `system`: the standard library and tools, which may do anything. `numeric`: NumPy, torch and
     others, which compute. `unknown`: any other library, and the user's own code.
     """
-    if not find_blocked_names((name,)) or name in _CONSTANTS:
+    is_accepted = not find_blocked_names((name,))  # by weights_only=True
+    if is_accepted or name in _CONSTANTS:
         return DATA
     if _DATA.fullmatch(name):
         return NEEDS_CODE
@@ -431,7 +432,8 @@ def _unwrap_partial(func: Opaque, args: Any, kwargs: Any) -> tuple[Any, Any, Any
     None if it is not a partial of a function that the file names. The state that pickle gives to a
     partial, `(function, args, kwargs, dict)`, replaces the arguments of its constructor.
     """
-    if func.class_name != _PARTIAL or len(func.steps) > 1:
+    is_partial = func.class_name == _PARTIAL
+    if not is_partial or len(func.steps) > 1:  # pickle gives one state
         return None
     partial_args = func.args if isinstance(func.args, tuple) else ()
     partial_state: Any = (*partial_args[:1], partial_args[1:], func.kwargs or {}, None)

@@ -346,9 +346,9 @@ class _Loading:
     ) -> None:
         """Decide how each tensor is loaded; the model does not change yet.
 
-        Tensors on the meta device, and all with `assign`, are replaced. If torch would only copy
-        `by_name`, plain tensors are filled directly from the file. Otherwise torch loads them from
-        tensors created from the file.
+        Tensors on the meta device, and all with `assign`, are replaced. `by_name` means that torch
+        would only copy each tensor to the one of its key: then plain tensors are filled directly
+        from the file. Otherwise torch loads them from tensors created from the file.
 
         Raises:
             UsageError: if tensors would be replaced, but `assign` is False or `optimizer` has them.

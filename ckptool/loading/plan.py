@@ -420,6 +420,7 @@ def _judge_casts(state: StateDict, casts: Iterable[DtypeChange]) -> tuple[DtypeC
 
     judged = []
     for cast in casts:
+        # `own` is the key in the file.
         loss = find_loss(cast.own, cast.after) if cast.lossy else None
         judged.append(cast if loss is None else replace(cast, lossy=bool(loss), loss=loss))
     return tuple(judged)

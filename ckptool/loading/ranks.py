@@ -93,7 +93,7 @@ class Ranks:
             yield
         except BaseException as error:
             with suppress(CheckpointError, RuntimeError):  # the others may have ended
-                if self._store is not None:
+                if self._store is not None:  # read by `has_failed`, without waiting
                     self._store.set(_FAILURE_KEY, "")
                 self._exchange_failures({_current_rank(): to_sendable(error)}, self._undone)
             raise

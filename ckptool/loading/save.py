@@ -179,6 +179,7 @@ def _find_owner_keys(states: _States, tree: dict[str, Any], model: Any) -> dict[
 
     An optimizer without such a module, or with one that is not a value of `tree`, is left out.
     """
+    # Reversed, so that the first key of an object counts.
     key_by_id = {id(node): key for key, node in reversed(tree.items())}
     if model is not None:
         key_by_id[id(model)] = "state_dict"
@@ -410,7 +411,11 @@ class _States:
         remove_wrappers: Renamer,
         counters: Sequence[str],
     ) -> Any:
-        """Replace `node` by the state dict of a module, with its keys without wrappers."""
+        """Replace `node` by the state dict of a module, with its keys without wrappers.
+
+        `counters` are the keys of the counters of an `AveragedModel`, which are left out; the
+        first, that of the outermost one, is stored in `counter`.
+        """
         with _gather_fsdp(model):
             state = model.state_dict()
         if counters:

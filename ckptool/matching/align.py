@@ -653,7 +653,8 @@ def propose_rules(alignment: KeyAlignment) -> list[Proposal]:
 
     A subtree of the file is proposed for one of the model if both contain the same keys, numbers
     and shapes, except for counters, and no third one does. `layers.0` and `layers.1` are one
-    subtree, `layers.*`. A path that the file already has is no new path.
+    subtree, `layers.*`. A path that the file already has is no new path, nor is one with another
+    number of `*`.
     """
     if alignment.questions:
         return [question for question in alignment.questions if question.rule]

@@ -294,10 +294,12 @@ def _choose_remedy(
     if "untied" in remedy_by_kind:  # no argument allows it
         return _HINT_UNTIE
     if loads_too_little and not _has_rules(usable):
+        # The proposed rules are shown elsewhere, and need no remedy.
         remedy = _NO_REMEDY if report.proposed else remedy_by_kind.get("coverage", _NO_REMEDY)
         return remedy or (_NO_REMEDY if usable else remedies[0])
-    if not usable and remedies[0]:  # a note
+    if not usable and remedies[0]:  # a note without arguments
         return remedies[0]
+    # Each alternative must also solve the other problems.
     other_remedies = [
         remedy_by_kind.get(kind, _NO_REMEDY) for kind in ("layout", "lossy-cast", "optimizer")
     ]

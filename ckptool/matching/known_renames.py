@@ -105,7 +105,7 @@ def find_respellings(keys: Collection[str]) -> dict[str, Respelling]:
 
     A respelling that would give an existing key is left out, as is a key of an incomplete group.
     """
-    text = "\n".join((*keys, ""))
+    text = "\n".join((*keys, ""))  # a fast check of all keys: most models have no old spelling
     respelled: dict[str, Respelling] = {}
     if any(f"{end}\n" in text for end in (*_FIRST_ENDINGS, *_AFFINE)):
         respelled.update(_respell_norms(keys))

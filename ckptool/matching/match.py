@@ -381,6 +381,7 @@ def _report_steps(
     model keys to file keys.
     """
     for step in alignment.steps:
+        # `changed` has keys of the step's side: 0 for the file, 1 for the model.
         changed_pairs = tuple(
             (file_key, key)
             for key, file_key in file_key_by_key.items()

@@ -267,7 +267,9 @@ class _Parser:
 
 def _children(expression: Expression) -> tuple[Expression, ...]:
     """Return the factors or terms of an expression."""
-    return () if isinstance(expression, str) else expression[0]
+    if isinstance(expression, str):
+        return ()
+    return expression.terms if isinstance(expression, Sum) else expression.factors
 
 
 def _count_parts(expression: Expression) -> int:
@@ -405,15 +407,15 @@ def _add_axes(axes: dict[str, PartAxis], more: Mapping[str, PartAxis]) -> None:
 def pair_parts(
     left: Sequence[Sequence[Part]],
     right: Sequence[Sequence[Part]],
-    left_names: Sequence[frozenset[str]],
-    right_names: Sequence[frozenset[str]],
+    left_key_axes: Sequence[frozenset[str]],
+    right_key_axes: Sequence[frozenset[str]],
 ) -> Iterator[tuple[int, Part, int, Part]]:
     """Yield each part on the right with its source on the left.
 
     Yields the index of the tensor and the part on the left, then the index and the part on the
     right. Parts match if they have the same axes; of several, in order. Padding has no partner.
-    `left_names` and `right_names` are the variables of each tensor's key that are axes on the other
-    side: they count as axes of its parts.
+    `left_key_axes` and `right_key_axes` are the variables of each tensor's key that are axes on the
+    other side: they count as axes of its parts.
 
     Raises:
         Misfit: if a part has no partner.
@@ -421,12 +423,12 @@ def pair_parts(
     unpaired: dict[frozenset[str], list[tuple[int, Part]]] = {}  # those on the left, by their axes
     for index, parts in enumerate(left):
         for part in parts:
-            unpaired.setdefault(left_names[index].union(part.axes), []).append((index, part))
+            unpaired.setdefault(left_key_axes[index].union(part.axes), []).append((index, part))
     for index, parts in enumerate(right):
         for part in parts:
             if part.is_padding:
                 continue
-            axes = right_names[index].union(part.axes)
+            axes = right_key_axes[index].union(part.axes)
             if not unpaired.get(axes):
                 raise Misfit(
                     f"a part on the right has {_describe_axes(axes)}, but no part on the left"
@@ -445,7 +447,7 @@ def _describe_axes(names: Iterable[str]) -> str:
 
 
 def _format_dimensions(dimensions: Iterable[Expression]) -> str:
-    """Return dimensions in the notation of equations."""
+    """Return dimensions in the notation of equations, such as `(2 + per d) i`."""
     words = []
     for expression in dimensions:
         if isinstance(expression, Sum):
@@ -453,11 +455,12 @@ def _format_dimensions(dimensions: Iterable[Expression]) -> str:
                 _format_dimensions(_children(term))
                 if isinstance(term, Product)
                 else _format_dimensions((term,))
-                for term in expression[0]
+                for term in expression.terms
             )
             words.append(f"({' + '.join(terms)})")
         elif isinstance(expression, str):
+            # `expand_ellipsis` has replaced `...` with axes `~0`, `~1`, and so on.
             words.append("..." if expression.startswith("~") else expression)
-        else:
+        else:  # a product
             words.append(f"({_format_dimensions(_children(expression))})")
     return " ".join(words)

@@ -540,7 +540,7 @@ class _Planner(Generic[T]):
             if count is None:
                 raise Misfit(f"the number of {{{name}}} is unknown", None, (name,))
             counts.append(count)
-        self._count_pieces(prod(counts))
+        self._count_pieces(prod(counts))  # refuses too many, before they are listed
         return list(product(*map(range, counts)))
 
     def _count_pieces(self, count: int) -> None:

@@ -275,7 +275,7 @@ def _report_changes(
     )
     for outcome, rules in zip(result.outcomes, recipe.passes, strict=True):
         for rule in rules:
-            taken, _ = outcome.counts.get(rule.number, (0, 0))
+            taken, _created = outcome.counts.get(rule.number, (0, 0))
             if taken and rule.renames and rule.left != rule.right:
                 text = f"{rule.text}: renamed {counted(taken, 'tensor')}"
                 yield Change("recipe", text, taken)
@@ -290,6 +290,7 @@ def _report_changes(
     if result.dropped:
         labels = [family.label for family in group_families((key, None) for key in result.dropped)]
         text = f"{listed(labels, most=20)} (dropped by the recipe)"
+        # Wanted by the recipe, so it is no loss.
         yield Change("left-out", text, len(result.dropped), wanted=True)
 
 

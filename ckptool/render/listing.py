@@ -136,6 +136,7 @@ def tree_lines(root: TreeNode, look: Look) -> Iterator[str]:
 
     On a narrow terminal the totals lose their elements, then names lose their middle.
     """
+    # `lead` is the drawing in front of a name.
     rows = list(_walk_tree(root, "", ""))
     all_totals = [_format_node_totals(node) for _, _, node in rows]
     # The width of the drawing and the names, which are two spaces before the totals.

@@ -154,14 +154,15 @@ def _parse_element_width(dtype: Any) -> int:
     Raises:
         ValueError: `dtype` is not one, or has an unknown code.
     """
+    # A dtype with fields contains the dtypes of the fields; all must be dtypes.
     types = [node for node in walk_everything(dtype) if isinstance(node, Opaque)]
     codes = [_ELEMENT.fullmatch(node.args[0]) for node in types if node.class_name == "numpy.dtype"]
     if not types or len(codes) < len(types) or not all(codes):
         raise ValueError("no library writes this element type")
-    if any(code and code[1] for code in codes):
+    if any(code and code[1] for code in codes):  # a code of objects
         return 0
     _, kind, size = codes[0].groups()  # type: ignore[union-attr]
-    match kind, dtype.steps:  # the state of a text dtype may change it
+    match kind, dtype.steps:  # the state of texts and bytes states the width of an element, too
         case "S" | "U" | "V", [*_, ("build", (_, _, _, _, _, int() as stated, *_))] if stated >= 0:
             return stated
     return int(size) * (4 if kind == "U" else 1)

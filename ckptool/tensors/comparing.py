@@ -162,7 +162,7 @@ def _run_side_by_side(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
     # Runs have an expanded element only once, so that they may be shorter.
     if runs is None or runs[0].length != a.nbytes or a.storage is None:
         return run_of_tensor(a), run_of_tensor(b)
-    (data_a, data_b), order = runs, a.storage.byteorder
+    (data_a, data_b), order = runs, a.storage.byteorder  # the same for both, as of all runs
     return Elements(a.dtype, data_a, order), Elements(b.dtype, data_b, order)
 
 

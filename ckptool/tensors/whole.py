@@ -85,4 +85,5 @@ def interpolate_linearly(
 
     storage = wholes.compute_storage(start, (start, end), make)
     stride = row_major_strides(start.sizes)
+    # The computed elements are already conjugated or negated, if `start` has such a flag.
     return replace(start, storage=storage, offset=0, stride=stride, flags=())

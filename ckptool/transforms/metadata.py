@@ -104,7 +104,11 @@ def _make_nearest_renamer(names: Mapping[str, str]) -> Renamer:
 def _drop_merged_modules(
     metadata: dict[Any, Any], names: Mapping[str, str], new_paths: Mapping[str, NewPaths]
 ) -> dict[Any, Any]:
-    """Return `_metadata` without the modules that get the same new path as a module above them."""
+    """Return `_metadata` without the modules that get the same new path as a module above them.
+
+    `names` are the keys, `new_paths` the new paths of each module. A module stays if a key is
+    directly in it and it is the topmost with one of its new paths, or if such a module is inside.
+    """
     topmost_by_new_path: dict[Any, str] = {}
     for path in sorted(new_paths, key=len):
         for new in new_paths[path]:

@@ -124,8 +124,8 @@ def to_plain_data(node: Opaque) -> Any:
 def _convert_by_structure(node: Opaque) -> Any:
     """Return the plain form of an object of an unknown class, judging by its pickle calls.
 
-    The result is a dict of attributes; a dict or list if the pickle sets or appends items. It is
-    None if the class may have more state than these.
+    The result is a dict of attributes (set by a step `build`); a dict or list if the pickle sets or
+    appends items. It is None if the class may have more state than these.
     """
     step_kinds = {kind for kind, _ in node.steps}
     base, content = _find_base_class(node)
@@ -567,9 +567,12 @@ def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
         if not is_module(leaf):
             return to_plain_data(leaf)
         state = to_model_state(leaf)
-        lost_tensors = [] if partly else _find_content_outside_state(leaf)[0]
-        if state is None or lost_tensors:
+        if state is None:
             return leaf
+        if not partly:
+            lost_tensors, _setting_names = _find_content_outside_state(leaf)
+            if lost_tensors:
+                return leaf
         return copy_state_dict(checkpoint, Section((), "module", state, leaf))
 
     return convert

@@ -45,7 +45,10 @@ def _make_glob_rule(kind: str, glob: str, resize: _Resize) -> SectionRule:
     """Return the rule that resizes each tensor that matches the glob, and all keys tied to it."""
 
     def apply(section: Section, file: str) -> SectionWork:
-        """Return the result for one state dict; `file` is for messages."""
+        """Return the result for one state dict; `file` is for messages.
+
+        The tensors tied to a selected one (with the same `place`) are resized with it.
+        """
         tensors = get_named_tensors(section.node)
         index = NameIndex([((*section.path, name), node) for name, node in tensors.items()], file)
         matches = [index.nodes[position] for position in index.select(glob, endings=False)]

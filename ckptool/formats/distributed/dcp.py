@@ -139,6 +139,7 @@ class Dcp(FolderFormat):
         for name in index.order:
             # Without a stated path, the flat name is a key of the root.
             _insert_leaf(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
+        # A file is at least as long as the end of its last item.
         least_sizes: dict[str, int] = {}  # by the path of a file
         for _, item, _ in index.items():
             end = item.offset + item.length

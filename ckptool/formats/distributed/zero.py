@@ -504,14 +504,14 @@ def _collect_states(
     states: dict[str, dict[Any, Any]] = {}
     for number, group in enumerate(groups):
         if is_stage_3:
-            find_pieces = _find_even_slices(group, len(files))
+            finder_by_name = _find_even_slices(group, len(files))
         else:
             mappings = [
                 _get_item(state.get("param_slice_mappings"), number) for state in rank_states
             ]
             paddings = _get_item(rank_states[0].get("param_alignment_paddings"), number)
             has_mappings = all(isinstance(mapping, dict) for mapping in mappings)
-            find_pieces = (
+            finder_by_name = (
                 _find_stated_slices(group, mappings)
                 if has_mappings
                 else _find_consecutive_slices(group, paddings)
@@ -519,7 +519,10 @@ def _collect_states(
         for name, shape in group.shapes.items():
             states[name] = {
                 kind: _make_tensor(
-                    name if kind == MASTER else f"{name}/{kind}", shape, vectors, find_pieces[name]
+                    name if kind == MASTER else f"{name}/{kind}",
+                    shape,
+                    vectors,
+                    finder_by_name[name],
                 )
                 for kind, vectors in group.vectors.items()
             }
@@ -677,7 +680,7 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
             masters = cast_checkpoint.root["module"]
         trained |= masters  # not cast if they have this dtype
     for name, state in states.items():
-        if trained[name] is state[MASTER]:
+        if trained[name] is state[MASTER]:  # was not cast
             del state[MASTER]
     return replace(
         _make_checkpoint({"module": trained}, notes),
