@@ -438,12 +438,13 @@ def _describe_usage_error(error: click.ClickException) -> tuple[str, str | None]
         verb = context.info_name if context else None
         new_option = RENAMED_OPTIONS.get((verb or "", error.option_name))
         if new_option is not None:
-            sentence, *_ = re.split(r" \(?Did you", error.format_message())
+            sentence, *_ = re.split(r" \(?Did you", error.format_message())  # no other proposals
             return sentence, f"use {new_option} instead"
         from difflib import get_close_matches
 
         options = error.possibilities or []  # click counts the dashes: it proposes --json for --to
         typed = [error.option_name.lstrip("-")]
+        # In place: `format_message` lists them.
         options[:] = [name for name in options if get_close_matches(name.lstrip("-"), typed)]
         for word in context.meta.get(ARGUMENTS, ()) if context else ():
             if word.startswith(error.option_name) and os.path.lexists(word):

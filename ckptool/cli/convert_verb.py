@@ -330,7 +330,7 @@ def _parse_params(params: tuple[str, ...]) -> dict[str, str]:
     """Return the recipe parameters as a mapping.
 
     Raises:
-        UsageError: if one is not `KEY=VALUE`, or is given twice.
+        UsageError: if one is not `KEY=VALUE`, or a key is given twice with different values.
     """
     params_by_name: dict[str, str] = {}
     for text in params:

@@ -184,7 +184,7 @@ def remap_command(
     write_changed(file, step, target, word=device.replace(":", "") if device else "remapped")
 
 
-_NOTHING = Change("compact", "nothing to compact: every byte is used")
+_ALL_USED = Change("compact", "nothing to compact: every byte is used")
 
 
 @verb(
@@ -209,7 +209,7 @@ def compact_command(file: str, target: OutputOptions) -> None:
         nonlocal before
         before = checkpoint.details.size
         changed = checkpoint.then(Compact())
-        return checkpoint.with_root(changed.root, _NOTHING) if changed is checkpoint else changed
+        return checkpoint.with_root(changed.root, _ALL_USED) if changed is checkpoint else changed
 
     receipt = write_changed(file, change, target, word="compact", rewrite=True)
     after = f"{clean(os.path.basename(receipt.path))} {format_size(receipt.size)}"

@@ -132,6 +132,8 @@ class VerbGroup(BriefHelpCommand, click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the verb in the first argument, or `info` if that is a file.
 
+        `help VERB` becomes `VERB --help`; an alias is replaced by its arguments.
+
         Raises:
             FileMissing: if the first argument looks like a file that does not exist.
             click.UsageError: if the verb is unknown; the message proposes one.

@@ -294,7 +294,7 @@ def _is_worker(config: TrainConfig, nproc: int | None, port: int | None) -> bool
 
 
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
-    """Start the processes, if the data can be read and `out` can be written."""
+    """Start the processes, if the data can be read, and `out` is writable and has no other run."""
     from ckptool.trainer.checkpoints import hold_run_folder, require_one_run, require_writable
     from ckptool.trainer.data import make_data
 

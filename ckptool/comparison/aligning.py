@@ -242,17 +242,18 @@ def _resolve_scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scop
     be the compared name of `module.weight`).
 
     Raises:
-        NotFound: a file that is not one flat state dict does not have the address.
-        AmbiguousName: the address matches several nodes.
+        NotFound: a file that is not one flat state dict does not have `key`.
+        AmbiguousName: `key` matches several nodes.
     """
     if key is None:
         return Scope(a.root), Scope(b.root), None
-    scope_or_error = [(checkpoint, _find_scope(checkpoint, key)) for checkpoint in (a, b)]
-    nodes = [result.root for _, result in scope_or_error if isinstance(result, Scope)]
+    scopes_or_errors = [_find_scope(checkpoint, key) for checkpoint in (a, b)]
+    nodes = [result.root for result in scopes_or_errors if isinstance(result, Scope)]
+    # A key that neither file has can only be the compared name of an entry.
     is_single_entry = not nodes or not all(map(_is_container, nodes))
     scopes: list[Scope] = []
     first_error = None
-    for checkpoint, result in scope_or_error:
+    for checkpoint, result in zip((a, b), scopes_or_errors, strict=True):
         if isinstance(result, Scope):
             if is_single_entry:
                 result = _find_enclosing_section(checkpoint, result)
@@ -700,7 +701,7 @@ class Region:
         """
 
         def should_enter(path: Path, node: Any) -> bool:
-            """Record a container, and return True to add the entries in it.
+            """Record a container, or only the name of an object; return True to add its entries.
 
             Skipped paths, and sets, have no entries of their own.
             """

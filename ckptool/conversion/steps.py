@@ -61,6 +61,8 @@ _NEEDED: Mapping[type[Step], tuple[str, str, str]] = {
 def make_steps(options: Mapping[str, Any]) -> list[Step]:
     """Return the steps for the options of `convert`, in the order of `STEPS`.
 
+    Steps that need the whole file, such as a recipe for its paths, come before all others.
+
     Args:
         options: Values by option name, such as `model_only`; None, False and empty values mean that
             the option is not given.

@@ -208,8 +208,8 @@ class NameIndex:
         keys_by_path: dict[Path, tuple[list[str], list[str]]] = {}
         for path, node in self.nodes:
             if path and type(path[-1]) is str:
-                keys = keys_by_path.setdefault(path[:-1], ([], []))
-                keys[0 if type(node) is TensorRef else 1].append(path[-1])
+                tensor_keys, other_keys = keys_by_path.setdefault(path[:-1], ([], []))
+                (tensor_keys if type(node) is TensorRef else other_keys).append(path[-1])
         # In an index of leaves, containers are only in the paths: they are added as other nodes.
         pending, indexed = list(keys_by_path), set(self._paths)
         while pending:

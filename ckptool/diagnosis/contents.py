@@ -269,6 +269,7 @@ def _check_aliases(subject: Subject) -> Iterator[Complaint]:
         for section in subject.models
         for name, tensor in get_named_tensors(section.node).items()
         # The storage has the key under which the file has the tensor.
+        # The storage of a safetensors file has the key of the tensor that is stored.
         if tensor.storage is not None and tensor.storage.key != name
     }
     if target_by_alias:

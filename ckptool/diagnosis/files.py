@@ -277,7 +277,10 @@ def _kind_of_error(error: CheckpointError) -> str:
 
 
 def _describe_load_failure(error: CheckpointError, path: str) -> tuple[Quote | None, str]:
-    """Return the error of the library that would load the file, and the effect."""
+    """Return the error of the library that would load the file, and the effect.
+
+    The effect is a sentence, or continues that of the error; it is empty if the error says it all.
+    """
     if os.path.isdir(path):
         return FOLDER_QUOTE, ""
     if isinstance(error, FileMissing):

@@ -172,6 +172,7 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _DiagnosisCache) -> Info:
     )
     missing = detect_missing_weights(checkpoint)
     by_machine = diagnoses.diagnose_by_machine()
+    on_cpu = by_machine["cpu"]  # has all problems of a machine with a GPU, and those of devices
     is_fixable = any(diagnosis.commands for diagnosis in by_machine.values())
     notes = [] if missing is None else [f"{missing.text}; {missing.hint}"]
     notes += _describe_extension(checkpoint, layout_blockers)
@@ -180,6 +181,7 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _DiagnosisCache) -> Info:
     notes += load_format(checkpoint.format).describe_layout(checkpoint)
     notes += (*details.left_behind, *details.unreferenced)
     notes += describe_waste(checkpoint.path, total - used, details.dead_bytes)
+    # Without a command that removes the objects, importing their classes may be the way.
     if object_blockers and not is_fixable and (text := suggest_import(object_blockers)):
         notes.append(text)
     notes += _describe_quantizations(checkpoint)
@@ -210,9 +212,9 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _DiagnosisCache) -> Info:
         would_run=find_unpickling_calls(checkpoint),
         training=list_training_state(checkpoint),
         part=missing.text if missing is not None and missing.severity == "fails" else "",
-        alternatives=_collect_alternatives(by_machine["cpu"]),
-        obstacle=_find_obstacle(by_machine["cpu"]),
-        reader=by_machine["cpu"].reader,
+        alternatives=_collect_alternatives(on_cpu),
+        obstacle=_find_obstacle(on_cpu),
+        reader=on_cpu.reader,
     )
 
 

@@ -428,6 +428,8 @@ def _check_averages(subject: Subject, section: Section) -> Iterator[Complaint]:
     average_keys = [key for key in keys if key.startswith(prefix)]
     other_keys = [key for key in keys if not key.startswith(prefix)]
     steps, has_only_averages = (Take(ema=True),), not has_online_model(keys)
+    # `AVERAGED` is that of ema-pytorch, which gives the other copy a prefix too: no key is plain.
+    always_fails = prefix == AVERAGED
     exception = f" except {listed(other_keys, most=3)}" if other_keys else ""
     yield Complaint(
         "averages",
@@ -437,7 +439,7 @@ def _check_averages(subject: Subject, section: Section) -> Iterator[Complaint]:
         "(EMA), next to those of the model",
         summarize_names(average_keys),
         hint=f"{ema_command(subject.checkpoint)} writes them under the keys of the model",
-        severity="fails" if has_only_averages or prefix == AVERAGED else "note",
+        severity="fails" if has_only_averages or always_fails else "note",
         quote=quote("unexpected-key", printable(average_keys[0])),
         effect="the class that computed the averages loads them",
         fix=steps if has_only_averages else None,

@@ -126,7 +126,7 @@ def _hint_for_keys(
     """
     unexpected = report.unexpected_keys
     if misfit_reason == MERGE or report.recipe:
-        return misfit_reason.replace("ADAPTER", "FILE")
+        return misfit_reason.replace("ADAPTER", "FILE")  # the adapter is the diagnosed file
     if torch_call := _find_parametrization_call(unexpected):
         return f"call {torch_call} on the model that saved it, and save it again"
     if torch_call := _find_parametrization_call(missing):

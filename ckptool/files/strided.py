@@ -242,7 +242,7 @@ def _view_as_cells(buffer: bytearray, itemsize: int) -> Cells:
 def _read_tile(
     tile: memoryview, data: ByteRange, itemsize: int, first: int, rows: int, tiling: _Tiling
 ) -> None:
-    """Read `rows` rows into the tile; the first one begins at element `first` of `data`."""
+    """Read `rows` rows, gaps in them included, into the tile, from element `first` of `data` on."""
     base = data.offset + first * itemsize
     row_bytes = _span_of(tiling.run) * itemsize
     pitch, step = tiling.pitch * itemsize, tiling.row_axis.step * itemsize

@@ -131,8 +131,9 @@ def _find_unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[
             raise _tensor_error(
                 entry.name, f"begins at {entry.start:,}, but {_describe(previous)} ends at {end:,}"
             )
-        if end < min(entry.start, length):
-            yield end, min(entry.start, length)
+        gap_end = min(entry.start, length)  # a tensor may begin after the end of a truncated body
+        if end < gap_end:
+            yield end, gap_end
         end, previous = entry.stop, entry
     if end < length:
         yield end, length

@@ -378,7 +378,7 @@ def make_checkpoint(
         list(shards.values()),
         Checkpoint(root, format, path),
         writer=f"{writers}, {count}" if writers else count,
-        folder="",
+        folder="",  # each shard has its own
         # An index without shards has no byte order: "little" is the default of `Details`.
         byteorder=byteorders.pop() if len(byteorders) == 1 else "mixed" if byteorders else "little",
         protocol=protocols.pop() if len(protocols) == 1 else None,

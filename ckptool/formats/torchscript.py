@@ -271,7 +271,7 @@ class _Collector:
         source = self._find_class_source(module)
         if not source.is_module:
             return
-        self.metadata[prefix.removesuffix(".")] = {"version": 1}
+        self.metadata[prefix.removesuffix(".")] = {"version": 1}  # the default of nn.Module
         attributes = module.attributes
         for name in _list_tensor_names(source, attributes):
             tensor = attributes.get(name)

@@ -137,7 +137,8 @@ class _NodeComparison:
     ) -> None:
         """Take the arguments of `find_first_difference`."""
         self._has_equal_elements = same
-        self._devices = devices
+        self._compares_devices = devices
+        """True to compare device tags and `requires_grad` too."""
         self._listed_ids = listed
         """The identities of tensors that are compared separately."""
         self._limits = limits
@@ -185,7 +186,7 @@ class _NodeComparison:
         """
         if a is b or not self._is_new(a, b):
             return []
-        if isinstance(a, DeviceValue) and isinstance(b, DeviceValue) and not self._devices:
+        if isinstance(a, DeviceValue) and isinstance(b, DeviceValue) and not self._compares_devices:
             return []
         if id(a) in self._listed_ids and id(b) in self._listed_ids:
             return []
@@ -204,7 +205,7 @@ class _NodeComparison:
         if isinstance(a, TensorRef):
             return self._compare_tensor_parts(a, b, exact, _pair_by_key(parts_a, parts_b))
         if isinstance(a, StorageRef):
-            self._require(not self._devices or a.storage.device == b.storage.device)
+            self._require(not self._compares_devices or a.storage.device == b.storage.device)
             self._require_equal_elements(a, b, True)
         return _pair_in_order(parts_a, parts_b)
 
@@ -238,7 +239,7 @@ class _NodeComparison:
 
         `steps` are the parts that both have; wrapping layers and codes are added.
         """
-        if self._devices:
+        if self._compares_devices:
             self._require((a.device, a.requires_grad) == (b.device, b.requires_grad))
         layers_a, layers_b = _list_attached_parts(a), _list_attached_parts(b)
         # Some formats cannot store layers, so their absence on one side is not a difference.

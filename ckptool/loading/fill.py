@@ -107,7 +107,7 @@ def have_separate_memory(tensors: Iterable[torch.Tensor]) -> bool:
 def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
     """Read the bytes of these tensors, each with its name, and compare them with their CRC-32.
 
-    A storage with a CRC-32 in the file is read completely.
+    Storages are read completely; one without a CRC-32 in the file only has to be readable.
 
     Raises:
         CorruptFile: if the bytes have changed since the file was written.
@@ -188,7 +188,7 @@ def fill(fills: Iterable[Fill]) -> None:
         else:
             sequential.extend(_make_read_jobs(item, source))
     if parallel_bytes >= _MIN_PARALLEL_BYTES:
-        deque(run_in_order(lambda job: job(), parallel), 0)
+        deque(run_in_order(lambda job: job(), parallel), maxlen=0)  # runs all; no job has a result
     else:
         sequential = parallel + sequential
     for job in sequential:

@@ -272,7 +272,7 @@ class _States:
     def take_model(self, model: Any) -> Any:
         """Return a placeholder for a module's state dict until `gather`, or the given state dict.
 
-        Wrapper prefixes are removed. The counter of an `AveragedModel` is stored in `counter`.
+        Wrapper prefixes are removed. If the module is an `AveragedModel`, `self.counter` is set.
         """
         import torch
 

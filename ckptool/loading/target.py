@@ -67,6 +67,7 @@ def describe_target(model: torch.nn.Module) -> ModelTarget:
     """
     metadata: Mapping[str, Any] | None
     if list_fsdp_modules(model):
+        # Parameters inside flat parameters, and extra states, are slots; the rest is live tensors.
         fsdp_state, metadata = describe_fsdp_state(model)
         live = {name: value for name, value in fsdp_state.items() if not isinstance(value, Slot)}
         slots = {**fsdp_state, **make_live_slots(live, default_kind="buffer")}

@@ -427,7 +427,7 @@ def _find_known_suffixes(
         for depth, start in enumerate(find_component_starts(template), 1):
             if template[start:] in shorter:
                 for key in keys:
-                    suffix = key.split(".", depth)[depth]
+                    suffix = key.split(".", depth)[depth]  # without `depth` components, as above
                     if suffix in shorter_keys:
                         yield key, suffix
 
@@ -584,15 +584,16 @@ def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlign
 def _make_prefix_step(prefix: Prefix, names: Names, alignment: KeyAlignment) -> AlignmentStep:
     """Return the step that removes the prefix from the file's keys or adds it.
 
-    `names` are the keys of the side with the prefix.
+    `names` are the keys of the side with the prefix: compared key -> full key. The step has no rule
+    if a rule would also change keys that match without it.
     """
     text = prefix.text
     changed = {full for name, full in names.items() if name.startswith(text)}
     if prefix.is_removed:
         rule = "" if prefix.collides else f"^{escape_regex(text)}=>"
-        return AlignmentStep("prefix", f"{text} removed", rule, 0, changed)
+        return AlignmentStep("prefix", f"{text} removed", rule, side=0, changed=changed)
     rule = f"^=>{escape_replacement(text)}" if changed.issuperset(alignment.pairs) else ""
-    return AlignmentStep("prefix", f"{text} added", rule, 1, changed)
+    return AlignmentStep("prefix", f"{text} added", rule, side=1, changed=changed)
 
 
 def _make_respelling_steps(

@@ -406,7 +406,7 @@ def _report_rules(
         changed = {
             file_key: new
             for file_key, key in current.items()
-            if (new := rule.apply(key) or key) != key
+            if (new := rule.apply(key) or key) != key  # `apply` returns None for no match
         }
         pairs = tuple(
             (file_key, key_by_file_key[file_key])

@@ -152,6 +152,8 @@ class Pattern:
     def bind(self, params: Mapping[str, int]) -> Pattern:
         """Return the pattern with the values of the parameters that shift variables.
 
+        A variable without a shift, or shifted by a number as in `{n+1}`, does not change.
+
         Raises:
             UsageError: if a parameter is unknown.
         """

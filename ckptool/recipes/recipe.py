@@ -57,10 +57,10 @@ class RecipeRule:
     def parse(
         cls, left: Sequence[str], right: Sequence[str], axes: Sequence[str], number: int = 0
     ) -> RecipeRule:
-        """Return a rule for keys and equations.
+        """Return a rule for patterns of keys on both sides, and equations in `axes`.
 
         Raises:
-            UsageError: they are none, or do not fit together.
+            UsageError: a text is no pattern or no equation, or they do not fit together.
         """
         patterns = parse_patterns([*left, *right])
         rule = cls(

@@ -274,10 +274,10 @@ def _make_nested(machine: Machine, args: Any) -> TensorRef:
     return TensorRef(
         buffer.dtype,
         _find_nested_shape(sizes),
-        (),
-        0,
-        None,
-        buffer.device,
+        stride=(),
+        offset=0,
+        storage=None,  # the elements are in `buffer`
+        device=buffer.device,
         kind="nested",
         parts=parts,
     )

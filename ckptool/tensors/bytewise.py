@@ -54,7 +54,7 @@ def compare_checksums(a: TensorRef, b: TensorRef) -> bool | None:
 
     True: both are the same range of storages of equal size and CRC-32. False: both cover
     their storages, whose CRC-32 differ. None: not decided, because a CRC-32 is missing, a storage
-    has other elements too, or a tensor has no `has_content`.
+    has other elements too, or a tensor has no content (`TensorRef.has_content`).
     """
     storage_a, storage_b = (tensor.storage if tensor.has_content else None for tensor in (a, b))
     if storage_a is None or storage_b is None or storage_a.crc32 is None or storage_b.crc32 is None:

@@ -323,7 +323,7 @@ class _Kernel:
         if not math.isfinite(total):
             return None
         close = self._is_close(x, y, gap, b)
-        mismatched = int(gap.sign().sum())
+        mismatched = int(gap.sign().sum())  # counts the elements with a gap
         squares = gap.square_().sum().item()
         squares_a, squares_b = a.square_().sum().item(), b.square_().sum().item()
         if not (smallest < squares_a < math.inf and smallest < squares_b < math.inf):

@@ -515,7 +515,7 @@ class _Memory(Source):
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`.
 
-        On the CPU it copies without torch: its threads wait for each other at every block.
+        On the CPU it copies without torch, whose threads wait for each other at every block.
         """
         if self._cpu_bytes is not None:
             buffer[:] = self._cpu_bytes[offset : offset + len(buffer)]

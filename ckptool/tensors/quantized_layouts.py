@@ -130,7 +130,7 @@ def dequantize_mlx(parts: Parts) -> TensorRef:
     if isinstance(settings_of_layer, Mapping):
         settings = {**settings, **settings_of_layer}
     bits, group_size = (parts.require_size(key, settings) for key in ("bits", "group_size"))
-    if not settings_of_layer:
+    if not settings_of_layer:  # its entry may have another name
         _refuse_doubtful_bits(parts, bits, group_size)
     if bits not in _MLX_BITS or not weight.shape:
         raise UnknownLayout(f"{bits} bits are not supported")
@@ -139,7 +139,8 @@ def dequantize_mlx(parts: Parts) -> TensorRef:
     if settings.get("mode", "affine") != "affine" or scales.sizes != biases.sizes:
         raise UnknownLayout
     has_whole_words = columns % 8 == 0 and words * 32 % bits == 0
-    if scales.sizes != (*outer_shape, columns // group_size) or columns % group_size:
+    has_whole_groups = columns % group_size == 0
+    if scales.sizes != (*outer_shape, columns // group_size) or not has_whole_groups:
         parts.refuse_contradiction()
     if not has_whole_words:
         parts.refuse_contradiction()
@@ -295,6 +296,7 @@ def refuse_other_scheme(
             and weights.get("num_bits", bits) == bits
             and weights.get("type", number) == number
             and (has_zero_point or weights.get("symmetric", True))
+            # Only these orders store the group of each column.
             and (has_group_index or weights.get("actorder") not in ("group", "dynamic"))
             and _fits_strategy(weights, shape, scales)
         ):

@@ -501,9 +501,9 @@ class Checkpoints:
             sharded.load_optimizer(path, module, optimizer)
 
     def _read_progress(self, values: Mapping[str, Any], path: str) -> TrainingProgress:
-        """Return the saved progress; for a file without it, the start of its `epoch`, or of 0.
+        """Return the saved progress; for a file without it, the start of its `epoch` (default 0).
 
-        Counters of another version of ckptool are left out.
+        Counters that only another version of ckptool has are left out.
         """
         if "progress" in values:
             known = {field.name for field in fields(TrainingProgress)}

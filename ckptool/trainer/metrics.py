@@ -71,7 +71,7 @@ class Scalars:
             self._writer = SummaryWriter(folder, purge_step=step + 1)
 
     def add(self, ended: EpochEnded) -> None:
-        """Add the figures of an epoch at its last step."""
+        """Add the figures of an epoch at its last step; nothing without a writer."""
         if self._writer is None:
             return
         for tag, value in (

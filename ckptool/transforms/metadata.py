@@ -68,7 +68,7 @@ def _find_new_paths_by_keys(
             rank = _OWN_KEY_STAYS if has_own_key else _DEEPER_KEY_STAYS
             if path != new:
                 rank = _KEYS_MOVE
-            # Then other keys have moved the modules above in the same way.
+            # True if another key has moved this module, and those above it, in the same way.
             is_known = new in ranks and not has_own_key
             ranks[new] = min(rank, ranks.get(new, rank))
             is_renamed = path.rpartition(".")[2] != new.rpartition(".")[2]

@@ -684,6 +684,7 @@ def _strip_rejected(leaf: Any) -> Any:
         layers = tuple(layer for layer in leaf.wrapping if layer.kind != "type" or layer.type)
         if len(layers) == len(leaf.wrapping):
             return leaf
+        # A subclass without its class is a plain tensor.
         kind = "strided" if leaf.kind == "subclass" else leaf.kind
         return replace(leaf, kind=kind, wrapping=layers)
     if isinstance(leaf, Opaque) and leaf.class_name in _SETS and leaf.args:

@@ -111,6 +111,7 @@ def with_companions(
     is_plain = any(change.kind == "dequantize" for change in checkpoint.changes)
     outdated = {name for name in companions if name in SEPARATE_CONFIGS and is_plain}
     copied = [name for name in companions if name not in existing | outdated]
+    # The plan of a single file has no path of its own.
     weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
     config_edit = Edited()
     if _CONFIG in copied:

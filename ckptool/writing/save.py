@@ -191,7 +191,7 @@ def save(
     if not dry_run:
         if group is None:
             _execute_by_folder(plan, job)
-        elif is_divided and len(plan.files) > 2:
+        elif is_divided and len(plan.files) > 2:  # an index and several shards
             write_divided(plan, job, group, options)
         else:
             group.collect(0)  # every process has checked the target before the first one writes

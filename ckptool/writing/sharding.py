@@ -241,7 +241,7 @@ def _divide_for_torch(checkpoint: Checkpoint) -> _DividedStateDict:
         for key in keys:
             size_by_object |= sizes_by_key[key]
         groups.append((sum(size_by_object.values()), keys))
-    return _DividedStateDict(groups, list(root), {})
+    return _DividedStateDict(groups, stored_keys=list(root), metadata={})
 
 
 def _find_shareable(value: Any) -> dict[int, int]:

@@ -88,9 +88,9 @@ def check_content(checkpoint: Checkpoint, probe: Probe) -> Findings:
     match checkpoint.format:
         case "torch-legacy":
             findings += Findings(tuple(_find_machine_problems(data, limits)))
-            return findings + _check_trailing(data, end, limits, MAGIC_BYTES)
+            return findings + _check_trailing(data, end, limits, magic_length=MAGIC_BYTES)
         case "pickle":
-            return findings + _check_trailing(data, end, limits, 0)
+            return findings + _check_trailing(data, end, limits, magic_length=0)
         case "torch-tar":
             return findings + _check_tar(checkpoint, probe.source, limits)
         case "safetensors":

@@ -253,6 +253,7 @@ def _has_same_sizes(entry: _Central, local: _Local) -> bool:
     """
     zip64_values = _parse_zip64_values(local.fields)
     has_descriptor = bool(local.shared.flags & DESCRIPTOR_FLAG)
+    # The zip64 field repeats values of the directory, or 0 for sizes in the data descriptor.
     known_values = {entry.packed, entry.size, entry.header, *([0] if has_descriptor else [])}
     if not known_values.issuperset(zip64_values):
         return False

@@ -182,7 +182,8 @@ def _find_step_folder(probe: Probe) -> str | None:
         try:
             with open(os.path.join(probe.path, name), "rb") as file:
                 tag = os.fsdecode(file.read(_MAX_TAG_BYTES).strip())
-            if os.path.basename(tag) == tag not in (os.curdir, os.pardir):  # a plain name
+            is_plain_name = os.path.basename(tag) == tag and tag not in (os.curdir, os.pardir)
+            if is_plain_name:
                 folder = os.path.join(probe.path, tag)
                 if any(map(_MODEL_FILE.fullmatch, probe.place.list_names(folder))):
                     return folder

@@ -249,7 +249,7 @@ class ParameterServer(Strategy):
             raise TrainingError(
                 "this torch has no torch.distributed.rpc", hint="use --strategy ddp"
             )
-        self._part = 0, 1  # the whole batch, in a worker each task sets another one
+        self._part = 0, 1  # part 0 of 1, the whole batch; in a worker, each task sets its part
         self._end: _RunEnd | None = None  # in a worker, as soon as the server has sent it
         _connect(self._rank, self.processes)
         with self._lead_workers() if self.takes_steps else self._watch_server():
@@ -391,6 +391,8 @@ class ParameterServer(Strategy):
 
     def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
         """Compute gradients until the end of the run, and return its outcome.
+
+        Each answer to the server contains the `votes` of this process at that time.
 
         Raises:
             PeerLost: the server is gone, or failed with an error that is not ckptool's.
