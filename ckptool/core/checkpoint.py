@@ -213,6 +213,7 @@ class Checkpoint(Result):
         from ckptool.core.tree import with_late_values
 
         root = restore_integer_keys(with_late_values(self.root))
+        # Reading the values is not a change of the tree.
         original = root if self.original is self.root else self.original
         details = replace(self.details, late=False)
         return replace(self, root=root, original=original, details=details)

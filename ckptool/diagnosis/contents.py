@@ -284,7 +284,7 @@ def _check_aliases(subject: Subject) -> Iterator[Complaint]:
             ),
             quote=quote("missing-key", printable(aliases[0])),
             effect="safetensors.torch.load_model restores them",
-            fix=(),
+            fix=(),  # the format is sufficient: it stores tied keys
             format="torch-zip",
             choices=(Choice((Untie(),)),),
         )

@@ -315,6 +315,7 @@ class Judge(Watcher):
             ):
                 return self.judge_call(func, func_args)
             case _, (func, _, func_args, *_) if _CALLS_FIRST_ARGUMENT.fullmatch(name):
+                # A function that looks up an object in a module: that may be any function.
                 is_finder = _is_imported_object(Opaque(func))
                 return RUNS if is_finder else self.judge_call(func, func_args)
             case _:
@@ -525,7 +526,7 @@ def to_python(value: Any) -> str:
                 return re.sub(r"^(posix|nt)\.", "os.", node.qualified)
             case str() | bytes():
                 return repr(node[:_MAX_TEXT_LENGTH]) + "..." * (len(node) > _MAX_TEXT_LENGTH)
-            case int() if node.bit_length() > 999:  # Python refuses to print so many digits
+            case int() if node.bit_length() > 999:  # Python refuses to print 4,301 digits or more
                 return hex(node)[:_MAX_TEXT_LENGTH] + "..."
             case list():
                 return f"[{format_items(node, depth)}]"

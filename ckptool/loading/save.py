@@ -455,7 +455,8 @@ class _States:
                 return ()
         if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
             consolidate = partial(self._consolidate_optimizer, optimizer, owner)
-            self._gather_jobs.append(((description, None), consolidate))
+            all_ranks = None
+            self._gather_jobs.append(((description, all_ranks), consolidate))
             return ()
         return (self._replace(optimizer, self._make_optimizer_state(optimizer, owner)),)
 

@@ -125,7 +125,7 @@ def _select_optimizer(tree: Checkpoint, model: Section | None, key: Any, file: s
         path, node = resolve(
             tree, key, accept=lambda node: isinstance(node, dict) and is_optimizer(node)
         )
-        return Section(path, "optimizer", node, node)
+        return Section(path, "optimizer", node, holder=node)
     optimizers = _list_optimizers(tree)
     models = list_distinct_sections(
         section for section in tree.sections if section.kind in MODEL_KINDS

@@ -483,22 +483,22 @@ def _apply_prefix(alignment: KeyAlignment, forms: _KeyForms) -> KeyAlignment:
     votes = _count_prefix_votes(forms)
     if not votes:
         return alignment
-    # Most votes first; of equal counts, the shortest prefix.
-    (text, is_removed), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0])))
+    count = max(votes.values())
+    most_voted = [prefix for prefix, prefix_votes in votes.items() if prefix_votes == count]
+    text, is_removed = min(most_voted, key=lambda prefix: len(prefix[0]))  # the shortest
     if count < 2 * len(alignment.pairs):
         return alignment
     best = _match_with_prefix(forms, text, is_removed)
     smaller, larger = sorted((len(forms.file_keys), len(forms.model_keys)))
     if 2 * len(best.names) < smaller:
         return alignment
-    rivals = [
-        rival
-        for rival, rival_votes in votes.most_common()
-        if 2 * rival_votes > count
-        and not (  # a longer or shorter version of the same prefix is no rival
-            rival[1] == is_removed and (rival[0].startswith(text) or text.startswith(rival[0]))
+    rivals = []
+    for (rival_text, is_rival_removed), rival_votes in votes.most_common():
+        is_same_prefix = is_rival_removed == is_removed and (  # a longer or shorter version of it
+            rival_text.startswith(text) or text.startswith(rival_text)
         )
-    ]
+        if 2 * rival_votes > count and not is_same_prefix:
+            rivals.append((rival_text, is_rival_removed))
     is_doubtful = rivals or alignment.pairs or _is_below_other_path(best, forms)
     if not is_doubtful or 2 * len(best.names) > larger:
         return _pair_equal_keys(forms, best)

@@ -106,10 +106,10 @@ def _kernel_axes(dimensions: int) -> Axes:
 def find_kinds(modules: Iterable[tuple[str, Any]]) -> Kinds:
     """Return the kind of each parameter, from the modules with their paths in order.
 
-    If the axes are uncertain, it is a description of the module, and the user decides. They are for
-    a Linear that may follow a Flatten, which orders its inputs differently in torch: its number of
-    inputs is a multiple of the channels of some convolution, and not the number of outputs of the
-    layer or convolution before.
+    If the axes are uncertain, it is a description of the module, and the user decides. This is so
+    for a Linear that may follow a Flatten, which orders its inputs differently in torch. Its number
+    of inputs shows it: a multiple of the channels of some convolution, but not the number of
+    outputs of the layer or convolution before.
     """
     named_modules = list(modules)
     channel_counts = {_read_size(module, "out_channels") for _, module in named_modules} - {0}

@@ -195,7 +195,10 @@ def _dequantize_bitsandbytes_4bit(parts: Parts) -> TensorRef:
         tensors += [nested_absmax, nested_map]
 
     def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Look the codes of the range up in `quant_map`, and scale them by block."""
+        """Look the codes of the range up in `quant_map`, and scale them by block.
+
+        A byte has two codes, the first in its upper half; `start` is the start of a block.
+        """
         import torch
 
         value_by_code, block_scales, *nested_tables = tables

@@ -518,7 +518,8 @@ def _refuse_empty_result(before: Checkpoint, after: Checkpoint, hint: str | None
         NotRepresentable: if `after` has none; the message lists the objects of `before`.
     """
     had_tensors = has_tensors(before.root)
-    if not (has_tensors(after.root) if had_tensors else _has_content(after)):
+    keeps_any = has_tensors(after.root) if had_tensors else _has_content(after)
+    if not keeps_any:
         subject = "every tensor of the file" if had_tensors else "all content"
         classes = dict.fromkeys(get_class_name(node) for _, node in find_rejected(before.root))
         raise NotRepresentable(
@@ -631,6 +632,7 @@ def _report_conversions(root: Any, convert: Forms, plain_by_id: dict[int, Any]) 
 
     settings: dict[str, None] = {}
     for link, node in walk_mentions(root, enter=keeps_content):
+        # A tensor may have been converted as a copy with other parts, so its identity is not known.
         form = convert(node) if isinstance(node, TensorRef) else plain_by_id.get(id(node), node)
         if form is node:
             continue

@@ -558,6 +558,7 @@ def _refuse_loss(checkpoint: Checkpoint, plan: WritePlan) -> None:
         raise NotRepresentable(
             f"an in-place edit of the {checkpoint.format} file would lose data: {lost}",
             file=checkpoint.path,
+            # "write another file; or --overwrite does it anyway"
             hint=Remedy((("overwrite", True),), " does it anyway", "write another file; or "),
         )
 

@@ -70,7 +70,9 @@ _DEFAULT_FORMAT = "torch-zip"
 
 
 def _find_formats(extension: str) -> list[str]:
-    """Return the names of the formats to write for an extension; an unknown one means torch's.
+    """Return the names of the formats to write for an extension, the default first.
+
+    An unknown extension means torch's.
 
     Raises:
         UsageError: if it is the extension of a format that cannot be written, or of another kind of
@@ -214,8 +216,9 @@ def choose_format(
     """
     name = os.fspath(path).lower()
     if name.endswith(INDEX_SUFFIX):
-        single = _find_formats(os.path.splitext(name.removesuffix(INDEX_SUFFIX))[1])[0]
-        return _choose_sharded_format(single, format)
+        _, extension = os.path.splitext(name.removesuffix(INDEX_SUFFIX))
+        default, *_ = _find_formats(extension)
+        return _choose_sharded_format(default, format)
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
     single = _choose_single_format(checkpoint, name, format)

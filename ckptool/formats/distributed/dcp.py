@@ -291,7 +291,7 @@ def read_index(probe: Probe) -> Index:
     paths = _find_indexes(probe)
     names = map(os.path.basename, paths)
     ranks = [_parse_rank(name) for name in names if _RANK_INDEX_NAME.fullmatch(name)]
-    world = max(ranks, default=-1) + 1
+    world = max(ranks, default=-1) + 1  # 0 for `.metadata`, which is complete
     check_ranks(ranks, world, "__{rank}.metadata", probe.path, _COPY_AGAIN)
     sources: list[Source] = []
     for path in paths:
