@@ -119,7 +119,8 @@ def note_lines(
 ) -> Iterator[str]:
     """Yield the meaning of each status in the report or its `rows`, with its option; then notes.
 
-    The last notes are the reasons of a `judgement` that no row shows. Options are named as on the command line, or as arguments of the library unless `options`.
+    The last notes are the reasons of a `judgement` that no row shows. Options are named as on the
+    command line, or as arguments of the library unless `options`.
     """
     rows = _make_rows(report, fold=True) if rows is None else rows
     names = ("allow_missing", "allow_unexpected", "allow_mismatched", "allow_lossy_cast")
