@@ -352,9 +352,9 @@ def _find_payloads(
         if entry.descriptor and following > previous_end:
             # APPNOTE 4.3.9: the sizes in a data descriptor have 4 bytes each, in a zip64 record 8;
             # the signature before them is optional, but common writers have it.
-            wide = entry.size >= SEE_ZIP64 or header >= SEE_ZIP64
+            is_zip64 = entry.size >= SEE_ZIP64 or header >= SEE_ZIP64
             previous_end += min(
-                following - previous_end, _DESCRIPTOR64 if wide else _DESCRIPTOR_BYTES
+                following - previous_end, _DESCRIPTOR64 if is_zip64 else _DESCRIPTOR_BYTES
             )
         previous_name = entry.name
     return offsets, unused + end.offset - previous_end
