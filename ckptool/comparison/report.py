@@ -226,7 +226,7 @@ def make_bars(a: Checkpoint, b: Checkpoint, alignment: Alignment, diff: Diff) ->
         alignment: The pairs of their entries.
         diff: The differences of as many entries.
     """
-    # `counts`: the difference makes the files differ; one within the tolerance does not.
+    # Only differences that make the files differ: another device, for example, may not.
     changed = {row.a.name: row for row in diff.changed if row.counts}
     renamed_in_a = {row.a.name for row in diff.renamed}
     renamed_in_b = {row.b.name for row in diff.renamed}

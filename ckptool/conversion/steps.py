@@ -231,12 +231,12 @@ def _refuse_values(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -
     header_paths = [path for path in paths if is_in_header(checkpoint, path)]
     if header_paths and not target_format.header_key:
         raise UsageError(
-            f"{target} has no header strings: {listed(header_paths, 3)}",
+            f"{target} has no header strings: {listed(header_paths, most=3)}",
             hint="write a .safetensors, or set a value of the tree: --set KEY=VALUE",
         )
     tree_paths = [path for path in paths if path not in header_paths]
     if tree_paths and target_format.tensors_only:
         raise UsageError(
-            f"{target} stores no values except header strings: {listed(tree_paths, 3)}",
+            f"{target} stores no values except header strings: {listed(tree_paths, most=3)}",
             hint=f"--set '{METADATA}/{tree_paths[0]}=\"...\"' sets a header string",
         )

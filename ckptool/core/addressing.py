@@ -323,7 +323,7 @@ def _ambiguous_error(name: str, paths: Sequence[Path], file: str) -> AmbiguousNa
 def _missing_error(checkpoint: Checkpoint, name: str, index: NameIndex) -> NotFound:
     """Return the error for a name that matches no node that was asked for."""
     file = checkpoint.path or None
-    if index.find(name):
+    if index.find(name):  # it exists, but not as the state dict of a model or optimizer
         return NotFound(
             f"{printable(name)!r} is not a state dict and contains none",
             file=file,
@@ -396,8 +396,8 @@ class TensorMap(Mapping[str, TensorRef]):
         node = self._index.find_only(name)
         if node is None:
             raise unmatched_error(self._index.describe_unmatched(name), self._file)
-        tensor: TensorRef = node[1]
-        return tensor
+        _path, tensor = node
+        return tensor  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[str]:
         """Yield the paths, in the order of the file."""

@@ -305,7 +305,7 @@ class TensorRef(Result):
             raise self._corrupt_error(
                 f"of shape {list(shape)} at offset {self.offset} cannot exist"
             )
-        if count and stop * self.itemsize > self.storage.nbytes * self._per_byte:
+        if count and stop * self.itemsize > self.storage.nbytes * self._elements_per_byte:
             raise self._corrupt_error(
                 f"of shape {list(shape)}, stride {list(stride)} and offset {self.offset} reaches "
                 f"element {stop - 1:,}, outside its storage of {self.storage.nbytes:,} bytes"
@@ -317,7 +317,7 @@ class TensorRef(Result):
         return BY_NAME[self.dtype].itemsize
 
     @property
-    def _per_byte(self) -> int:
+    def _elements_per_byte(self) -> int:
         """The number of elements in a byte; 1 for all but packed dtypes."""
         return PACKED.get(self.dtype, 1)
 
@@ -363,7 +363,7 @@ class TensorRef(Result):
         """The size of the elements in bytes; for sparse and nested tensors, that of the parts."""
         if self.kind in SPARSE_KINDS or self.kind == "nested":
             return sum(part.nbytes for part in self.tensors_inside())
-        return -(-self.numel * self.itemsize // self._per_byte)
+        return -(-self.numel * self.itemsize // self._elements_per_byte)
 
     @property
     def is_contiguous(self) -> bool:

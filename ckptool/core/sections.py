@@ -321,7 +321,7 @@ def find_likely_models(checkpoint: Checkpoint) -> tuple[Section, ...]:
     For example, it is not certain for several dicts (graphs, data sets) without keys of weights.
     """
     models = _find_models(checkpoint.root)
-    return tuple(models) if len(models) < 2 or any(map(_has_model_name, models)) else ()
+    return tuple(models) if len(models) < 2 or any(map(_is_clearly_model, models)) else ()
 
 
 def choose_only_model(sections: Sequence[Section]) -> Section | None:
@@ -338,7 +338,7 @@ def choose_only_model(sections: Sequence[Section]) -> Section | None:
     return marked[0] if len(marked) == 1 else None
 
 
-def _has_model_name(section: Section) -> bool:
+def _is_clearly_model(section: Section) -> bool:
     """Return True if a section is recognizably a model, so that others do not compete with it.
 
     A state dict is one by its `_metadata`, or by a name of weights unless it has only integers
@@ -375,7 +375,7 @@ def _is_mere_data(root: Any, section: Section) -> bool:
     """
     if section.kind != "state_dict" or not section.path:
         return False
-    if _has_model_name(section) or _has_weight_key(section):
+    if _is_clearly_model(section) or _has_weight_key(section):
         return False
     is_in_list = not isinstance(section.path[-1], str)
     return is_in_list or _is_table(section.node) or _is_inside(root, section)
@@ -520,7 +520,7 @@ def _find_models(root: Any, path: Path = ()) -> list[Section]:
         if section.kind in MODEL_KINDS:
             model = Section(path + section.path, section.kind, section.node, section.holder)
             models.setdefault(id(section.holder), model)
-    likely = list(filter(_has_model_name, models.values()))
+    likely = list(filter(_is_clearly_model, models.values()))
     with_weight_key = [candidate for candidate in likely if _MODEL_KEY.search(candidate.name)]
     if len(with_weight_key) == 1:
         model_path = with_weight_key[0].path

@@ -602,6 +602,7 @@ def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, is_model_only
     kinds = MODEL_KINDS if is_model_only else (*MODEL_KINDS, "optimizer")
     tensors = collect_weights(before.root, kinds)
     if len(collect_weights(after.root, kinds)) < len(tensors):
+        # If no tensor is rejected itself, an object around some of them is: all are listed.
         dropped = [(path, node) for path, node in tensors if is_rejected(node)] or tensors
         names = [name_of(path) for path, _ in dropped]
         raise NotRepresentable(

@@ -327,12 +327,14 @@ def _check_unread_weights(subject: Subject) -> Iterator[Complaint]:
     """Yield a complaint about weights of a pickled model that only its class reads."""
     texts = [text for section in subject.models for text in section.unread]
     if texts:
+        # No hint may advise to load a file that runs code of its own.
+        runs_code = bool(find_called_names(subject.checkpoint))
         yield Complaint(
             "unread",
             "a state dict made from the pickled model would lack weights",
             summarize_names(texts),
             hint="save model.state_dict() in the process that has the model"
-            if find_called_names(subject.checkpoint)
+            if runs_code
             else f"{load_format(subject.checkpoint.format).unsafe_loader} with its classes "
             "installed, and save model.state_dict()",
             severity="misleads",

@@ -86,7 +86,7 @@ def write_journal(target: str, journal: Journal) -> None:
 
 
 def read_journal(target: str) -> Journal | None:
-    """Return the journal of `target`, or None.
+    """Return the journal of `target`, or None if it has none.
 
     Raises:
         CorruptFile: it is damaged, or has an unknown version.

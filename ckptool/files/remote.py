@@ -396,6 +396,8 @@ def _is_http(path: str) -> bool:
 def _make_fetcher(path: str) -> Fetch:
     """Return the function that fetches bytes of a file: from Hugging Face, by http or with fsspec.
 
+    It refuses a file that no longer has the given `tag` (its version, such as an ETag).
+
     Raises:
         FileMissing: the repository does not have it.
         UnreadableFile: the address contains a password.

@@ -381,12 +381,12 @@ class LocalHeaders:
         """
         header, name = entry.header, entry.raw_name
         length = LOCAL.size + len(name)
-        at = header - self.window_start
-        if at + length > len(self.window):
-            self._read_window(entry, length, following)
-            at = 0
-        signature, *_, name_length, extra_length = LOCAL.unpack_from(self.window, at)
-        written_name = self.window[at + LOCAL.size : at + length]
+        start = header - self.window_start
+        if start + length > len(self.window):
+            self._read_window(entry, length, following)  # from the header
+            start = 0
+        signature, *_, name_length, extra_length = LOCAL.unpack_from(self.window, start)
+        written_name = self.window[start + LOCAL.size : start + length]
         if signature != ZIP_MAGIC or name_length != len(name) or written_name != name:
             raise CorruptFile(
                 f"record {entry.name!r} is not at offset {header:,}, where the zip directory "
@@ -464,11 +464,11 @@ def truncated_error(data: ByteRange, limits: Limits) -> TruncatedFile:
     fact = f"{missing}; it has {data.length:,} bytes"
     expected, hint = 0, "download or copy it again"
     with suppress(CheckpointError, struct.error):
-        end, sizes, root = _read_first_pickle(data, limits)
-        expected = end + sum(sizes)
+        pickle_end, sizes, root = _read_first_pickle(data, limits)
+        expected = pickle_end + sum(sizes)
         is_torch = not data.source.name.endswith(".distcp")
         # Salvage makes sense if at least the first storage is intact.
-        if is_torch and sizes and end + sizes[0] <= data.length:
+        if is_torch and sizes and pickle_end + sizes[0] <= data.length:
             hint += f", or run {salvage_command(data.source.name, root)}"
     if expected > data.length:
         lost = expected - data.length

@@ -98,7 +98,9 @@ def _parse_header(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CorruptFile(f"the header is not UTF-8 at byte {8 + error.start:,}") from error
+        raise CorruptFile(
+            f"the header is not UTF-8 at byte {LENGTH.size + error.start:,}"
+        ) from error
     document = parse_json(text)
     if not isinstance(document, dict):
         raise CorruptFile("the header is not a JSON object")

@@ -98,6 +98,7 @@ def read_manifest(path: str, limits: Limits = DEFAULT_LIMITS) -> Files | None:
         return None
     source = FileSource(path)
     try:
+        # First, so that a large checkpoint given by mistake is not reported as too long.
         if not source.read(0, min(source.size, 64)).lstrip().startswith(b"{"):
             raise _not_manifest_error(path)
         if source.size > limits.max_json_bytes:

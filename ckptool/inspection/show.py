@@ -72,6 +72,7 @@ class ShownTensor(Shown):
     def _to_fields(self) -> dict[str, Any]:
         """Return the fields of the row, the first elements, the statistics and the parts."""
         row = self.row.to_dict()
+        # Every `Shown` has a path and a name already.
         row_fields = {key: row[key] for key in row if key not in ("path", "name")}
         stats = self.statistics
         return {
@@ -359,7 +360,9 @@ def _list_small_floats(dtype: str) -> tuple[float, ...]:
         halves = b"".join(bytes((0, code)) for code in range(256))
         return struct.unpack("<256e", halves)
     if dtype == "float4_e2m1fn_x2":
-        return tuple(_decode_minifloat(code, 2, 1, 1) for code in range(16))
+        return tuple(
+            _decode_minifloat(code, exponent_bits=2, mantissa_bits=1, bias=1) for code in range(16)
+        )
     exponent_bits, bias, nan_codes = {
         "float8_e4m3fn": (4, 7, (0x7F, 0xFF)),
         "float8_e4m3fnuz": (4, 8, (0x80,)),

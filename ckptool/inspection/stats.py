@@ -326,6 +326,7 @@ def _note_codes(
         for position, quantized in first_by_scheme.values():
             count = counts[quantized.scheme]
             others = f", like {count - 1:,} more here" if count > 1 else ""
+            # str(quantized) is a predicate, such as "is quantized (gptq)".
             description = f"{str(quantized).removeprefix('is ')}{others}"
             remark = f"{description}: statistics of codes, without {listed(quantized.companions)}"
             rows[position] = replace(rows[position], remarks=(*rows[position].remarks, remark))

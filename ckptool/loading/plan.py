@@ -335,7 +335,7 @@ def _leave_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> Lo
             undecided[key] = file_key
     for row in report.mismatched:
         if target.find_custom_holder(row.name):
-            undecided[row.name] = row.own
+            undecided[row.name] = row.own  # the keys of the model and of the file
     undecided = {
         key: file_key for key, file_key in undecided.items() if not _is_one_part(state, file_key)
     }

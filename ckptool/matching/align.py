@@ -659,13 +659,14 @@ def propose_rules(alignment: KeyAlignment) -> list[Proposal]:
     """
     if alignment.questions:
         return [question for question in alignment.questions if question.rule]
-    file_side, model_side = _SubtreeIndex(alignment, 0), _SubtreeIndex(alignment, 1)
+    file_side = _SubtreeIndex(alignment, side=0)
+    model_side = _SubtreeIndex(alignment, side=1)
     new_path_by_path: dict[str, str] = {}
     # The largest subtrees first: the subtrees inside one need no rule of their own.
     for subtree, path in sorted(
-        file_side.free.items(), key=lambda item: (-item[0].size, len(item[1]))
+        file_side.path_by_subtree.items(), key=lambda item: (-item[0].size, len(item[1]))
     ):
-        new_path = model_side.free.get(subtree, path)
+        new_path = model_side.path_by_subtree.get(subtree, path)
         is_new = new_path not in file_side.paths and path.count("*") == new_path.count("*")
         parents = _iterate_parents(path)
         if is_new and not any(parent in new_path_by_path for parent in parents):
@@ -705,7 +706,7 @@ class _SubtreeIndex:
     """
 
     def __init__(self, alignment: KeyAlignment, side: int) -> None:
-        """Find the subtrees without a pair and with content that is unique on this side (`free`).
+        """Find the subtrees without a pair and with content that is unique on this side.
 
         `side` is 0 for the file, 1 for the model. Only a subtree with an uncommon shape or a named
         module inside is distinctive enough: two unrelated lists of scalars look alike. Counters of
@@ -753,7 +754,7 @@ class _SubtreeIndex:
             path: _Subtree(size, contents[path], kinds[path]) for path, size in sizes.items()
         }
         occurrences = Counter((tree.size, tree.kind) for tree in subtrees.values())
-        self.free = {
+        self.path_by_subtree = {
             tree: path
             for path, tree in subtrees.items()
             if path in distinctive

@@ -294,9 +294,9 @@ def _choose_remedy(
     if "untied" in remedy_by_kind:  # no argument allows it
         return _HINT_UNTIE
     if loads_too_little and not _has_rules(usable):
-        # The proposed rules are shown elsewhere, and need no remedy.
+        # Not while rules are proposed: to accept a low coverage, or to look for another model.
         remedy = _NO_REMEDY if report.proposed else remedy_by_kind.get("coverage", _NO_REMEDY)
-        return remedy or (_NO_REMEDY if usable else remedies[0])
+        return remedy or (_NO_REMEDY if usable else remedies[0])  # a note without arguments
     if not usable and remedies[0]:  # a note without arguments
         return remedies[0]
     # Each alternative must also solve the other problems.

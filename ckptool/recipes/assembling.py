@@ -456,10 +456,12 @@ def _copy_tile(
         BoxAxis(axis.size, step * units_per_element, axis.target_step * units_per_element)
         for axis, step in zip(tile, row_major_strides(shape), strict=True)
     ]
-    axes = list(merge_axes([*axes, BoxAxis(units_per_element, 1, 1)])) or [BoxAxis(1, 1, 1)]
-    best = min(axes, key=_slice_cost)
-    axes.remove(best)
-    size, source_step, target_step = best
+    single_unit = BoxAxis(1, 1, 1)
+    axes = list(merge_axes([*axes, BoxAxis(units_per_element, 1, 1)])) or [single_unit]
+    # Along one axis, the elements are copied by a slice; a loop goes over the other axes.
+    sliced = min(axes, key=_slice_cost)
+    axes.remove(sliced)
+    size, source_step, target_step = sliced
     source_span, target_span = (size - 1) * source_step + 1, (size - 1) * target_step + 1
     for source, to in _list_positions(axes, target_start * units_per_element):
         target_units[to : to + target_span : target_step] = source_units[

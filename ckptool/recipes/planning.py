@@ -538,7 +538,7 @@ class _Planner(Generic[T]):
         for name in names:
             count = pattern.count_choices(name) or sizes.get(name)
             if count is None:
-                raise Misfit(f"the number of {{{name}}} is unknown", None, (name,))
+                raise Misfit(f"the number of {{{name}}} is unknown", axes=(name,))
             counts.append(count)
         self._count_pieces(prod(counts))  # refuses too many, before they are listed
         return list(product(*map(range, counts)))

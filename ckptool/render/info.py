@@ -69,7 +69,10 @@ def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
 
 
 def overview_lines(info: Info, diagnosis: Diagnosis, look: Look = PLAIN) -> Iterator[str]:
-    """Yield the facts and the sections, the verdict of `doctor` in a line and its first command."""
+    """Yield the facts and the sections, the verdict of `doctor` in a line and its first command.
+
+    With `look.fmt`, a table format, it is only the table of sections.
+    """
     if look.fmt:
         yield from info_lines(info, look)
         return
@@ -100,7 +103,7 @@ def _fact_lines(info: Info, look: Look) -> Iterator[str]:
         ("size", size_text(info)),
         ("devices", counts_text(info.devices)),
         ("dtypes", counts_text(info.dtypes)),
-        ("ties", listed((" = ".join(names) for names in info.ties), 3) if info.ties else ""),
+        ("ties", listed((" = ".join(names) for names in info.ties), most=3) if info.ties else ""),
         ("weights_only", "yes" if info.weights_only else "no, because of"),
         *(("", clean(text)) for text in limit_lines(info.blockers, _MOST_LISTED)),
         *(("note", clean(note)) for note in info.notes),

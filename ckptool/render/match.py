@@ -355,7 +355,7 @@ def _optimizer_lines(report: MatchReport, look: Look) -> Iterator[str]:
     if optimizer.problems and optimizer.remedy:
         yield f"hint: {clean(str(optimizer.remedy))}"
     casts = ((cast.name, _describe_cast(cast)) for cast in optimizer.cast)
-    for row in _limit_rows(_rows_by_details("", casts, fold=True)):
+    for row in _limit_rows(_rows_by_details(status="", pairs=casts, fold=True)):
         yield from wrap_text(f"optimizer: {row.key} {row.details}", look.width)
     for note in optimizer.notes:
         yield from wrap_text(f"note: {clean(note)}", look.width)

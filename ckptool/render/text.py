@@ -26,8 +26,8 @@ def format_label(name: str, path: Sequence[Any]) -> str:
 def make_pasteable(command: str) -> str:
     r"""Return a command that can be copied from the screen to a shell.
 
-    A quoted word that cannot be printed becomes `$'a\nb'`, which bash, zsh and ksh read: it has
-    control characters, bytes that are not UTF-8, or characters that the encoding of stdout lacks.
+    A quoted word with control characters, bytes that are not UTF-8, or characters that the encoding
+    of stdout lacks cannot be printed. It becomes `$'a\nb'`, which bash, zsh and ksh read.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
 

@@ -416,7 +416,8 @@ class _Encoder:
     def write_plain_tensor(self, node: TensorRef) -> bool:
         """Write an ordinary tensor directly, because most are; False if it is not ordinary."""
         storage = node.storage
-        if storage is None or BY_NAME[node.dtype].storage is None:
+        has_typed_storage = BY_NAME[node.dtype].storage is not None  # unlike uint16, for example
+        if storage is None or not has_typed_storage:
             return False
         self.write_global(_REBUILD_V2)
         self.out += b"("

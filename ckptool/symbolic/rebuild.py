@@ -529,7 +529,7 @@ def make_rebuild_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
     if layer.kind == "type":
         func, args = make_rebuild_call(inner)
         return _TYPE_V2, (func, layer.type, args, layer.state)
-    inner = replace(inner, requires_grad=False)
+    inner = replace(inner, requires_grad=False)  # only the Parameter around it does
     args = (inner, ref.requires_grad, layer.hooks or OrderedMap())
     if layer.kind == "parameter_state":
         return utils_function("_rebuild_parameter_with_state"), (*args, layer.state)

@@ -358,6 +358,7 @@ def resample_positions(
         import torch
 
         embeddings = load_checked(tensor).reshape(-1, width)
+        # (rows, columns, channels) of the grid -> the (1, channels, rows, columns) of an image
         grid = embeddings[prefix:].float().reshape(1, *old, width).permute(0, 3, 1, 2)
         grid = torch.nn.functional.interpolate(grid, size=new, mode="bicubic", antialias=True)
         rows = grid.permute(0, 2, 3, 1).reshape(-1, width).to(embeddings.dtype)

@@ -157,7 +157,8 @@ def _dequantize_bitsandbytes_8bit(parts: Parts) -> TensorRef:
 
     def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return codes times the scale of their row, for a range of elements."""
-        factors = expand_blocks(tables[0], shape, (1, *shape[1:]), start, stop)
+        (row_scales,) = tables
+        factors = expand_blocks(row_scales, shape, (1, *shape[1:]), start, stop)
         return read_elements(weight, start, stop) * factors * _PER_127
 
     return compute_tensor(weight, shape, (scale,), compute_elements)

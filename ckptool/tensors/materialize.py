@@ -723,6 +723,7 @@ class Materializer:
 
         A class with slots has a state of two dicts: its `__dict__`, and the slots.
         """
+        # Without a `convert` given to the call, only the tensors in the state are converted.
         convert = self._convert or (lambda state: self._load_part(state, "", cast=False))
         state = convert(layer.state)
         groups = state if isinstance(state, tuple) else (state,)

@@ -86,7 +86,7 @@ def replace_tensors(root: Any, replacements: Mapping[Path, TensorRef]) -> Any:
             new[key] = _replace_inside(new[key], inner_path, tensor)
         return new
 
-    return rebuild(root, None, replace_entries) if edits_by_dict else root
+    return rebuild(root, mapping=replace_entries) if edits_by_dict else root
 
 
 def _find_innermost_dict(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:

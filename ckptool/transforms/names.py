@@ -573,7 +573,7 @@ class Strip(Step):
                 plan.plan_state_dict(section, names, result.renamed, result.rename_module)
                 if result.renamed:
                     plan.changes.append(_make_strip_change(section, result, result.renamed))
-                if self.at is None:
+                if self.at is None:  # with `at`, the other keys are meant to keep theirs
                     remaining = [result.renamed.get(name, name) for name in names]
                     plan.changes.extend(_warn_of_partial_wrapper(section, remaining, self.only))
             elif section.kind == "module":

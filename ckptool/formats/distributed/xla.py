@@ -185,7 +185,7 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any
         parts = [(rank.root["model"].get(name), rank.path) for rank in ranks]
         full_name = _join_names(module_path, info["_orig_name"])
         shape = parse_sizes(info["_orig_size"])
-        flat_info = first_metadata["flatten_info"].get(full_name)
+        flat_info = first_metadata["flatten_info"].get(full_name)  # None: not flattened
         state_dict = model if flat_info is None else unflattened
         for key, tensor in _split_parameter(full_name, shape, flat_info, parts):
             state_dict[_strip_wrappers(key)] = tensor
