@@ -84,7 +84,7 @@ def command(
     reference = resolve_reference(like)
     model_target = describe_like(reference, key=like_key)
     with open_state_dict(file, key=key, wanted=model_target.slots) as state:
-        is_file = reference is like
+        is_file = reference is like  # the path itself, not a model that was built
         plan = plan_load(
             state,
             model_target,
@@ -109,7 +109,8 @@ def command(
         return
     print_lines(lines)
     command = ""
-    if all(rule.regex for rule in rules) and _can_convert(report):
+    can_write_rules = all(rule.regex for rule in rules)  # a table of keys has no REGEX=>REPL
+    if can_write_rules and _can_convert(report):
         command = _make_convert_command(
             file,
             {

@@ -407,7 +407,7 @@ class Planner:
     def plan(self, *, resume: bool = False) -> FixPlan:
         """Return the conversion that fixes most complaints; fixes that fail are left out.
 
-        With `resume` only steps that keep the training state.
+        With `resume` only steps that keep the training state, in the same format.
         """
         plan: FixPlan | None = None
         converted = self._subject.checkpoint

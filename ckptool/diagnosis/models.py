@@ -195,6 +195,7 @@ def _complain_of_no_model(subject: Subject) -> Complaint:
             quote=load_error,
         )
     section_names = [f"the {section.kind} {section.name or 'at the root'}" for section in sections]
+    # Neither plain values nor a state dict that is no model explain what the file is for.
     shown_names = [
         name for name in section_names if not name.startswith(("the values", "the state_dict"))
     ]

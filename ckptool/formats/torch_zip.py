@@ -81,8 +81,8 @@ def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) ->
 PICKLE = "data.pkl"
 _STORAGE_FOLDERS = ("data/", "tensors/")
 """Where storages are: torch 1.4 used the second."""
-_FACT_RECORDS = ("version", "byteorder", ".format_version", ".storage_alignment")
-_KNOWN_RECORDS = frozenset({PICKLE, *_FACT_RECORDS, ".data/serialization_id", ".data/version"})
+_SMALL_RECORDS = ("version", "byteorder", ".format_version", ".storage_alignment")
+_KNOWN_RECORDS = frozenset({PICKLE, *_SMALL_RECORDS, ".data/serialization_id", ".data/version"})
 SHORT = 64
 """The longest record of a fact, in bytes."""
 _OFFSET_RECORDS = (".format_version", ".storage_alignment")
@@ -160,11 +160,11 @@ class Storages:
 
 
 class ZipContents(NamedTuple):
-    """The pickle of an archive as a tree, and the facts in other records."""
+    """The pickle of an archive as a tree, and the text of small records."""
 
     unpickled: Unpickled
     storages: Storages
-    facts: dict[str, str]
+    small_records: dict[str, str]
     """The text of records such as `version` and `byteorder`."""
 
 
@@ -175,18 +175,18 @@ def read_contents(archive: Archive, limits: Limits) -> ZipContents:
         CorruptFile: `data.pkl` is missing or damaged, or a storage has a wrong length.
         LimitExceeded: the pickle needs more than `limits` allows.
     """
-    facts = _read_facts(archive)
-    storages = Storages(archive, check_byteorder(facts.get("byteorder", "little")))
+    small_records = _read_small_records(archive)
+    storages = Storages(archive, check_byteorder(small_records.get("byteorder", "little")))
     record = archive.find(PICKLE)
     if record is None:
         raise CorruptFile("the archive has no record 'data.pkl'")
     unpickled = unpickle_outer(record.data, limits, persistent_load=storages.load)
-    return ZipContents(unpickled, storages, facts)
+    return ZipContents(unpickled, storages, small_records)
 
 
-def _read_facts(archive: Archive) -> dict[str, str]:
+def _read_small_records(archive: Archive) -> dict[str, str]:
     """Return the text of each small record such as `version` that the archive has, by its name."""
-    records = {name: archive.find(name) for name in _FACT_RECORDS}
+    records = {name: archive.find(name) for name in _SMALL_RECORDS}
     return {name: read_text(record, SHORT).strip() for name, record in records.items() if record}
 
 
@@ -319,7 +319,7 @@ class TorchZip(EditableFormat):
             return None
         dropped = {_SERIALIZATION_ID}
         # With these records, torch computes the offsets of storages from their order in the pickle.
-        alignment = parse_alignment(_read_facts(archive).get(".storage_alignment"))
+        alignment = parse_alignment(_read_small_records(archive).get(".storage_alignment"))
         if alignment is None or find_misplaced(archive, storage_records, alignment):
             dropped.update(_OFFSET_RECORDS)
         added = _encode_edit(data, f"{archive.folder}/", old, encoded.data, dropped)
@@ -373,7 +373,7 @@ def find_refusals(archive: Archive, contents: ZipContents) -> Iterator[tuple[str
     """Yield the reasons why torch rejects a readable zip: kind of problem, record, clause."""
     if not archive.folder:
         yield "folder", "", "its records are not in a folder"
-    version = contents.facts.get("version")
+    version = contents.small_records.get("version")
     if version is None and archive.find(".data/version") is None:
         yield "version", "", "it has no record 'version'"
     elif version is not None and not _is_known_version(version):
@@ -410,14 +410,14 @@ def _identify_writer(archive: Archive, contents: ZipContents) -> str:
 
     Up to torch 1.8 the keys of storages were their addresses in memory.
     """
-    facts, keys = contents.facts, contents.storages.by_key
-    if facts.get("version") == "1":
+    small_records, keys = contents.small_records, contents.storages.by_key
+    if small_records.get("version") == "1":
         return "torch 1.4"
-    if facts.get("version") == "2":
+    if small_records.get("version") == "2":
         return "torch 1.5"
-    if ".format_version" in facts:
+    if ".format_version" in small_records:
         return "torch 2.7 or newer"
-    if "byteorder" in facts:
+    if "byteorder" in small_records:
         return "torch 2.1 to 2.6"
     if not keys:
         return "torch 1.6 to 2.0"
@@ -463,7 +463,7 @@ def find_misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> 
 def _find_editable_pickle(archive: Archive) -> Record | None:
     """Return the pickle of an archive that torch accepts; None for any other archive."""
     has_one_folder = bool(archive.folder) and not archive.notes  # a note is a flaw of the zip
-    has_known_version = _is_known_version(_read_facts(archive).get("version", ""))
+    has_known_version = _is_known_version(_read_small_records(archive).get("version", ""))
     if not has_one_folder or not has_known_version:
         return None
     if archive.find(".data/version"):  # torch would use this version instead

@@ -190,7 +190,7 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
         unread_phrases.append(
             f"{other_count:,} tensors that are neither parameters nor buffers (not listed)"
         )
-    versions = "2.1 or newer" if "byteorder" in contents.facts else "1.3 to 2.0"
+    versions = "2.1 or newer" if "byteorder" in contents.small_records else "1.3 to 2.0"
     details = _describe_file(
         archive,
         writer=f"torch.jit of torch {versions}",

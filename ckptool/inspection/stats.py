@@ -343,7 +343,7 @@ def _measure_tensors(
     meter, repeated = Meter(progress, total), RepeatedBytes(limits)
     measured: dict[Any, TensorStats] = {}
     for (path, tensor), row in zip(leaves, make_tensor_rows(leaves), strict=True):
-        identity = tensor.place
+        identity = tensor.place  # None: it has no storage, so it cannot be tied
         if identity in measured:
             yield replace(measured[identity], row=row, tie=measured[identity].name)
             continue

@@ -167,7 +167,7 @@ class _FileCheck:
         try:
             checkpoint = read_probe(probe)
         except CheckpointError as error:
-            self.add(problems=_describe_damage(mismatches, None))
+            self.add(problems=_describe_damage(mismatches, checkpoint=None))
             # A problem found before shows that the file is meant as a checkpoint.
             self.blame(error, is_checkpoint=bool(self.verdict.problems))
             return

@@ -167,7 +167,8 @@ class _KeyForms:
     ) -> None:
         """Compute the keys to compare, and the score: the number of model keys with a match."""
         self.file_slots, self.model_slots = file_slots, model_slots
-        self.forms, self.unrespelled_paths = (file_form, model_form), unrespelled_paths
+        self.file_form, self.model_form = file_form, model_form
+        self.unrespelled_paths = unrespelled_paths
         self.respelled = _find_respellings(file_form.names, model_form.names, unrespelled_paths)
         """For each side, the respellings of its keys."""
         self.file_keys = _respell_keys(file_form.names, self.respelled[0])
@@ -545,7 +546,7 @@ def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlign
     shapes are mismatched. The steps of the result are in the order from the file to the model.
     """
     file_slots, model_slots = forms.file_slots, forms.model_slots
-    sides = [form.names for form in forms.forms]  # of the file, and of the model
+    sides = [forms.file_form.names, forms.model_form.names]
     respelled = forms.respelled
     if prefix is not None:
         side = 0 if prefix.is_removed else 1  # the side that has the prefix
@@ -569,15 +570,15 @@ def _pair_equal_keys(forms: _KeyForms, prefix: Prefix | None = None) -> KeyAlign
             alignment.pairs[model_key] = file_key
         elif file_slots[file_key].shape is not None:
             alignment.mismatched[model_key] = file_key
-    steps = [*forms.forms[0].steps]
+    steps = [*forms.file_form.steps]
     for number, respellings in enumerate(respelled):
         steps += _make_respelling_steps(alignment, number, respellings)
     if prefix is not None:  # a prefix of the file is removed before keys are respelled
         steps.insert(
-            len(steps) if side else len(forms.forms[0].steps),
+            len(steps) if side else len(forms.file_form.steps),
             _make_prefix_step(prefix, names, alignment),
         )
-    alignment.steps = (*steps, *reversed(forms.forms[1].steps))
+    alignment.steps = (*steps, *reversed(forms.model_form.steps))
     return alignment
 
 
@@ -627,9 +628,10 @@ def _make_prefix_rule(prefix: Prefix, forms: _KeyForms) -> str:
 
     It is "" if the keys of the file have different wrapper prefixes, or would collide.
     """
-    bare_keys = {full: bare for bare, full in forms.forms[0].names.items()}
+    bare_keys = {full: bare for bare, full in forms.file_form.names.items()}
+    # A prefix is removed from the keys that have it, but added to all keys of the file.
     full_keys = prefix.names.values() if prefix.is_removed else bare_keys
-    wrapped_keys = (key for key in full_keys if not is_average_counter(key))
+    wrapped_keys = (key for key in full_keys if not is_average_counter(key))  # it is unwrapped
     wrappers = _find_common_wrappers(wrapped_keys, bare_keys)
     if wrappers is None or (prefix.is_removed and prefix.collides):
         return ""

@@ -162,7 +162,7 @@ def expect_file_shapes(
 
     def expect_shape(key: str, shape: Shape) -> Shape | None:
         """Return the shape that a model tensor has in the file, or None if it is unknown."""
-        if rules.axes_for(key, len(shape)) is not None:
+        if rules.axes_for(key, len(shape)) is not None:  # applied only if the file key is unusual
             return None
         kind = _SAME if kinds is None else kinds.get(key)
         if kind not in (_KERNEL, _SAME):
@@ -236,9 +236,11 @@ def _decide_axes(
     the user's `rules` decide; without `kinds`, torch's order is the default.
     """
     kind = "" if kinds is None else kinds.get(key, "")
+    # TensorFlow ends the keys of variables with ":0", and Keras begins attributes with "_".
     last_part = _SEPARATOR.split(file_key.removesuffix(":0"))[-1].removeprefix("_")
     if kind in (_KERNEL, _SAME) and (
-        last_part.isdecimal() or _KIND_BY_KEY_PART.get(last_part) == kind
+        last_part.isdecimal()  # Keras numbers the variables of a layer
+        or _KIND_BY_KEY_PART.get(last_part) == kind
     ):
         same_axes = tuple(range(dimensions))
         return Layout(key, file_key, _kernel_axes(dimensions) if kind == _KERNEL else same_axes)

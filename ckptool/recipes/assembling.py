@@ -135,6 +135,7 @@ def assemble_tensor(
     """
     first = members[0]
     pairs = [(piece, member) for piece, member in zip(pieces, members, strict=True) if piece.numel]
+    # Pieces do not overlap, so gaps show in the count. A run is in order in both tensors.
     is_complete = sum(piece.numel for piece, _ in pairs) == prod(shape)
     has_only_runs = is_complete and all(piece.is_run for piece, _ in pairs)
     if has_only_runs and len(pairs) == 1 and pairs[0][0].numel == first.numel:
@@ -142,7 +143,7 @@ def assemble_tensor(
     if has_only_runs:
         pairs.sort(key=lambda pair: pair[0].target_start)
         runs = [_run_bytes(piece, member) for piece, member in pairs]
-        data = join_ranges(runs or [_stored_bytes(first).slice(0, 0)])
+        data = join_ranges(runs or [_stored_bytes(first).slice(0, 0)])  # without elements: no bytes
     else:
         assembly = _Assembly(pairs, first.itemsize, prod(shape), block_cache)
         source = FilledSource(file, prod(shape) * first.itemsize, assembly.fill)

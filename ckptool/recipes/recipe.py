@@ -391,7 +391,7 @@ class _Reader:
         return None if match is None else self._text.count("\n", 0, match.start()) + 1
 
     def _parse_rules(self, data: Any, is_pass: bool) -> tuple[RecipeRule, ...]:
-        """Return the rules of one pass."""
+        """Return the rules of one pass, or (not `is_pass`) of a recipe that has only these."""
         with self._locate_errors("pass"):
             if is_pass:
                 _check_keys(data, {"names", "tensors"})

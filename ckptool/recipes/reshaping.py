@@ -125,13 +125,14 @@ def _parse_fuse(text: str) -> SectionRule:
 
 
 def _parse_sides(option: str, example: str, rule: str) -> tuple[list[Pattern], list[Pattern], int]:
-    """Parse `LEFT=>RIGHT@DIM`, and return left, right and dimension.
+    """Parse `LEFT=>RIGHT@DIM`, lists of keys with commas, and return left, right and dimension.
 
     One key is the whole tensor: on the left for `option` "split", on the right for "fuse". All keys
     have equally many `*`, which match the same texts.
     """
     names, _, dim = rule.rpartition("@")
-    left, right = ([*map(str.strip, text.split(","))] for text in names.partition("=>")[::2])
+    left_text, _, right_text = names.partition("=>")
+    left, right = ([*map(str.strip, text.split(","))] for text in (left_text, right_text))
     keys = [*left, *right]
     whole, parts = (left, right) if option == "split" else (right, left)
     has_dim = dim.isascii() and dim.isdigit() and len(dim) < 3
@@ -159,7 +160,7 @@ def _make_join_rule(
     right = (*front, f"({' + '.join(sizes)})", "...")
     text = f"{', '.join(map(' '.join, left))} -> {' '.join(right)}"
     equation = Equation(left, ((*front, Sum(sizes), "..."),), text)
-    return RecipeRule(tuple(parts), (whole,), (equation,), True, 0)
+    return RecipeRule(tuple(parts), (whole,), (equation,), is_optional=True, number=0)
 
 
 def _glob_pattern(text: str) -> Pattern:

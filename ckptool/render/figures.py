@@ -185,7 +185,7 @@ def _shown_table(shown: Shown, look: Look) -> Iterator[str]:
 
 
 def _tensor_lines(shown: ShownTensor) -> Iterator[str]:
-    """Yield the header of a tensor, its parts, first elements and statistics."""
+    """Yield the header of a tensor, its parts, and if they can be read, elements and statistics."""
     row, stats = shown.row, shown.statistics
     yield tensor_line(row)
     stride = "" if row.storage is None else f", stride {format_shape(row.stride)}"

@@ -187,9 +187,9 @@ def _command_lines(info: Info, look: Look) -> Iterator[str]:
     commands = {name: info.commands[name] for name in _MACHINES if name in info.commands}
     title = "To use the weights" if "resume" in info.commands else "To load it"
     loads = f"{clean(info.reader)} reads it as is" if info.reader else "loads as is"
-    if info.part:
+    if info.part:  # other files have the rest of the model
         yield f"no command makes it load: {clean(info.part)}"
-    elif info.alternatives:
+    elif info.alternatives:  # the same on every machine
         if commands:
             yield from titled_commands("To load all of it:", [commands["cpu"]], look)
         several = ", choose one" * (len(info.alternatives) > 1)

@@ -38,6 +38,7 @@ def diagnosis_lines(
     """Yield the verdict, the complaints (where and why with `explain`), and the commands."""
     name = clean(diagnosis.file)
     verdict = verdict_text(diagnosis)
+    # `a.pth does not load ...` is a sentence; any other verdict follows a colon.
     yield f"{look.bold(name)}{' ' if verdict.startswith(_FAILURE) else ': '}{verdict}"
     if not diagnosis.complaints:
         if explain and (remark := load_format(diagnosis.format or "").remark):
@@ -45,7 +46,7 @@ def diagnosis_lines(
         return
     if diagnosis.would_run:
         yield look.alarm(clean(f"would run {listed(summarize_calls(diagnosis.would_run))}"))
-    quoted: dict[str, int] = {}
+    quoted: dict[str, int] = {}  # each error text is shown once: the number of its complaint
     for number, complaint in enumerate(diagnosis.complaints, start=1):
         yield ""
         yield from _complaint_lines(number, complaint, look, explain, quoted)

@@ -143,7 +143,7 @@ class Machine:
         except CheckpointError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            if start >= len(data) - 1:
+            if start >= len(data) - 1:  # the data ends before a STOP
                 raise self.truncated_error() from error
             raise self.damaged_error(start, error) from error
         except (EOFError, struct.error) as error:

@@ -89,8 +89,8 @@ class Caster:
 
         Torch is imported on the first read. Reading raises `NotRepresentable` at an overflow,
         unless it is allowed, and `CorruptFile` if a storage does not match the CRC-32 that its file
-        states. Casters that share `ahead` make storages that are read in the order in which they
-        are made.
+        states. `ahead` computes blocks before they are read, in the order in which storages are
+        cast; casters may share one.
         """
         self.source = source
         self.target = target

@@ -132,7 +132,11 @@ def _find_averages(checkpoint: Checkpoint) -> Iterator[_Average]:
 
 
 def _find_averages_in_section(checkpoint: Checkpoint, section: Section) -> Iterator[_Average]:
-    """Yield the averages in a model section: keys with a known prefix, or all of it."""
+    """Yield the averages in a model section: keys with a known prefix, or all of it.
+
+    All of it if a part of its path is named EMA. With a prefix, the other keys are the model; for
+    ema-pytorch, the model has a prefix too.
+    """
     tensors = get_named_tensors(section.node)
     prefix = find_average_prefix(tensors)
     averages = _select_by_prefix(prefix, tensors) if prefix else {}

@@ -197,7 +197,7 @@ class AppliedRules:
             if not matched_keys:
                 suggestions = self._suggest_keys(index, unused)
                 yield f"rule {printable(rule.text)} matches no key{suggestions}"
-            elif rule.exact and unused:
+            elif rule.exact and unused:  # a table names each key
                 keys = counted(len(rule.wanted), "key")
                 text = f"{len(unused):,} of {keys} in {printable(rule.text)} not found"
                 yield f"{text}: {listed(unused)}{self._suggest_keys(index, unused)}"

@@ -398,9 +398,9 @@ def _find_misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding
     on another machine they are unknown: its local headers have not been read.
     """
     is_far = any(source.is_far for source in archive.sources)
-    if contents.facts.get(".format_version", "") < "1" or is_far:
+    if contents.small_records.get(".format_version", "") < "1" or is_far:
         return
-    alignment = parse_alignment(contents.facts.get(".storage_alignment"))
+    alignment = parse_alignment(contents.small_records.get(".storage_alignment"))
     if alignment is None:
         yield Finding(
             "offsets",

@@ -89,10 +89,11 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
     state = index.attributes
     existing = _ExistingItems(checkpoint, state)
     existing_names = place_of(checkpoint.path).list_names(checkpoint.path)
-    number = next(  # of this edit: its files are new
+    edit_number = next(  # the first without files
         n for n in range(len(existing_names) + 1) if f"__ckptool{n}_0.distcp" not in existing_names
     )
-    files = _Files(checkpoint, f"__ckptool{number}_{{}}.distcp", None)
+    files = _Files(checkpoint, f"__ckptool{edit_number}_{{}}.distcp", max_bytes=None)
+    # The parts of the new index: by name, by `MetadataIndex`, and by name.
     described: dict[str, Any] = {}
     stored: dict[Opaque, Opaque] = {}
     paths: dict[str, Path] = {}

@@ -171,9 +171,12 @@ def _make_tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
 
 
 def _describe_file(
-    archive: Archive, root: dict[str, Any], pickles: list[Unpickled], others: list[str]
+    archive: Archive, root: dict[str, Any], pickles: list[Unpickled], left_behind: list[str]
 ) -> Details:
-    """Return the details of an archive, over its arrays and pickled objects."""
+    """Return the details of an archive, over its arrays and pickled objects.
+
+    `left_behind` describes the members that are not read.
+    """
     storages = [leaf.storage for leaf in root.values() if isinstance(leaf, TensorRef)]
     compressed = any(record.compressed for record in archive.records.values())
     return Details(
@@ -186,5 +189,5 @@ def _describe_file(
         storage_bytes=sum(storage.nbytes for storage in storages if storage),
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,
-        left_behind=tuple(others),
+        left_behind=tuple(left_behind),
     )

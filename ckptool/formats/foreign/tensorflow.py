@@ -360,10 +360,10 @@ class _Data:
             CorruptFile: if its bytes are not in the file, or its parts do not cover it.
         """
         if entry.dtype == _STRING_TYPE and not entry.slices:
-            origin = "stored", os.path.basename(self._files[entry.shard].name)
-            return Opaque(
-                _STRING_CLASS, plain=origin, find=cache(partial(self._read_texts, key, entry))
-            )
+            # Until it is read, the value is shown as `stored` in this file.
+            type_and_value = "stored", os.path.basename(self._files[entry.shard].name)
+            read_texts = cache(partial(self._read_texts, key, entry))
+            return Opaque(_STRING_CLASS, plain=type_and_value, find=read_texts)
         dtype = _DTYPE_BY_CODE.get(entry.dtype)
         if dtype is None:
             return None
