@@ -178,9 +178,9 @@ def _write_fixed_file(
         """Apply the steps of the plan."""
         return apply_steps(checkpoint, plan.steps, choose_format(checkpoint, target, format))
 
-    quiet = Screen(as_json=False, quiet=screen.quiet)
+    receipt_screen = Screen(as_json=False, quiet=screen.quiet)  # --json prints only the diagnosis
     options = OutputOptions(
-        target, force=False, dry_run=False, format=format, verify=None, screen=quiet
+        target, force=False, dry_run=False, format=format, verify=None, screen=receipt_screen
     )
     write_changed(diagnosis.file, change, options, word=FIXED)
     return examine(target)

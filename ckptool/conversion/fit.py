@@ -204,8 +204,8 @@ class _Naming:
     ) -> Any:
         """Return the renamed state dict with the tied keys, and without the keys `removed_keys`.
 
-        `holder` is the dict, or the pickled object of a subclass of dict with the entries in its
-        steps.
+        `holder` is the dict, or the pickled object of a subclass of dict: its steps of kind "set"
+        have the entries.
 
         Raises:
             NameCollision: if two entries have the same new key.

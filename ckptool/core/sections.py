@@ -229,9 +229,10 @@ def restore_integer_keys(root: Any) -> Any:
 
 
 def find_loose_optimizers(root: Any) -> Iterator[Section]:
-    """Yield the optimizer states at the root, which have names, with the groups next to them.
+    """Yield the optimizer states at the root, each as an optimizer with the groups next to them.
 
-    The folders of `ckptool train --sharded` have these; the groups may be missing.
+    A state is by parameter name. The folders of `ckptool train --sharded` have these; the groups
+    may be missing.
     """
     if not isinstance(root, dict) or is_optimizer(root):
         return

@@ -521,7 +521,7 @@ class Planner:
     def _make_command(self, plan: FixPlan, word: str) -> tuple[str, str]:
         """Return the command of a conversion, and the file that it writes, which no other does.
 
-        Without a `word` that is a safetensors file named like the source: `model.safetensors` for
+        Without a `word`, a safetensors file is named like the source: `model.safetensors` for
         `model.pth`.
         """
         checkpoint, format = self._subject.checkpoint, self._choose_format(plan)

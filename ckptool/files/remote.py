@@ -437,11 +437,11 @@ def _parse_hub_address(path: str) -> tuple[_Repository, str] | None:
     match = _HUB_ADDRESS.fullmatch(path)
     if match is None and _is_http(path):
         try:
-            parts = urlsplit(path)
+            url = urlsplit(path)
         except ValueError:
             return None  # not an address: `fetch` reports it
-        if parts.netloc in ("huggingface.co", "hf.co", urlsplit(_get_hub_url()).netloc):
-            match = _HUB_PAGE_PATH.fullmatch(unquote(parts.path.lstrip("/")))
+        if url.netloc in ("huggingface.co", "hf.co", urlsplit(_get_hub_url()).netloc):
+            match = _HUB_PAGE_PATH.fullmatch(unquote(url.path.lstrip("/")))
     if match is None:
         return None
     revision = unquote(match["revision"] or "main")

@@ -310,7 +310,7 @@ class LegacyStream:
                     if is_whole_file:  # a restarted download explains the damage better
                         refuse_second_copy(self.data, self.limits)
                     raise
-                # If the count is wrong, bytes are missing or added before it, in that storage.
+                # A wrong count shows bytes missing or added before it: in the previous storage.
                 if index and not isinstance(error, TruncatedFile):
                     self.stored[keys[index - 1]].set_data(None)
                 return length

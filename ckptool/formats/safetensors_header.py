@@ -147,7 +147,8 @@ def parse_json(text: str, subject: str = "the header") -> Any:
     Raises:
         CorruptFile: it is invalid; `subject` is its name in the message.
     """
-    # Python rejects numbers of more than 4,300 digits with its own message; ours is slower.
+    # Python rejects numbers of more than 4,300 digits with its own message. Our parser of integers
+    # is slower, so it is only used for such a text.
     parse_int = _parse_integer if _LONG_NUMBER.search(text) else None
     try:
         return json.loads(

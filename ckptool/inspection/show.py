@@ -136,13 +136,13 @@ def show(
         LimitExceeded: the strides of a tensor repeat more bytes than `limits` allows.
     """
     path, node = _find_module_attribute(checkpoint, str(name)) or resolve(checkpoint, name)
-    node = with_late_values(node)
+    node = with_late_values(node)  # values may be in another file
     file = without_query(checkpoint.path)
     if isinstance(node, TensorRef):
         return _show_tensor(file, path, node, count, progress, limits)
     identity = (file, to_json_path(path), name_of(path))
-    if plain := to_plain_value(node):
-        return ShownValue(*identity, *plain)
+    if type_and_value := to_plain_value(node):
+        return ShownValue(*identity, *type_and_value)
     if isinstance(node, (dict, list, tuple)):
         return ShownContainer(*identity, type_name(node), _list_entries(node))
     return _show_object(identity, node)

@@ -632,7 +632,7 @@ class Verifier:
             verdict,
             problems=verdict.problems + findings.problems,
             notes=verdict.notes + findings.notes,
-            checked=verdict.checked or verdict.content,  # all content was hashed
+            checked=verdict.checked or verdict.content,  # all bytes were hashed
             manifest=True,
         )
 

@@ -201,7 +201,10 @@ class _LiveOptimizer:
         """For each parameter, its key in the model, or a description."""
 
     def refuse_unloadable(self) -> None:
-        """Refuse parameters that FSDP 1 has sharded, and an optimizer of another model."""
+        """Refuse parameters that FSDP 1 has sharded, and an optimizer of another model.
+
+        A sharded one is marked as flat, or has another shape than in the full model.
+        """
         for parameter, name in zip(self.parameters, self.names, strict=True):
             full, shape = self._full_shapes.get(name), shape_of(parameter)
             if getattr(parameter, "_is_flat_param", False) or (full and shape and full != shape):

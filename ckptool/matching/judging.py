@@ -436,7 +436,7 @@ def _find_no_match(report: MatchReport) -> Iterator[MatchFinding]:
     """Yield the problem of a report in which nothing is loaded."""
     if report.mismatched:
         text = "nothing is left to load: the common keys have other shapes"
-        note = " to leave the model unchanged"
+        note = " to leave the model unchanged"  # follows the argument in the hint
         yield MatchFinding("coverage", text, remedy=Remedy((("min_coverage", 0),), note))
     elif report.fitting:
         text = (

@@ -400,7 +400,8 @@ class _Frozen(LiveTree):
         data = tensor.untyped_storage()
         key = data._cdata, dtype
         if key not in self._storage_by_memory:
-            nbytes = data.nbytes() // BY_NAME[dtype].itemsize * BY_NAME[dtype].itemsize
+            itemsize = BY_NAME[dtype].itemsize
+            nbytes = data.nbytes() // itemsize * itemsize  # without the rest of an element
             byte_range = ByteRange(_Memory(data, nbytes), 0, nbytes)
             self._storage_by_memory[key] = Storage(
                 str(len(self._storage_by_memory)), byte_range, nbytes, byteorder=sys.byteorder

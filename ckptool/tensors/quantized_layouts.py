@@ -184,7 +184,7 @@ def dequantize_int8(parts: Parts) -> TensorRef:
     """
     if "comfy_quant" in parts.companions:
         raise UnknownLayout
-    refuse_entries(parts, "weight_g_idx")
+    refuse_entries(parts, "weight_g_idx")  # columns in groups of another order
     scale = parts["weight_scale"]
     refuse_other_scheme(parts, parts.weight.sizes, scale.sizes, 8, "int")
     block = block_sizes(parts.weight.sizes, scale.sizes)
@@ -199,9 +199,9 @@ def dequantize_compressed_tensors(parts: Parts) -> TensorRef:
     if len(packed.shape) == 2:
         rows, pairs = packed.sizes
         refuse_other_scheme(parts, (rows, pairs * 2), scale.sizes, 4, "float")
-    if scale.dtype == "uint8":  # MXFP4
+    if scale.dtype == "uint8":  # MXFP4, with groups of 32
         return _multiply_fp4(parts, (scale,), 32, powers_of_two)
-    global_scale = parts["weight_global_scale"]  # NVFP4
+    global_scale = parts["weight_global_scale"]  # NVFP4, with groups of 16
     if global_scale.sizes != (1,):
         raise UnknownLayout
     return _multiply_fp4(
@@ -625,7 +625,8 @@ def dequantize_hqq(parts: Parts) -> TensorRef:
     rows, remainder = divmod(prod(shape), max(columns, 1))
     if not shape or not columns or remainder:
         raise UnknownLayout
-    if weight.dtype != ("int32" if bits == 3 else "uint8") or zero.sizes != scale.sizes:
+    packed_dtype = "int32" if bits == 3 else "uint8"  # ten codes of 3 bits fill 30 of 32
+    if weight.dtype != packed_dtype or zero.sizes != scale.sizes:
         raise UnknownLayout
     block = block_sizes((rows, columns), scale.sizes)
     padding_rows = packed_rows * len(shifts) - rows

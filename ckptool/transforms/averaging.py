@@ -138,6 +138,7 @@ def _compute_means(
                 hint=f"untie them first: ckptool convert --ties copy {files[0]} OUT",
             )
         places_by_storage.setdefault(id(storage), {})[name] = places
+    # Different views of one storage; ties have equal places, and still share their mean.
     separated = [
         name
         for places_by_key in places_by_storage.values()

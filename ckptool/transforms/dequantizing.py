@@ -262,7 +262,7 @@ def _refuse_incomplete(
     weight_by_looks = {
         get_looks(name, candidates[name]): name
         for name, plain_tensors in replacements.items()
-        if plain_tensors and name in candidates
+        if plain_tensors and name in candidates  # a weight, not a companion
     }
     weight_by_float8_dtype = {
         dtype: name for (_, dtype, _), name in weight_by_looks.items() if dtype in FLOATS

@@ -480,7 +480,7 @@ def select_part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Che
     shown = printable(name_of(path))
     made_root = Change("extract", f"made {shown} the root")
     for section in checkpoint.sections:
-        # A module becomes its state dict, and tensors saved by one process plain tensors.
+        # A module becomes its state dict, and tensors of distributed classes plain tensors.
         is_converted = section.kind == "module" or any(
             tensor.is_spread for _, tensor in section.tensors()
         )

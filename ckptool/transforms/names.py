@@ -416,9 +416,8 @@ class Rename(Step):
         rules = _Renaming(parse_rules(self.rules, self.prefixes), checkpoint.path)
         plan = NamePlan(checkpoint.path, RULES_HINT)
         sections = list_distinct_sections(checkpoint.sections)
-        for section in (
-            sections if self.key is None else [find_model_state_dict(checkpoint, self.key)]
-        ):
+        chosen = sections if self.key is None else [find_model_state_dict(checkpoint, self.key)]
+        for section in chosen:
             names = list_wrappable_keys(section.node)
             if section.kind == "state_dict":
                 plan.plan_state_dict(

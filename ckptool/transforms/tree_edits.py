@@ -369,7 +369,7 @@ class Set(Step):
         """Check the values.
 
         Raises:
-            UsageError: if one is not plain, or a value for a header is not a string.
+            UsageError: if one is not plain, or its path is empty.
         """
         values = dict(self.values)
         for path, value in values.items():

@@ -109,11 +109,12 @@ def _find_records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
     copied_offsets: dict[int, list[int]] = {}  # by the id() of a source
     for node in walk_everything(checkpoint.root):
         storage = node.storage if isinstance(node, (TensorRef, StorageRef)) else None
+        # The stated CRC-32 is of the whole storage, even if only a part of it is written.
         data = None if storage is None else storage.whole or storage.data
         if storage is None or data is None or not data.length:
             continue
-        is_plain = storage.byteorder == "little" and not storage.compressed
-        if not (keeps_crc and is_plain and storage.crc32 is not None):
+        is_copied_verbatim = storage.byteorder == "little" and not storage.compressed
+        if not (keeps_crc and is_copied_verbatim and storage.crc32 is not None):
             for origin in _find_origins(data):
                 copied_offsets.setdefault(id(origin.source), []).append(origin.offset)
     for offsets in copied_offsets.values():

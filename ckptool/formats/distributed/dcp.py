@@ -68,7 +68,7 @@ class _Item(NamedTuple):
     length: int
     packed: tuple[str, ...] = ()
     """How it was compressed: `stream.zstd/1`."""
-    elements: int = 0
+    element_bytes: int = 0
     """Bytes of its elements, by the index; compressed zeros are much smaller."""
 
 
@@ -433,7 +433,7 @@ def _parse_tensor(
             raise CorruptFile(
                 f"the chunk at {list(offsets)} of {printable(name)!r} is not in any file"
             )
-        item = items[name, offsets]._replace(elements=prod(sizes) * itemsize)
+        item = items[name, offsets]._replace(element_bytes=prod(sizes) * itemsize)
         chunks.append(_Chunk(offsets, sizes, item))
     all_sizes = (shape, *(chunk.offsets for chunk in chunks), *(chunk.sizes for chunk in chunks))
     if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for sizes in all_sizes for n in sizes):
@@ -545,7 +545,7 @@ def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
     with require_package("zstandard", "is compressed with zstd", file):
         import zstandard
     # The index is not trusted without a limit either.
-    stated_length = min(item.elements, limits.max_repeated_bytes) + _MAX_SAVE_OVERHEAD
+    stated_length = min(item.element_bytes, limits.max_repeated_bytes) + _MAX_SAVE_OVERHEAD
     max_length = max(data.length * limits.max_inflation, stated_length)
     try:
         with zstandard.ZstdDecompressor().stream_reader(data.read()) as stream:

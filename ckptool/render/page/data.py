@@ -160,9 +160,9 @@ def collect_columns(report: Report) -> dict[str, Any]:
     """Return the names, tensors, figures and differences for the script of the page."""
     names = Names()
     # In each tied tensor, `tie` is the name of the first one with the same elements.
-    first_numbers: dict[str, int] = {}
+    number_by_name: dict[str, int] = {}
     for number, tensor in enumerate(report.tensors):
-        first_numbers.setdefault(tensor.name, number)
+        number_by_name.setdefault(tensor.name, number)
     paths = [report.file.name_parameter(tensor.row.path) for tensor in report.tensors]
     name_columns = names.to_columns(paths)
     words, word_numbers = _encode_words(report.tensors)
@@ -175,7 +175,7 @@ def collect_columns(report: Report) -> dict[str, Any]:
             "bytes": [tensor.row.nbytes for tensor in report.tensors],
             "elements": [tensor.row.numel for tensor in report.tensors],
             "tie": [
-                [number, first_numbers[tensor.tie]]
+                [number, number_by_name[tensor.tie]]
                 for number, tensor in enumerate(report.tensors)
                 if tensor.tie is not None
             ],

@@ -104,7 +104,8 @@ class ModelParallel(Strategy):
         count = len(self.devices)
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
         layers = sum(size > 0 for size in sizes)
-        numbers = partition_stages(sizes, count) if layers >= count else [0] * len(blocks)
+        has_enough = layers >= count  # otherwise all on the first device, which is refused below
+        numbers = partition_stages(sizes, count) if has_enough else [0] * len(blocks)
         all_tied_ids = find_tied_parameters(list(blocks))
         number_by_tied_id: dict[int, int] = {}
         for index, block in enumerate(blocks):
