@@ -527,7 +527,10 @@ def _check_adapters(section: Section) -> Iterator[Complaint]:
 
 
 def _complain_of_adapter_name(adapter: str, names: list[str]) -> Complaint:
-    """Return the note about keys with an adapter name, which PEFT itself would not write."""
+    """Return the note about keys with an adapter name, which PEFT itself would not write.
+
+    A choice is to remove it: `q.lora_A.default.weight` -> `q.lora_A.weight`.
+    """
     rule = rf"\.{escape_regex(adapter)}(?=(\.weight|\.bias)?$)=>"
     return Complaint(
         "adapter-name",

@@ -224,7 +224,7 @@ class _Reader:
 def _describe_file(archive: Archive, reader: _Reader) -> Details:
     """Return the details of an archive: writer, sizes, and a phrase for each part not read."""
     flat = _find_flat_record(archive)
-    if flat is not None:
+    if flat is not None:  # one record has all weights
         versions, tensor_records = "2.1 to 2.7", [flat]
     else:
         versions = "2.8 or newer"

@@ -83,7 +83,7 @@ def _drop_spare_columns(
     flexible: Collection[int],
     spare: Sequence[int],
 ) -> list[int]:
-    """Return the columns without as many of the spare ones as needed for the others to fit.
+    """Return the columns without as many of the spare ones, in order, as needed to fit.
 
     `full_widths` has every column, `gap` is the space between two. A flexible column fits if it has
     a readable width.

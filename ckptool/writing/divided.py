@@ -143,7 +143,7 @@ def _hash_write(plan: WritePlan, job: Job, options: str) -> str:
     checkpoint = job.checkpoint
     facts = [options]
     facts += (f"{source.name} {source.version()}" for source in checkpoint.sources)
-    # The files of a folder are no sources before they are read for the first time. A file has none.
+    # The files of a folder are no sources before they are read for the first time.
     for folder, _, names in sorted(os.walk(checkpoint.path)):
         for path in (os.path.join(folder, name) for name in sorted(names)):
             if os.path.isfile(path):

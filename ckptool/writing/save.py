@@ -370,7 +370,7 @@ def _plan_in_place(
     if os.stat(path).st_nlink > 1:
         return None
     plan = source_format.plan_edit(checkpoint)
-    if plan and isinstance(source_format, FolderFormat):
+    if plan and isinstance(source_format, FolderFormat):  # it has planned names in the folder
         plan = _with_full_paths(plan, path)
     return plan and replace(plan, left_out=tuple(_list_transform_losses(checkpoint)))
 
