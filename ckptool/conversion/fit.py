@@ -174,7 +174,9 @@ class _Naming:
         return frozenset((removed_keys & self.names.keys()) - {*self.fit.undecided.values()})
 
     def add_to_plan(self, plan: NamePlan) -> None:
-        """Plan the state dict with its new keys, and with transposed tensors.
+        """Plan the state dict with its new and tied keys, and with transposed tensors.
+
+        Keys that do not fit the model are removed, except from a pickled module.
 
         Raises:
             NotRepresentable: if it is that of a pickled module, and keys would change.

@@ -298,9 +298,11 @@ def _find_scaled(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...
             key
             for key in floats_by_module[parent]
             if tensors[key].dtype != weight.dtype  # otherwise it is another weight
-            # At the root of a model, or in a file of images, the keys must match too.
+            # At the root of a model, or in a file of images, the keys must match too: all
+            # tensors without a module are siblings there.
             and (parent or _common_length(name, key) or not (has_modules or len(weight.shape) > 2))
         ]
+        # A float for each integer: they are indexes or a mask, for example of a sparse weight.
         if any(tensors[key].shape == weight.shape for key in siblings):
             continue
         fitting = [key for key in siblings if _is_scale(key, tensors[key], weight)]

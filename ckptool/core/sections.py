@@ -130,7 +130,7 @@ def find_sections(root: Any) -> tuple[Section, ...]:
     sections inside.
     """
     result: list[Section] = []
-    modules: dict[int, OrderedMap | None] = {}
+    modules: dict[int, OrderedMap | None] = {}  # a cache of `_classify`
 
     def enter(path: Path, node: Any) -> bool:
         """Add the section of a node, if it is one; return True to search inside the node."""

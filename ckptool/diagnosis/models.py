@@ -140,7 +140,7 @@ def _complain_of_several_models(subject: Subject) -> Complaint:
         for section in subject.models
     ]
     choices = (
-        Choice((Take(section.name, model_only=True),), _make_file_word(section))
+        Choice((Take(section.name, model_only=True),), word=_make_file_word(section))
         for section in named_sections
     )
     return Complaint(

@@ -126,7 +126,7 @@ def recover(
     with convert_os_errors(path):
         if discard and force:
             raise UsageError("discard and force cannot be combined", hint="choose one of them")
-        if not discard and _finish_set(path):
+        if not discard and _finish_set(path):  # `path` is the index of a set of files
             return Recovery(path, "completed", FINISHED)
         file_exists = os.path.exists(path)
         if not (discard or file_exists):
@@ -141,7 +141,7 @@ def recover(
                 text = "removed the journal of an interrupted edit; the file is unchanged"
                 return Recovery(path, "discarded", text)
             edit = _read_edit(path)
-            if edit is None:
+            if edit is None:  # the journal was unfinished: the file was not changed yet
                 return nothing
             state = edit.state(fd, path, is_moved=force)
             _check_access(path)

@@ -77,6 +77,7 @@ class _Model:
         for item in sorted(
             module.get("parameters", []), key=lambda item: bool(item.get("isBuffer"))
         ):
+            # The file is a protobuf message as JSON, which leaves out zeros.
             self._add_tensor(prefix, item, item.get("tensorId", 0))
         for item in module.get("attributes", []):
             match self.attribute_values[parse_count(item.get("id", 0))]:

@@ -206,7 +206,7 @@ class _NodeComparison:
             return self._compare_tensor_parts(a, b, exact, _pair_by_key(parts_a, parts_b))
         if isinstance(a, StorageRef):
             self._require(not self._compares_devices or a.storage.device == b.storage.device)
-            self._require_equal_elements(a, b, True)
+            self._require_equal_elements(a, b, exact=True)
         return _pair_in_order(parts_a, parts_b)
 
     def _is_new(self, a: Any, b: Any) -> bool:

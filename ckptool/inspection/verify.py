@@ -218,7 +218,7 @@ class _FileCheck:
             if error.file not in faulty:
                 self.blame(error, is_checkpoint=True)
             return
-        self.check_content(checkpoint, probe, [])
+        self.check_content(checkpoint, probe, mismatches=[])  # `check_shard` reported them
 
     def check_shard(self, path: str, name: str) -> bool:
         """Check a shard if it exists, add its findings, and return True if it has problems.
@@ -589,7 +589,7 @@ class Verifier:
             return error
 
     def verify(self, path: str | os.PathLike[str], *, alone: bool = False) -> Verdict:
-        """Return the verdict on one checkpoint.
+        """Return the verdict on one checkpoint; after a problem, no manifest will be written.
 
         With `alone` it is the only one, so a manifest of one file applies to it under any name.
 

@@ -47,7 +47,7 @@ from ckptool.words import a_class, counted, listed, printable
 if TYPE_CHECKING:
     import torch
 
-_NO_PROOF = (
+_NO_PROOF_MESSAGE = (
     "the optimizer in the file has no parameter names, and shapes and order do not prove which "
     "state belongs to which parameter"
 )
@@ -241,7 +241,7 @@ def _match_by_names(
     fits_by_order = saved.group_sizes == live.group_sizes
     remedy = _HINT_BY_ORDER if fits_by_order else HINT_MODEL_ONLY
     if not names or len({*names}) != len(names):
-        raise MatchError(_NO_PROOF, hint=remedy)
+        raise MatchError(_NO_PROOF_MESSAGE, hint=remedy)
     live_numbers = _find_live_numbers(names, saved, live, state, plan)
     numbers = [number for number in live_numbers if number is not None]
     are_all_matched = len({*numbers}) == len(names) == len(live.names)
@@ -320,7 +320,7 @@ def _refuse_uncertain_order(
     else:
         hint = HINT_MODEL_ONLY
     raise MatchError(
-        f'{_NO_PROOF}: {doubt}; optimizer_order="position" loads it in the order of the file',
+        f'{_NO_PROOF_MESSAGE}: {doubt}; optimizer_order="position" loads it in the order of the file',
         hint=hint,
     )
 

@@ -232,7 +232,7 @@ def _mark_model(checkpoint: Checkpoint, owner_keys: dict[str, str]) -> None:
             needs_mark = "optimizer" in checkpoint.root
         except AmbiguousName:
             needs_mark = True
-        except NotFound:
+        except NotFound:  # no state dict of a model, for example without any tensor
             return
         if needs_mark:
             state.attributes[MODEL_MARK] = owner_keys

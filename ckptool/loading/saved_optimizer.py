@@ -86,7 +86,7 @@ def find_optimizer(state: StateDict, key: Any) -> SavedOptimizer:
     name, path_in_file = (key, None) if key in files else (files[0], key)
     tree = state.open_sibling(os.path.join(state.folder or "", name))
     try:
-        section = _select_optimizer(tree, None, path_in_file, "")
+        section = _select_optimizer(tree, model=None, key=path_in_file, file="")
     except MatchError as refused:
         refused.message = f"{name!r}, next to the model: {refused.message}"
         raise

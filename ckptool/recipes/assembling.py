@@ -281,7 +281,8 @@ class _Assembly:
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` on.
 
-        Blocks may be larger than the request, so the last one is cached until it is used up.
+        Blocks may be larger than the request, so the last one is cached until it is used up. The
+        assemblies share one cache, so another one may have replaced it.
         """
         itemsize, cache, done = self._itemsize, self._block_cache, 0
         while done < len(buffer):

@@ -174,7 +174,8 @@ class Pattern:
     def _regex(self) -> re.Pattern[str]:
         """The regular expression of the whole key, with a group for each variable.
 
-        A repeated variable refers back to its first group. Shifted numbers are compared later.
+        A repeated variable refers back to its first group. Numbers are compared by `match`, because
+        they may be shifted.
         """
         groups: dict[str, int] = {}
         regex = re.escape(self.literals[0])
@@ -183,9 +184,9 @@ class Pattern:
                 regex += f"(\\{groups[variable.name]})"
             else:
                 groups.setdefault(variable.name, index + 1)
-                is_part = variable.kind == "part" and not self._needs_search(index)
+                ends_at_separator = variable.kind == "part" and not self._needs_search(index)
                 # `[^./]++` is possessive: without backtracking.
-                regex += f"({variable.regex}{'+' if is_part else ''})"
+                regex += f"({variable.regex}{'+' if ends_at_separator else ''})"
             regex += re.escape(self.literals[index + 1])
         return re.compile(regex, re.DOTALL)
 

@@ -171,7 +171,10 @@ def _glob_pattern(text: str) -> Pattern:
 
 
 def _make_section_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
-    """Return the function that applies a rule to one section."""
+    """Return the function that applies `rule`, which splits or joins along `dim`, to a section.
+
+    `kind` is that of the changes that it reports.
+    """
     recipe = Recipe(kind, "", ((rule,),), {}, keeps_rest=True)
 
     def apply(section: Section, file: str) -> SectionWork:
@@ -180,7 +183,7 @@ def _make_section_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
         if not any(pattern.covers(name) for name in tensors for pattern in rule.left):
             return SectionWork([], set(), [])
         result = plan_recipe(recipe, tensors, {}, maker, file)
-        lines = result.outcomes[0].describe(rule)
+        lines = result.outcomes[0].describe(rule)  # the recipe has one rule
         changes = [
             Change(kind, f"{text}, along dimension {dim}", count) for text, _, count in lines
         ]

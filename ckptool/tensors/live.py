@@ -66,9 +66,9 @@ class LiveTree:
         kind = type(original)
         if kind in _PLAIN_TYPES:
             return original
-        existing = self._made.get(id(original))
-        if existing is not None:
-            return existing[1]
+        if id(original) in self._made:
+            _, existing_node = self._made[id(original)]
+            return existing_node
         if kind is dict:
             node: Any = self.fill_mapping(original, {})
         elif kind is OrderedDict:
@@ -83,7 +83,8 @@ class LiveTree:
             node = self.make_leaf(original)
         if isinstance(node, (dict, list, tuple)):
             self.containers[id(node)] = original
-        return self._made.setdefault(id(original), (original, node))[1]
+        _, node = self._made.setdefault(id(original), (original, node))
+        return node
 
     def fill_mapping(self, original: Mapping[Any, Any], mapping: dict[Any, Any]) -> dict[Any, Any]:
         """Fill `mapping` with nodes for the items of a mapping, and return it.

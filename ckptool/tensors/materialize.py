@@ -493,7 +493,7 @@ def _assemble_parts(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype
             layout=layout,
             check_invariants=parts["values"].device.type != "meta",
         )
-    if "state" in parts:
+    if "state" in parts:  # a nested tensor with the jagged layout is pickled with its attributes
         return _make_jagged(parts["state"])
     buffer, sizes, strides, offsets = (
         parts[name] for name in ("buffer", "sizes", "strides", "offsets")

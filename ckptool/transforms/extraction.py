@@ -327,7 +327,10 @@ def extract_state_dict(
 
 
 def _isolate_state_dict(checkpoint: Checkpoint, section: Section) -> Checkpoint:
-    """Return a checkpoint with the state dict of a section as root; the rest is `left-out`."""
+    """Return a checkpoint with the state dict of a section as root; report what is left out.
+
+    DTensors that are complete in this file become plain tensors, which is reported too.
+    """
     root = copy_state_dict(checkpoint, section)
     n_spread_before, n_spread_after = (
         sum(value.is_spread for value in state.values() if isinstance(value, TensorRef))

@@ -361,6 +361,8 @@ class _Config:
 def _refuse_unsupported_config(config: Any, config_path: str) -> None:
     """Refuse a configuration that is not of a LoRA, or has options that change the arithmetic.
 
+    Patterns for alpha that may take forever to match are refused too.
+
     Raises:
         NotRepresentable: in these cases; the message lists the options.
     """

@@ -323,10 +323,10 @@ def _is_equal(run: _Run) -> bool:
 
 
 def _check_source(run: _Run) -> None:
-    """Refuse a source that does not have the CRC-32 that it states, after a run differed.
+    """Find out whether the source is damaged, after the new file differs from it in a run.
 
     Raises:
-        CorruptFile: if the source is damaged.
+        CorruptFile: if the bytes of the source do not have the CRC-32 that its file states.
     """
     if compute_crc32(run.expected()) != run.crc32:
         raise CorruptFile(
