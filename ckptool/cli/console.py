@@ -320,7 +320,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
                 with suppress(OSError):
                     print_error("interrupted; no file is left half-written", None)
         return 128 + interrupts.received if interrupts.received else code
-    except Ended as ended:
+    except Ended as ended:  # by a signal, with 128 + its number
         return int(ended.args[0])
     finally:
         if collecting:

@@ -407,7 +407,8 @@ def group_families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
         for box in _divide_into_boxes(list(group)):
             members = sorted(member for place in product(*box) for member in group[place])
             indices, folded = zip(*members, strict=True)
-            families.append(Family(_format_label(texts, box), folded, indices))
+            label = _format_label(texts, box)
+            families.append(Family(label, names=folded, numbers=indices))
     return sorted(families, key=lambda family: family.numbers[0])
 
 

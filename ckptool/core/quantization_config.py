@@ -89,7 +89,8 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
 def _find_contradiction(path: str, where: str, method: str, entries: Mapping[str, Any]) -> str:
     """Return the first difference between a configuration and the separate one of its method.
 
-    `where` is the name of the configuration with `entries`. "" if they agree, or there is one.
+    `where` is the name of the configuration with `entries`. "" if they agree, or if the method has
+    no separate one.
     """
     for name, separate_method in SEPARATE_CONFIGS.items():
         if separate_method != method.lower():

@@ -362,9 +362,9 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
     if sizes[:-2] != shape[:-2]:
         return False
     (rows, columns), (all_rows, all_columns) = sizes[-2:], shape[-2:]
-    if rows in (1, all_rows):
+    if rows in (1, all_rows):  # groups of columns in each row, or one row of scales for all
         return all_columns % columns == 0 and (rows != 1 or columns == all_columns)
-    if columns == all_columns:
+    if columns == all_columns:  # groups of rows
         return all_rows % rows == 0
     # Square blocks, of which the last ones may be cut at the edges.
     block = -(-all_rows // rows)

@@ -91,7 +91,11 @@ def to_path(link: Link) -> Path:
 
 
 def _iterate_entries(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the content of a node, including dict keys, each with its key in paths."""
+    """Yield the content of a node, including dict keys, each with its key in paths.
+
+    A tensor has its parts, and the hooks, class and state of each layer that makes it a Parameter
+    or a subclass instance.
+    """
     if isinstance(node, dict):
         yield from chain(zip(node, node, strict=True), node.items())
         yield from node.attributes.items() if isinstance(node, OrderedMap) else ()
@@ -375,7 +379,7 @@ def walk(
     frames = _Frames(limits, enter)
     entry: tuple[Path, Any, bool] | None = ((), root, False)
     while entry is not None:
-        node_path, node, only_tensors = entry
+        node_path, node, only_tensors = entry  # only tensors: inside attributes of an object
         if not only_tensors and isinstance(node, Opaque) and frames.get_module_state(node) is None:
             yield node_path, node
         frames.open(node_path, node, only_tensors)

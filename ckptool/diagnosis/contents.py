@@ -227,7 +227,7 @@ def check_quantization(subject: Subject) -> Iterator[Complaint]:
             severity="note",
             effect="load_state_dict into plain layers rejects the keys and shapes, or copies codes "
             "as weights.",
-            choices=(Choice((Cast(dequantize="bfloat16"),), "plain"),),
+            choices=(Choice((Cast(dequantize="bfloat16"),), word="plain"),),
         )
 
 

@@ -179,9 +179,10 @@ def _find_joined_tensor(
 ) -> tuple[str, list[str]] | None:
     """Return a tensor that has the rows of several others next to it, and the names of these.
 
-    For example `attn.qkv.weight` and `attn.q.weight`, `attn.k.weight`, `attn.v.weight`. They have
-    the same parent or grandparent, the same last component, and shapes whose first axes add up.
-    None if no tensor is joined.
+    For example `attn.qkv.weight` and `attn.q.weight`, `attn.k.weight`, `attn.v.weight`. The
+    grandparent of the parts is the grandparent or the parent (`attn.in_proj_weight`) of the tensor.
+    The last component of a part ends the name of the tensor, and the first axes add up. None if no
+    tensor is joined.
     """
     parts_by_grandparent: dict[str, list[str]] = {}
     for part in part_shapes:
@@ -189,7 +190,8 @@ def _find_joined_tensor(
         parts_by_grandparent.setdefault(grandparent, []).append(part)
     for name, shape in joined_shapes.items():
         parent = name.rpartition(".")[0]
-        for path in (parent, parent.rpartition(".")[0]):
+        grandparent = parent.rpartition(".")[0]
+        for path in (parent, grandparent):
             candidates = [
                 part
                 for part in parts_by_grandparent.get(path, ())[:_MAX_JOINED]

@@ -45,7 +45,8 @@ class CheckedRange:
         match.
         """
         with self._lock:
-            if self._expected is None or start in self._parts:
+            is_checked = self._expected is None
+            if is_checked or start in self._parts:
                 return
             self._parts[start] = length, crc32
             self._length_read += length

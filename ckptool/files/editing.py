@@ -236,7 +236,8 @@ def apply_patch(
         edit = Edit.from_patch(fd, patch)
         growth = edit.new_size - edit.size
         folder = os.path.dirname(os.path.realpath(path))
-        check_space(folder, growth + len(edit.old) + len(edit.new))
+        journal_size = len(edit.old) + len(edit.new)
+        check_space(folder, growth + journal_size)
         try:
             write_journal(path, edit.to_journal())
             edit.apply(fd)

@@ -92,7 +92,8 @@ class InflatedSource(Source):
                 file=self.name,
             )
         if inflater is not None:
-            self._has_clean_end = inflater.eof and not (inflater.unused_data or any(self._blocks))
+            has_more_data = bool(inflater.unused_data) or any(self._blocks)
+            self._has_clean_end = inflater.eof and not has_more_data
         self._inflater = None
 
     def has_clean_end(self) -> bool:

@@ -93,7 +93,7 @@ def recover_before_writing(path: str | os.PathLike[str]) -> None:
     try:
         recovery = recover(path)
     except FileMissing as error:
-        remove_unfinished(path)
+        remove_unfinished(path)  # the file was not changed yet by this edit
         if not has_journal(path):
             return
         raise WriteError(

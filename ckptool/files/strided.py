@@ -79,7 +79,7 @@ def iterate_row_major(
 def _iterate_box(
     data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
 ) -> Iterator[bytes]:
-    """Yield the elements of a box that begins at element `start` of `data`, in portions.
+    """Yield the elements of a box that begins at element `start` of `data`, PORTIONS per block.
 
     `limit` is the usual number of elements in a box.
     """

@@ -604,6 +604,7 @@ def _read_unzipped_folder(probe: Probe) -> Archive:
     """
     path = probe.path
     if probe.entries.isdisjoint(_CHECKPOINT_RECORDS):
+        # Without `.DS_Store`, `__MACOSX` and their like.
         visible_names = [name for name in probe.entries if not name.startswith((".", "__"))]
         visible_paths = (os.path.join(path, name) for name in visible_names)
         subfolders = list(filter(os.path.isdir, visible_paths))

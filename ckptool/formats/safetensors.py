@@ -81,7 +81,7 @@ def _check_flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
             raise NotRepresentable(
                 f"tensor '{printable(str(key))}' {problem}, which safetensors cannot store",
                 file=file,
-                hint=None if tensor.has_content else remedy,
+                hint=None if tensor.has_content else remedy,  # with content, the key is the problem
             )
     _check_containers(root, file)
     return dict(tensors)

@@ -190,7 +190,8 @@ def _detect_flat_parameters(checkpoint: Checkpoint) -> Finding | None:
 def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
     """Detect one of several rank files by its content, else by its name.
 
-    In order: a folder of Megatron ranks, a DeepSpeed file, `mp_world_size`, an FSDP rank file.
+    In order: a folder of Megatron ranks, a DeepSpeed file, `mp_world_size`, an FSDP rank file, a
+    file with a number in its name.
     """
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
@@ -203,7 +204,7 @@ def _detect_rank_file(checkpoint: Checkpoint) -> Finding | None:
         return Finding("part", text, hint=_hint_for_rank_file(checkpoint.path))
     world_size = root.get("mp_world_size")
     if type(world_size) is int:
-        if world_size <= 1:
+        if world_size <= 1:  # the only rank has whole matrices
             return None
         text = f"it has one of {world_size} parts of each matrix: its mp_world_size is {world_size}"
         return Finding("part", text, hint=_HINT_GATHER)

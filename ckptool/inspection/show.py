@@ -203,10 +203,14 @@ def _show_object(identity: tuple[str, tuple[str | int, ...], str], node: Any) ->
     attribute, `state`.
     """
     if not isinstance(node, Opaque):  # a class, function, device or storage
-        return ShownObject(*identity, class_name_of(node), (summarize(node),), (), ())
+        summaries = (summarize(node),)
+        return ShownObject(
+            *identity, class_name_of(node), arguments=summaries, attributes=(), items=()
+        )
     state_dict = to_model_state(node)
     if state_dict is not None:
-        return ShownObject(*identity, node.class_name, (), (), _list_entries(state_dict))
+        items = _list_entries(state_dict)
+        return ShownObject(*identity, node.class_name, arguments=(), attributes=(), items=items)
     arguments = node.args if isinstance(node.args, tuple) else (node.args,)
     attributes: Any = node.attributes
     if not attributes and node.state is not None:
@@ -214,9 +218,9 @@ def _show_object(identity: tuple[str, tuple[str | int, ...], str], node: Any) ->
     return ShownObject(
         *identity,
         node.class_name,
-        tuple(summarize(argument) for argument in arguments),
-        _list_entries(attributes),
-        tuple(_list_items(node.steps)),
+        arguments=tuple(summarize(argument) for argument in arguments),
+        attributes=_list_entries(attributes),
+        items=tuple(_list_items(node.steps)),
     )
 
 

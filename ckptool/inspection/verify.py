@@ -299,8 +299,8 @@ class _FileCheck:
             nan = infinite = 0
             for part in parts:
                 repeated.add(path, part.unrepeated)
-                counts = count_nonfinite_elements(part, meter.advance)
-                nan, infinite = nan + counts[0], infinite + counts[1]
+                part_nan, part_infinite = count_nonfinite_elements(part, meter.advance)
+                nan, infinite = nan + part_nan, infinite + part_infinite
             elements = sum(part.numel for part in parts)
             for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
                 if count:

@@ -320,7 +320,8 @@ def _refuse_uncertain_order(
     else:
         hint = HINT_MODEL_ONLY
     raise MatchError(
-        f'{_NO_PROOF_MESSAGE}: {doubt}; optimizer_order="position" loads it in the order of the file',
+        f"{_NO_PROOF_MESSAGE}: {doubt}; "
+        'optimizer_order="position" loads it in the order of the file',
         hint=hint,
     )
 

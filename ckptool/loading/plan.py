@@ -311,9 +311,10 @@ def describe_opaque(node: Any) -> str:
     Objects stay inert, and numpy arrays become tensors.
     """
     for _, leaf in walk(node):
+        # Without its content: `walk` yields that too.
         if isinstance(leaf, Opaque) and rebuild_builtin(leaf, lambda inside: inside) is leaf:
             return f"an object of {printable(leaf.class_name)}"
-        if isinstance(leaf, Global) and leaf.module != "torch":
+        if isinstance(leaf, Global) and leaf.module != "torch":  # a dtype of torch is loaded
             return printable(leaf.qualified)
         if isinstance(leaf, TensorRef) and leaf.kind == "numpy":
             return "a numpy array"

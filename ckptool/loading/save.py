@@ -529,7 +529,8 @@ def _label_module(model: torch.nn.Module) -> Label:
 def _refuse_different(labels: Sequence[Sequence[Label]], own_rank: int) -> None:
     """Raise an error if this process and another would gather different objects together.
 
-    `labels` has the objects that each rank gathers. Only those with both ranks are compared.
+    `labels` has the objects that each rank gathers, with the ranks that take part (None: all).
+    Only those with both ranks are compared.
     """
     for rank, other_labels in enumerate(labels):
         ours = [text for text, ranks in labels[own_rank] if ranks is None or rank in ranks]

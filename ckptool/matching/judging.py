@@ -353,8 +353,11 @@ def _group_proposed_rules(
     if not any(ambiguity.rules for ambiguity in report.ambiguous):
         return [report.proposed]
     answers = {rule for ambiguity in ambiguities for rule in ambiguity.rules}
-    groups = [[renaming] for renaming in report.proposed if renaming.rule in answers]
-    return [*groups] or [()]
+    groups: list[Sequence[Renaming]] = [
+        [renaming] for renaming in report.proposed if renaming.rule in answers
+    ]
+    no_rules = ()
+    return groups or [no_rules]
 
 
 def _find_remedy(

@@ -61,7 +61,7 @@ class TransposeRules(NamedTuple):
 
     @classmethod
     def parse(cls, transpose: Iterable[str], no_transpose: Iterable[str]) -> TransposeRules:
-        """Read `GLOB` and `GLOB=AXES`.
+        """Read `GLOB` and `GLOB=AXES`; a glob by itself gets no axes.
 
         Raises:
             UsageError: if the axes are not a permutation.
@@ -69,7 +69,7 @@ class TransposeRules(NamedTuple):
         read = []
         for text in transpose:
             glob, _, numbers = text.partition("=")
-            axes = tuple(
+            axes = tuple(  # -1 is in no permutation
                 int(axis) if axis.isdecimal() else -1 for axis in numbers.split(",") if axis
             )
             if sorted(axes) != list(range(len(axes))):

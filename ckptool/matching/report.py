@@ -355,7 +355,7 @@ def count_loaded(
         required = {key: slot for key, slot in model_slots.items() if key not in kept}
     counted = required
     kinds = {slot.kind for slot in required.values()}
-    if "parameter" in kinds and "tensor" not in kinds:
+    if "parameter" in kinds and "tensor" not in kinds:  # all kinds are known
         counted = {key: slot for key, slot in required.items() if slot.kind == "parameter"}
     elif "extra" in kinds:
         counted = {key: slot for key, slot in required.items() if slot.kind != "extra"} or required
@@ -385,7 +385,6 @@ def list_casts(
     for key, file_key in pairs.items():
         before, after = file_slots[file_key].dtype, model_slots[key].dtype
         if before != after and before is not None and after is not None:
-            casts.append(
-                DtypeChange(key, file_key, before, after, not is_exact_cast(after, before))
-            )
+            is_lossy = not is_exact_cast(wide=after, narrow=before)
+            casts.append(DtypeChange(key, file_key, before, after, is_lossy))
     return tuple(casts)

@@ -211,7 +211,8 @@ class TensorMaker:
             return tensor
         if id(tensor) not in self._row_major_by_id:
             self._row_major_by_id[id(tensor)] = tensor, to_row_major(key, tensor, self._file)
-        return self._row_major_by_id[id(tensor)][1]
+        _, row_major = self._row_major_by_id[id(tensor)]
+        return row_major
 
     def make(
         self,

@@ -212,6 +212,8 @@ class _Planner(Generic[T]):
     def _refuse_unmatched(self, untouched: set[str], result: Mapping[str, T]) -> None:
         """Refuse tensors that no rule matches, unless the recipe keeps the rest.
 
+        `untouched` are keys of the source that no pass took; `result` has the final keys.
+
         Raises:
             UsageError: if there are some, or no rule matches any tensor.
         """
@@ -391,7 +393,7 @@ class _Planner(Generic[T]):
             UsageError: if a member below it is missing, or `--param` gives another number.
         """
         rule, counts = group.rule, dict[str, int]()
-        if rule.takes_single and all(group.members):
+        if rule.takes_single and all(group.members):  # complete, and without such variables
             return counts
         for pattern, names, members in zip(rule.left, rule.stacked, group.members, strict=True):
             for index, name in enumerate(names):

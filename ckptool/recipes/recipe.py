@@ -350,21 +350,21 @@ class _Reader:
             about, files, rest = (_read_text(data, key) for key in ("about", "files", "rest"))
             if rest not in (None, "refuse", "keep"):
                 raise UsageError(f'rest is {printable(rest)!r}, expected "refuse" or "keep"')
-        passes = data.get("pass", [data])
+        passes = data.get("pass", [data])  # without `pass`, the rules are at the top
         with self._locate_errors("pass"):
             if not isinstance(passes, list) or not 1 <= len(passes) <= _MAX_PASSES:
                 raise UsageError(f"pass is not a list of 1 to {_MAX_PASSES} tables")
             if "pass" in data and not data.keys().isdisjoint(("names", "tensors")):
                 raise UsageError("names and tensors are outside the passes")
         recipe = Recipe(
-            self._name,
-            printable(about or ""),
-            tuple(self._parse_rules(table, "pass" in data) for table in passes),
-            self._parse_params(data.get("params", {})),
-            self._check_files(files),
-            rest == "keep",
-            self._parse_sides(data, "drop", self._parse_drop, ()),
-            self._parse_sides(data, "tied", self._parse_tied, {}),
+            name=self._name,
+            about=printable(about or ""),
+            passes=tuple(self._parse_rules(table, is_pass="pass" in data) for table in passes),
+            params=self._parse_params(data.get("params", {})),
+            files=self._check_files(files),
+            keeps_rest=rest == "keep",
+            drop=self._parse_sides(data, "drop", self._parse_drop, ()),
+            tied=self._parse_sides(data, "tied", self._parse_tied, {}),
         )
         if not any(recipe.passes):
             raise UsageError(f"the recipe {printable(self._name)} has no rules")

@@ -115,6 +115,10 @@ def _replace_section(
     """Return the checkpoint with the new entries in one state dict; the optimizer follows.
 
     `moments` maps identities of optimizer tensors to new ones; None: the optimizer cannot follow.
+    `changes` are reported before those made here.
+
+    Raises:
+        UsageError: if the optimizer cannot follow, or the state dict is not a plain dict.
     """
     root, file = checkpoint.root, checkpoint.path
     holder = section.holder if section.path else root
@@ -137,7 +141,8 @@ def _replace_section(
         raise UsageError(text, file=file or None, hint=hint)
     names.replacements.update(moments)
     names.note_renames(tensors, {old: key for old, key in renamed.items() if old != key})
-    names.plan_optimizers(root, checkpoint.sections, lambda _: {})
+    # An optimizer that shares no names with this state dict stays.
+    names.plan_optimizers(root, checkpoint.sections, rename_alone=lambda _: {})
     if moments:
         text = f"rearranged {counted(len(moments), 'tensor')} of the optimizer like the parameters"
         names.changes.append(Change("follow", text, len(moments)))

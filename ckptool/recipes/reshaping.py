@@ -317,7 +317,8 @@ def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> No
     example = "*.qkv.weight=>*.q.weight,*.k.weight,*.v.weight@0"
     splits = [_parse_sides("split", example, rule) for rule in reshape.split]
     for position, dim in dims.items():
-        name = str(index.nodes[position][0][-1])
+        path, _tensor = index.nodes[position]
+        name = str(path[-1])
         for (whole,), _, split_dim in splits:
             if dim == split_dim and whole.covers(name):
                 raise UsageError(

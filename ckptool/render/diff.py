@@ -163,7 +163,7 @@ def _fold_rows(rows: Sequence[Row]) -> list[Row]:
     for family in group_families((row.name, _fold_key(row, n)) for n, row in enumerate(rows)):
         members = [rows[n] for n in family.numbers]
         first, b = members[0], members[0].b
-        if first.status == "R":
+        if first.status == "R":  # renamed: `_fold_key` has checked that both names differ alike
             b = group_families((row.b, None) for row in members)[0].label
         largest = _find_largest_differences(
             [row.figures for row in members if row.figures is not None]

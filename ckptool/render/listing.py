@@ -121,8 +121,13 @@ def _object_table(listing: Listing, look: Look) -> Iterator[str]:
         ]
         for row in listing.objects
     ]
+    content = headers.index("content")  # has digests, which may be empty
     return table_lines(
-        headers, rows, look, flexible=range(4), optional=() if listing.hashed else (3,)
+        headers,
+        rows,
+        look,
+        flexible=range(len(headers)),
+        optional=() if listing.hashed else (content,),
     )
 
 

@@ -129,7 +129,10 @@ def _join_lines(text: str) -> str:
 
 
 def _plan_lines(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
-    """Yield the commands that write the weights, resume the training, or fix one complaint."""
+    """Yield the commands that write the weights, resume the training, or fix one complaint.
+
+    The last line has the numbers of the complaints that no command fixes, if some are fixed.
+    """
     numbered = list(enumerate(diagnosis.complaints, start=1))
     if diagnosis.commands:
         numbers = [str(number) for number, complaint in numbered if complaint.commands]

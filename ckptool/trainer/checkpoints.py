@@ -345,7 +345,10 @@ class Checkpoints:
             yield self._start_or_resume()
 
     def _start_or_resume(self) -> TrainingProgress:
-        """Resume from the checkpoint of `resume`, if any, and return the progress of the run."""
+        """Resume from the checkpoint of `resume`, if any, and return the progress of the run.
+
+        Checkpoints of other runs in the folder are refused, or removed with `overwrite`.
+        """
         origin = self._choose_origin()
         progress = TrainingProgress() if origin is None else self._restore(origin)
         out, overwrite = self._config.out, self._config.overwrite

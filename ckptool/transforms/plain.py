@@ -116,7 +116,7 @@ def to_plain_data(node: Opaque) -> Any:
     package = node.class_name.partition(".")[0]
     convert = _CONVERTERS.get(node.class_name) or _CONVERTERS.get(f"{package}.*")
     plain = (convert or _convert_by_structure)(node)
-    if plain is None:
+    if plain is None:  # there is no plain form; one that is None itself is `_NOTHING`
         return node
     return None if plain is _NOTHING else plain
 

@@ -210,9 +210,10 @@ def _choose_file(
 ) -> str | os.PathLike[str]:
     """Return the file to write: in a target folder, a file; for the source's folder, its index.
 
-    Any other path is returned unchanged.
+    A given format that is a folder also gets its index. Any other path is returned unchanged.
     """
-    if to_folder or load_format(format or "").index_name:
+    is_folder_format = bool(load_format(format or "").index_name)
+    if to_folder or is_folder_format:
         return choose_file(checkpoint, path, format, to_folder=to_folder, files_from=files_from)
     index = choose_file(checkpoint, path, checkpoint.format, to_folder=False)
     return index if _is_source_path(index, checkpoint.sources) else path
@@ -260,7 +261,7 @@ def _plan_separate_files(
     plans = [writer.plan(content) for content in content_by_name.values()]
     return WritePlan(
         format,
-        tuple(
+        tuple(  # each plan has one file
             plan.files[0]._replace(path=os.path.join(folder, name))
             for name, plan in zip(content_by_name, plans, strict=True)
         ),

@@ -595,7 +595,8 @@ def _make_tensor(
 ) -> TensorRef:
     """Return the tensor made of pieces of the ranks' vectors, with their dtype.
 
-    Several pieces are joined when the tensor is read; one piece is a range of its file.
+    A piece is the rank, the first element in its vector, and the number of elements. Several pieces
+    are joined when the tensor is read; one piece is a range of its file.
     """
     first, pieces = vectors[0], find_pieces()
     for rank, start, count in pieces:
