@@ -294,16 +294,16 @@ def _describe_load_failure(error: CheckpointError, path: str) -> tuple[Quote | N
         return quote("no-directory"), "or it fails on the pickle"
     if head[:1] == b"\x80":  # the opcode PROTO, with which pickles begin
         return None, "torch.load fails on the pickle, or on a storage that is truncated."
-    return _quote_operand_error(head[:1])
+    return _quote_operand_error(head)
 
 
-def _quote_operand_error(first: bytes) -> tuple[Quote, str]:
+def _quote_operand_error(head: bytes) -> tuple[Quote, str]:
     """Return torch's error for a file that does not begin like a pickle, and the effect.
 
-    torch calls its first byte an operand.
+    torch calls the first byte of `head`, the start of the file, an operand.
     """
-    byte = first[0] if first else 0
-    shown = f"'{first.decode()}'" if 32 < byte < 127 else f"'\\x{byte:02x}'"
+    byte = head[0] if head else 0
+    shown = f"'{chr(byte)}'" if 32 < byte < 127 else f"'\\x{byte:02x}'"
     effect = f"before torch 2.6: invalid load key, {shown}. weights_only=False, which it proposes, "
     return quote("operand", byte), f"{effect}never helps here"
 

@@ -114,8 +114,10 @@ def finish_divided(plan: WritePlan, job: Job, options: str) -> bool:
         As `recover_set`.
     """
     journal = read_journal(os.path.realpath(plan.index))
+    if journal is None:
+        return False
     run_token = f".ckptool-{_hash_write(plan, job, options)}-"
-    if journal is None or run_token not in str(journal.facts):  # the facts list the files
+    if run_token not in str(journal.facts):  # the facts list the files
         return False
     recover_set(plan.index, journal)
     return True

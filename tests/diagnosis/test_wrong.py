@@ -67,6 +67,14 @@ def test_content_and_name_agree_after_the_command(tmp_path, name):
     assert loaded(shlex.split(command)[3]).keys() == state().keys()
 
 
+def test_the_error_of_a_safetensors_file_with_another_name_has_its_first_byte(tmp_path):
+    path = tmp_path / "model.pth"
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(88)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")  # 88 is the letter X
+    (complaint,) = [one for one in examined(path).complaints if one.kind == "misnamed"]
+    assert "invalid load key, 'X'. weights_only" in complaint.effect
+
+
 def test_a_safetensors_file_gets_the_format_that_transformers_asks_for(tmp_path):
     path = shutil.copy(WRONG / "unnamed.safetensors", tmp_path)
     found = examined(path)
