@@ -49,10 +49,10 @@ def recognize_companion(checkpoint: Checkpoint) -> Companion | None:
                 return Companion(description, reader)
     if isinstance(root, Opaque) and not any(find_tensors(root)):
         name = get_class_name(root)
-        if name.partition(".")[0] in _TRAINER_LIBRARIES or name.endswith("TrainingArguments"):
+        library = name.partition(".")[0]
+        if library in _TRAINER_LIBRARIES or name.endswith("TrainingArguments"):
             description = f"it contains training arguments ({name}), not a model"
-            owner = name.partition(".")[0]
             return Companion(
-                description, f"torch.load(FILE, weights_only=False) with {owner} installed"
+                description, f"torch.load(FILE, weights_only=False) with {library} installed"
             )
     return None

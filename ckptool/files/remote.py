@@ -106,7 +106,7 @@ class RemotePlace(Place):
     def is_folder(self, path: str) -> bool:
         """Return True if the address is a folder; plain http has none."""
         if _parse_hub_address(path) is not None:
-            return bool(self.list_names(path))
+            return bool(self.list_names(path))  # a repository has no empty folders
         if _is_http(path):
             return False
         try:

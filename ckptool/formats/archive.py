@@ -522,7 +522,7 @@ def open_archive(probe: Probe) -> Archive:
     if probe.is_folder:
         return _read_unzipped_folder(probe)
     if probe.source is None or not probe.head.startswith(ZIP_MAGIC):
-        return Archive(probe.path, "", {}, (), 0)
+        return Archive(probe.path, folder="", records={}, sources=(), size=0)
     data = ByteRange(probe.source, 0, probe.source.size)
     archive = (probe.salvages or read_zip)(data, probe.limits, (probe.source,))
     probe.source.stated = [

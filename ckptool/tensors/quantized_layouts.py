@@ -90,7 +90,7 @@ def _dequantize_packed_quanto(parts: Parts) -> TensorRef:
     weight, scale, shift = parts.weight, parts.require_floats("_scale"), parts.get("_shift")
     groups = scale.sizes[0] if scale.shape else 0
     bias = parts.state.get(parts.stem + "bias")
-    # The groups of some bits each fill whole bytes in a column, the last one perhaps in part.
+    # Several rows of codes share one row of bytes; the last of these may be filled up.
     possible_bits = [bits for bits in (2, 4) if weight.sizes[:1] == (-(-groups * bits // 8),)]
     if len(possible_bits) != 1 or len(weight.shape) != 2 or weight.dtype != "uint8":
         raise UnknownLayout

@@ -483,7 +483,7 @@ class _Renaming(AppliedRules):
             for match in self.matches_by_key[name]:
                 if match.old != match.new:
                     self._changed[match.rule] += 1
-                    self._examples[match.rule] = self._examples[match.rule] or match
+                    self._examples[match.rule] = self._examples[match.rule] or match  # the first
         return {name: new for name, new in new_keys.items() if new != name}
 
     @property

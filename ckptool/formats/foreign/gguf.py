@@ -146,7 +146,7 @@ class _Header(Cursor):
             key = self._read_text()
             (value_type,) = self.read_numbers("<I")
             value = self._read_value(value_type)
-            if value is not None:
+            if value is not None:  # not a list, such as a vocabulary
                 metadata[key] = value
         return metadata, [self._read_entry() for _ in range(tensor_count)]
 

@@ -54,10 +54,10 @@ class FullyShardedDataParallel(Distributed):
         super().wrap(model)
         mesh = init_device_mesh(self.device.type, (self.world.size,))
         blocks = find_blocks(model)
-        shared = find_tied_parameters(blocks)
+        shared_ids = find_tied_parameters(blocks)
         for block in blocks:
             parameter_ids = {id(parameter) for parameter in block.parameters()}
-            if block is not model and parameter_ids and not parameter_ids & shared:
+            if block is not model and parameter_ids and not parameter_ids & shared_ids:
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
         model.register_forward_pre_hook(_broadcast_buffers)
