@@ -52,9 +52,10 @@ def pause_gc() -> Iterator[None]:
 def make_importer(
     package: str, namespace: dict[str, Any], homes: Mapping[str, Sequence[str]]
 ) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package whose names are at home in modules (module -> names).
+    """Return the `__getattr__` of a package that imports its names from its modules on first use.
 
-    Imported objects are stored in the package's `namespace`.
+    `homes` maps each module of the package to the names that it defines. Imported objects are
+    stored in the package's `namespace`.
     """
     home_by_name = {name: home for home, names in homes.items() for name in names}
 

@@ -336,7 +336,7 @@ class _Aligner:
         self.notes.extend(_describe_unpaired(unpaired_names[0], unpaired_names[1]))
         if has_remaining and self.keeps_all:
             self.notes.extend(_suggest_model_only(section_pairs))
-        self.notes.extend(self.names_a.rules.describe_unused())
+        self.notes.extend(self.names_a.rules.describe_unused())  # the rules apply only to A
         return Alignment(
             tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
         )

@@ -113,7 +113,8 @@ class ReadAhead:
     def read_into(self, source: ComputedSource, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from a block that was computed ahead, or compute it now.
 
-        If this read follows the last one, or begins a source, the next blocks are computed ahead.
+        If this read follows the last one, or begins a source, the next blocks are computed ahead,
+        unless it is longer than a block.
         """
         source_index = self._index_by_source_id[id(source)]
         end = offset + len(buffer)

@@ -193,7 +193,7 @@ class Params:
         def evaluate(node: ast.expr) -> int:
             """Return the value of a node of the expression."""
             if isinstance(node, ast.BinOp):
-                _, operation = _OPERATORS[type(node.op)]
+                _symbol, operation = _OPERATORS[type(node.op)]
                 result = operation(evaluate(node.left), evaluate(node.right))
                 if abs(result) > MAX_SIZE:
                     raise UsageError(f"{term.text!r} is out of range")

@@ -113,9 +113,9 @@ class Caster:
         size = count * BY_NAME[self.target].itemsize
         data = None
         if storage.data is not None:
-            run = _StorageCast(self, storage, storage.data, list(views))
+            storage_cast = _StorageCast(self, storage, storage.data, list(views))
             ahead = self._ahead if storage.data.source.is_shared else None
-            data = make_computed_range((storage.data,), size, run.fill, ahead=ahead)
+            data = make_computed_range((storage.data,), size, storage_cast.fill, ahead=ahead)
         return replace(storage, data=data, nbytes=size, byteorder=sys.byteorder, crc32=None)
 
     @property

@@ -487,6 +487,7 @@ def _refuse_class(tensor: torch.Tensor) -> None:
             "a lazy parameter has no shape and no data yet",
             hint="run the model once before saving it",
         )
+    # A class with its own dispatch may keep its elements anywhere, not only in a storage.
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         has_full_tensor = callable(getattr(cls, "full_tensor", None))
         raise NotRepresentable(

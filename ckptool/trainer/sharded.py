@@ -141,7 +141,7 @@ def _write_shards(state: dict[str, Any], path: str) -> None:
     try:
         _import_dcp().save(state, storage_writer=_import_dcp().FileSystemWriter(path))
     except _import_dcp().CheckpointException as error:
-        for failure, _ in error.failures.values():
+        for failure, _traceback in error.failures.values():
             if isinstance(failure, OSError):
                 raise failure from error
         raise WriteError(f"a shard cannot be written: {_describe_failure(error)}") from error

@@ -184,10 +184,11 @@ def verify(
     except CheckpointError as error:
         raise _verification_error(f"it cannot be read back ({error.message})") from error
     with written:
-        flat = load_format(written.format).tensors_only
-        runs = list((_iterate_tensor_runs if flat else _iterate_storage_runs)(expected, written))
+        is_tensors_only = load_format(written.format).tensors_only
+        iterate_runs = _iterate_tensor_runs if is_tensors_only else _iterate_storage_runs
+        runs = list(iterate_runs(expected, written))
         _compare_runs(runs, streamed, progress)
-        if flat and (text := find_disagreement(written.sources[0], DEFAULT_LIMITS)):
+        if is_tensors_only and (text := find_disagreement(written.sources[0], DEFAULT_LIMITS)):
             raise _verification_error(text)
 
 
@@ -199,7 +200,7 @@ def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) ->
     Raises:
         WriteError, CorruptFile: as in `verify`.
     """
-    if file.members:  # files of torch.save's in this one
+    if file.members:  # torch.save files inside this one
         with closing(FileSource(output.name)) as source:
             runs: list[_Run] = []
             for member in file.members:

@@ -263,7 +263,7 @@ class ParameterServer(Strategy):
         """
         workers = range(1, self.processes)
         is_split = self.config.updates == "synchronous"
-        self._parts = len(workers) if is_split else 1  # of each batch
+        self._parts = len(workers) if is_split else 1  # per batch
         self._in_flight = InFlight(0 if is_split else self.config.staleness)
         self._open_steps: dict[int, _OpenStep] = {}  # by number
         self._free_workers = set(workers)
