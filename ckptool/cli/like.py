@@ -133,11 +133,11 @@ def _rename_allowed_keys(remedy: Remedy) -> Remedy:
     In `convert`, the keys are renamed before they are compared with the model.
     """
     arguments = dict(remedy.arguments)
-    rules, names = arguments.get("rename"), arguments.get("allow_unexpected")
-    if isinstance(rules, tuple) and isinstance(names, tuple):
+    rules, keys = arguments.get("rename"), arguments.get("allow_unexpected")
+    if isinstance(rules, tuple) and isinstance(keys, tuple):
         for rule in map(regex_rule, rules):
-            names = tuple(rule.apply(name) or name for name in names)
-        arguments["allow_unexpected"] = names
+            keys = tuple(rule.apply(key) or key for key in keys)
+        arguments["allow_unexpected"] = keys
     alternatives = tuple(map(_rename_allowed_keys, remedy.instead))
     return remedy._replace(arguments=tuple(arguments.items()), instead=alternatives)
 

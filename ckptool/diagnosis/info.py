@@ -211,6 +211,7 @@ def _summarize(checkpoint: Checkpoint, diagnoses: _DiagnosisCache) -> Info:
         commands=_collect_commands(by_machine),
         would_run=find_unpickling_calls(checkpoint),
         training=list_training_state(checkpoint),
+        # A note is only a guess from the file name.
         part=missing.text if missing is not None and missing.severity == "fails" else "",
         alternatives=_collect_alternatives(on_cpu),
         obstacle=_find_obstacle(on_cpu),

@@ -95,6 +95,7 @@ def check_level(subject: Subject) -> Iterator[Complaint]:
             fix=(Take(model_only=True),),
         )
     bare_keys = map_to_bare_keys(model)
+    # The comparison with a reference reports the counter if the model does not have it.
     if N_AVERAGED in bare_keys and len(bare_keys) > 1 and not subject.is_compared(model):
         yield Complaint(
             "averaged",

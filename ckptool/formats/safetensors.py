@@ -484,6 +484,7 @@ def _describe_unused_bytes(header: Header, source: Source) -> tuple[str, ...]:
     These are gaps between tensors, and what precedes the last copy of a restarted download.
     """
     (header_length,) = LENGTH.unpack(source.read(0, LENGTH.size))
+    # The first copy and the last one have the same header.
     last_copy_offset = header.body.offset - (LENGTH.size + header_length)
     spans = [(0, last_copy_offset)] if last_copy_offset else []
     spans += [

@@ -22,7 +22,8 @@ def make_model(config: TrainConfig, data: TrainData) -> nn.Module:
         UsageError: the model does not fit the data, or the user's code raised an error.
         TrainingError: the user's model does not accept a sample, or returns another shape.
     """
-    if not data.inputs and not FACTORY.fullmatch(config.model):
+    is_built_in = not FACTORY.fullmatch(config.model)
+    if is_built_in and not data.inputs:
         raise UsageError(
             f"model {config.model} needs the shape of the data, which is unknown",
             hint="use Trainer(model=...), --model module:factory, or TrainData(inputs=(10,), "

@@ -151,7 +151,7 @@ def dequantize_weights(checkpoint: Checkpoint, dtype: str) -> Dequantized:
 
     def replace_entries(old: dict[Any, Any]) -> dict[Any, Any]:
         """Return a state dict with the plain tensors in place of the quantized ones."""
-        replacements = replacements_by_state.get(id(old), {})
+        replacements = replacements_by_state.get(id(old), {})  # by old key, the new entries
         if not replacements:
             return old
         entries = [replacements.get(key, {key: value}).items() for key, value in old.items()]
