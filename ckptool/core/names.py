@@ -126,9 +126,9 @@ def strip_names(
     check_collisions(names, renamed)
     return StripResult(
         renamed,
-        len(levels_done),
-        tuple(dict.fromkeys(kind for level in levels_done for kind in level.kinds)),
-        lambda path: _strip_module_path(path, before, levels_done),
+        levels=len(levels_done),
+        wrappers=tuple(dict.fromkeys(kind for level in levels_done for kind in level.kinds)),
+        rename_module=lambda path: _strip_module_path(path, before, levels_done),
     )
 
 

@@ -78,7 +78,7 @@ def fetch(
             return part._replace(data=done + part.data)
         except _Retry as retry:
             done, reason, pause = done + retry.data, str(retry), retry.pause
-            if len(retry.data) >= _MIN_PROGRESS:
+            if len(retry.data) >= _MIN_PROGRESS:  # the attempts are counted again
                 attempt = 0
         except CheckpointError:
             raise

@@ -370,6 +370,7 @@ def make_checkpoint(
     count = f"in {counted(len(shard_details), 'shard')}"
     byteorders = {details.byteorder for details in shard_details}
     protocols = {details.protocol for details in shard_details}
+    # A tied key may be only in the metadata of the index; `root` has its tensor.
     index_only_keys = [
         key for key in index.metadata if key not in _DERIVED_ENTRIES and key not in root
     ]

@@ -283,7 +283,8 @@ class _States:
                 placeholder, model, remove_wrappers, _find_counters(model, remove_wrappers)
             )
             return placeholder
-        if isinstance(model, Mapping):  # without a module, the keys show the wrappers
+        # Without a module, the keys show the wrappers; those of plain values have none.
+        if isinstance(model, Mapping):
             stripped = strip_names(
                 [
                     key

@@ -220,7 +220,10 @@ class Allowance:
         return Judgement(problems, remedy)
 
     def _find_refused(self, report: MatchReport) -> _Refused:
-        """Return the differences of a report that this does not allow, by the key in either."""
+        """Return the differences of a report that this does not allow.
+
+        Allowed keys may be those of the model (`row.name`) or of the file (`row.own`).
+        """
         is_mismatch_allowed = _make_key_test(self.mismatched or False)
         loads_nothing, min_coverage = _is_nothing_loaded(report), self.min_coverage
         is_below_minimum = min_coverage is not None and report.coverage < min_coverage

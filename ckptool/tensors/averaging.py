@@ -273,7 +273,7 @@ class _Kernel:
         """
         count = stop - start
         mean, target = self._sum_runs(runs, mix, start, count), self._target[:count]
-        _view_as_real(mean).div_(mix.total)  # by a complex number there would be no -0.0
+        _view_as_real(mean).div_(mix.total)  # a complex division would lose the sign of -0.0
         if self._may_overflow_sum and not bool(mean.isfinite().all()):
             # The sum may exceed float64 though the mean fits: sum with weights that add up to
             # less than 1. A scale that is a power of two changes no digits.

@@ -435,8 +435,8 @@ def report_outside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
 def _report_loose_leaves(values: Section, chosen: Path) -> Iterator[Change]:
     """Yield changes for the tensors, values and objects outside all sections and `chosen`.
 
-    Each names the highest nodes that contain such leaves, but not `chosen`: for the leaf `a/b/c/d`
-    and `chosen` `a/x` that is `a/b`.
+    `values` has these leaves by path. Each change names the highest nodes that contain such leaves,
+    but not `chosen`: for the leaf `a/b/c/d` and `chosen` `a/x` that is `a/b`.
     """
     counts_by_kind = {kind: Counter[str]() for kind in ("tensor", "value", "object")}
     for path, leaf in values.node.items():

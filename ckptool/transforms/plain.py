@@ -630,7 +630,7 @@ def _report_conversions(root: Any, convert: Forms, plain_by_id: dict[int, Any]) 
         is_container = isinstance(plain_by_id.get(id(node)), (dict, list, tuple, Opaque))
         return not is_rejected(node) or (is_container and not is_module(node))
 
-    settings: dict[str, None] = {}
+    lost_attributes: dict[str, None] = {}
     for link, node in walk_mentions(root, enter=keeps_content):
         # A tensor may have been converted as a copy with other parts, so its identity is not known.
         form = convert(node) if isinstance(node, TensorRef) else plain_by_id.get(id(node), node)
@@ -644,12 +644,12 @@ def _report_conversions(root: Any, convert: Forms, plain_by_id: dict[int, Any]) 
         )
         if is_module(node):
             tensors, attributes = _find_content_outside_state(node)
-            settings.update(dict.fromkeys(attributes))
+            lost_attributes.update(dict.fromkeys(attributes))
             for lost in tensors:
                 yield Change("left-out", f"{name}: {lost}", 1, wanted=True)
-    if settings:
-        text = f"module attributes that are not in a state_dict: {listed(settings)}"
-        yield Change("left-out", text, len(settings), wanted=True)
+    if lost_attributes:
+        text = f"module attributes that are not in a state_dict: {listed(lost_attributes)}"
+        yield Change("left-out", text, len(lost_attributes), wanted=True)
 
 
 def _find_objects_in_keys(root: Any) -> set[int]:

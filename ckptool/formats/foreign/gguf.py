@@ -188,10 +188,10 @@ class _Header(Cursor):
         return self.read_bytes(length).decode("utf-8", "replace")
 
 
-def _make_tensor(source: Source, start: int, entry: _Entry) -> TensorRef:
+def _make_tensor(source: Source, data_offset: int, entry: _Entry) -> TensorRef:
     """Return the tensor of an entry; a quantized one becomes float32 when it is read.
 
-    `start` is the offset of the tensor data. A quantized row has blocks of several elements.
+    The offsets of entries count from `data_offset`. A quantized row has blocks of several elements.
     """
     elements, plain_dtype = prod(entry.shape), _DTYPE_BY_TYPE.get(entry.type)
     if plain_dtype is not None:
@@ -207,11 +207,12 @@ def _make_tensor(source: Source, start: int, entry: _Entry) -> TensorRef:
         )
         raise CorruptFile(message)
     with add_error_context(source.name, f"tensor {printable(entry.name)!r}"):
-        stored = ByteRange(source, start + entry.offset, elements // block_elements * block_bytes)
+        n_bytes = elements // block_elements * block_bytes
+        stored = ByteRange(source, data_offset + entry.offset, n_bytes)
     if plain_dtype is not None:
         return make_plain_tensor(entry.name, plain_dtype, entry.shape, stored)
     fill = partial(_dequantize_into, stored, name, block_elements, block_bytes)
-    dequantized = ComputedSource(source.name, elements * 4, fill)
+    dequantized = ComputedSource(source.name, elements * BY_NAME["float32"].itemsize, fill)
     dequantized.made_of = (stored,)
     data = ByteRange(dequantized, 0, dequantized.size)
     return make_plain_tensor(entry.name, "float32", entry.shape, data)

@@ -187,9 +187,8 @@ def render_sections(info: Info, caption: str = "") -> str:
     headings: Sequence[str] = SECTION_HEADINGS
     if not any(row[-1] for row in rows):  # no wrappers
         headings, rows = headings[:-1], [row[:-1] for row in rows]
-    return render_table(
-        headings, rows, right={2, 3, 4}, class_="sections", caption=to_html(caption)
-    )
+    numbers = {2, 3, 4}  # aligned to the right
+    return render_table(headings, rows, right=numbers, class_="sections", caption=to_html(caption))
 
 
 def render_notes(report: Report, infos: Sequence[Info]) -> str:
