@@ -268,7 +268,6 @@ def _check_aliases(subject: Subject) -> Iterator[Complaint]:
         name: str(tensor.storage.key)
         for section in subject.models
         for name, tensor in get_named_tensors(section.node).items()
-        # The storage has the key under which the file has the tensor.
         # The storage of a safetensors file has the key of the tensor that is stored.
         if tensor.storage is not None and tensor.storage.key != name
     }
