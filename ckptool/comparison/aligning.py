@@ -458,7 +458,10 @@ class _Aligner:
         paired_ids: set[int],
         names: dict[int, _NewNames],
     ) -> bool:
-        """Pair values and unpaired sections by path; return True if any exist."""
+        """Pair values and unpaired sections by path; return True if any exist.
+
+        `names` has the new names of the entries of some sections, by the `id` of the section.
+        """
         regions = Region(), Region()
         shown_base = self.a.base if self.a.base == self.b.base else ()
         for region, scope, sections in zip(
@@ -468,12 +471,10 @@ class _Aligner:
             region.fill(scope.root, scope.base, outer=shown_base, skip=skip)
             for section in sections:
                 if id(section) not in paired_ids:
-                    base, resolved = (
-                        scope.base + section.path,
-                        names.get(id(section), _UNCHANGED_NAMES),
-                    )
+                    base = scope.base + section.path
+                    new_names = names.get(id(section), _UNCHANGED_NAMES)
                     _fill_region(
-                        region, section, base, resolved, outer=shown_base, before=section.path
+                        region, section, base, new_names, outer=shown_base, before=section.path
                     )
         self._pair_regions(*regions)
         return any(region.leaves for region in regions)

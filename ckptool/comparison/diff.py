@@ -71,6 +71,7 @@ class Side:
     """This and the next fields are only set for tensors."""
     shape: Shape | None = None
     device: str | None = None
+    """Also set for a storage, and for a device."""
     requires_grad: bool | None = None
     kind: str | None = None
     nbytes: int = 0

@@ -340,7 +340,8 @@ def _add_commands(
 ) -> Complaint:
     """Return a complaint with its commands: the plan if it fixes it, and its alternatives.
 
-    A complaint without a command gets a hint. With a `hopeless_hint`, none gets commands.
+    A complaint without a command gets a hint. A `hopeless_hint` is given if no command can make the
+    file load: then none gets commands.
     """
     if hopeless_hint:
         can_be_fixed_later = complaint.fix is not None

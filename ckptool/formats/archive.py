@@ -611,7 +611,7 @@ def _read_unzipped_folder(probe: Probe) -> Archive:
         if len(subfolders) != 1 or not any(
             os.path.isfile(os.path.join(subfolders[0], name)) for name in _CHECKPOINT_RECORDS
         ):
-            return Archive(path, "", {}, (), 0)
+            return Archive(path, folder="", records={}, sources=(), size=0)
         path = subfolders[0]
     records: dict[str, Record] = {}
     for name, entry in _walk_files(path, ""):
@@ -619,7 +619,7 @@ def _read_unzipped_folder(probe: Probe) -> Archive:
         size = entry.stat().st_size
         records[name] = Record(name, ByteRange(FolderFile(entry.path, size), 0, size))
     total = sum(record.data.length for record in records.values())
-    return Archive(path, "", records, (), total)
+    return Archive(path, folder="", records=records, sources=(), size=total)
 
 
 def _walk_files(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

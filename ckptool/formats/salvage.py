@@ -91,7 +91,7 @@ def _list_entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
     """
     try:
         end = find_end(data)
-        if end is not None:
+        if end is not None:  # else the end of the file is lost
             entries = read_directory(data, end, limits)
             check_names(entries, exact=False)
             return entries

@@ -378,7 +378,8 @@ def _describe_damage(
 ) -> tuple[Finding, ...]:
     """Return a problem for each record with a wrong checksum, with the tensors in it.
 
-    `checkpoint` is None if the file did not open: then no tensor is known.
+    These are the tensors with a storage that begins where the record begins. `checkpoint` is None
+    if the file did not open: then no tensor is known.
     """
     if not mismatches:
         return ()
@@ -594,7 +595,7 @@ class Verifier:
         With `alone` it is the only one, so a manifest of one file applies to it under any name.
 
         Raises:
-            CheckpointError: as `verify`.
+            CheckpointError: as the function `verify`.
         """
         verdict, tensors = examine(
             path,

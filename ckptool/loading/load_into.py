@@ -675,9 +675,10 @@ class _Loading:
         )
 
     def _fill_and_replace(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors from the file, and put the replacements in `given` into the model.
+        """Fill tensors from the file, and put the replacements in `given`, by key, into the model.
 
-        If torch has loaded all tensors, this only checks that the file has not changed.
+        A replacement takes the place of a tensor everywhere, also under tied keys. If torch has
+        loaded all tensors, this only checks that the file has not changed.
         """
         if self._fills is None:
             self._check_unchanged()

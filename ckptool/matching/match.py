@@ -282,10 +282,10 @@ def _propose(
         return (), ()
     proposed = tuple(
         Renaming(
-            "proposed",
-            rule.rule.replace("=>", " -> ", 1),
-            tuple((file_key_by_new[file_key], key) for key, file_key in rule.names.items()),
-            rule.rule,
+            kind="proposed",
+            text=rule.rule.replace("=>", " -> ", 1),
+            names=tuple((file_key_by_new[file_key], key) for key, file_key in rule.names.items()),
+            rule=rule.rule,
         )
         for rule in propose_rules(alignment)
     )

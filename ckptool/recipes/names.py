@@ -204,7 +204,7 @@ class Pattern:
             value: str | int = text
             if variable.kind == "choice":
                 value = variable.choices.index(text)
-            elif variable.sign:
+            elif variable.sign:  # for `{n+1}`, `4` is n = 3; for `{3-n}` the sign is -1
                 number = variable.sign * (int(text) - int(variable.shift))
                 if number < 0:
                     return None

@@ -182,7 +182,7 @@ def _make_section_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
         tensors, maker = get_named_tensors(section.node), TensorMaker(file)
         if not any(pattern.covers(name) for name in tensors for pattern in rule.left):
             return SectionWork([], set(), [])
-        result = plan_recipe(recipe, tensors, {}, maker, file)
+        result = plan_recipe(recipe, tensors, params={}, maker=maker, file=file)
         lines = result.outcomes[0].describe(rule)  # the recipe has one rule
         changes = [
             Change(kind, f"{text}, along dimension {dim}", count) for text, _, count in lines

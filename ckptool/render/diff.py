@@ -135,7 +135,7 @@ def _describe_side(side: Side, aspects: Sequence[str], full: bool) -> Iterator[s
         elif aspect in ("value", "quantizer"):
             if side.sort != "tensor":
                 yield _format_value(side, full)
-        elif side.sort == "tensor" or side.device is not None:
+        elif side.sort == "tensor" or side.device is not None:  # not a tensor: a storage or device
             yield clean(str(getattr(side, aspect)))
 
 

@@ -256,7 +256,7 @@ def _report_totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> 
         yield Change(
             "compact", f"dropped {counted(details.dead_bytes, 'byte')} that nothing refers to"
         )
-    if trimmed:
+    if trimmed:  # all storages with bytes in the file count
         total = sum(storage.nbytes for storage in _find_used_spans(checkpoint.root) if storage.data)
         saved = sum(old.nbytes - new.storage.nbytes for old, new in trimmed.items())
         text = f"saved {saved:,} of {total:,} bytes of tensor data"

@@ -106,7 +106,7 @@ def take_averages(checkpoint: Checkpoint) -> Checkpoint:
             file=file,
             hint="extract a state dict under its own keys with --key NAME",
         )
-    (model, average_by_key), *_ = matches
+    ((model, average_by_key),) = matches
     return drop_unused_bytes(
         checkpoint, _apply_averages(checkpoint, average, model, average_by_key)
     )

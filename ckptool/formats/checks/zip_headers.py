@@ -287,7 +287,8 @@ def _has_descriptor(data: ByteRange, entry: _Central, local: _Local) -> bool:
 def _find_odd_fields(entry: _Central, local: _Local) -> Iterator[str]:
     """Yield a clause for each difference from the headers of torch's writer (miniz 3.0.2)."""
     torch_version = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
-    # The folder attribute, and versions that differ, have findings of their own.
+    # Torch writes 0 for the numbers compared below. The folder attribute, and versions that differ,
+    # have findings of their own.
     has_torch_version = torch_version == entry.shared.needed or (
         entry.shared.needed != local.shared.needed
     )
