@@ -277,7 +277,8 @@ class _Kernel:
         if self._may_overflow_sum and not bool(mean.isfinite().all()):
             # The sum may exceed float64 though the mean fits: sum with weights that add up to
             # less than 1. A scale that is a power of two changes no digits.
-            scale = 2.0 ** math.frexp(sum(map(abs, mix.weights)))[1]
+            _, exponent = math.frexp(sum(map(abs, mix.weights)))
+            scale = 2.0**exponent
             mean = self._sum_runs(runs, mix, start, count, 1 / scale)
             _view_as_real(mean).div_(mix.total).mul_(scale)
         target.copy_(mean)
