@@ -205,11 +205,11 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
         scheme = class_scheme(value)
         if scheme is not None:
             quantized_by_key[name] = Quantized(scheme, ())
-    candidates = [
+    companion_keys = [  # a companion shows its weight: `fc.scales` is next to `fc.qweight`
         name for name in state if isinstance(name, str) and name.endswith(_COMPANION_ENDINGS)
     ]
-    for quantizer in _FOUND_BY_KEY if candidates else ():
-        for companion in candidates:
+    for quantizer in _FOUND_BY_KEY if companion_keys else ():
+        for companion in companion_keys:
             stem = companion.removesuffix(quantizer.companion)
             weight = stem + quantizer.weight
             if stem == companion or weight in quantized_by_key:
@@ -224,11 +224,13 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
         *quantized_by_key,
         *(key for quantized in quantized_by_key.values() for key in quantized.companions),
     }
-    scaled = dict(_find_scaled({key: value for key, value in state.items() if key not in known}))
-    scales = {key for companions in scaled.values() for key in companions}
-    for name, companions in scaled.items():
+    companions_by_codes = dict(
+        _find_scaled({key: value for key, value in state.items() if key not in known})
+    )
+    scales = {key for companions in companions_by_codes.values() for key in companions}
+    for name, companions in companions_by_codes.items():
         if name not in scales:  # fp8 scales of 4-bit codes may have a scale of their own
-            outer = (key for scale in companions for key in scaled.get(scale, ()))
+            outer = (key for scale in companions for key in companions_by_codes.get(scale, ()))
             quantized_by_key[name] = Quantized(
                 LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *outer)))
             )

@@ -211,6 +211,7 @@ def _write_tree(
         left_out = (f"{N_AVERAGED} (counter of an AveragedModel)",)
     try:
         with convert_os_errors(path):
+            # Not verified: the tensors are copied from memory, without a computation.
             receipt = write_checkpoint(
                 checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False
             )

@@ -180,7 +180,8 @@ def _walk_datasets(
     max_nodes, bytes_left = limits.max_records // _DATASET_COST, limits.max_header_bytes
     count = 0
     queue = deque([("", file)])
-    seen_groups = {hash(file.id)}  # a hard link may lead back up
+    # A hard link may lead back up. The ids of one group, opened twice, have equal hashes.
+    seen_groups = {hash(file.id)}
     while queue:
         prefix, group = queue.popleft()
         for name in group:
