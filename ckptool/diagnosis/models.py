@@ -156,6 +156,7 @@ def _complain_of_several_models(subject: Subject) -> Complaint:
         hint=f"ckptool doctor FILE --key {shell(named_sections[0].name)}"
         if named_sections
         else None,
+        # A training checkpoint is loaded by its script, which knows its parts.
         severity="note" if subject.is_training else "fails",
         quote=quote("missing"),
         choices=(*join_choice, *choices),

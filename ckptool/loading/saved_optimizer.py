@@ -71,7 +71,8 @@ class SavedOptimizer(NamedTuple):
 def find_optimizer(state: StateDict, key: Any) -> SavedOptimizer:
     """Return the optimizer in the model's file, or in a separate file in the model's folder.
 
-    `key` may be a path in the file, or the name of a separate file.
+    `key` may be the name of a separate file, or a path: in the model's file if that has an
+    optimizer, else in the only separate file.
     """
     files = [] if state.folder is None else _list_optimizer_files(state.folder)
     is_in_model_file = bool(_list_optimizers(state.tree))

@@ -188,7 +188,8 @@ def find_optional_counters(
 ) -> set[str]:
     """Return the missing counters that BatchNorm does not require from a state of these versions.
 
-    `file_keys` maps model keys to file keys. torch/nn/modules/batchnorm.py,
+    `file_keys` maps model keys to file keys; `versions` has the `_metadata` of each module, and
+    without it no counter is required. torch/nn/modules/batchnorm.py,
     `_NormBase._load_from_state_dict`: files from before torch 0.4.1 have no such counter.
     """
     counters = {counter for counter in missing if counter.rpartition(".")[2] == BATCHES}

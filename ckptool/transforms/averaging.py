@@ -403,7 +403,8 @@ class _Plan:
     def _check_tensor(self, name: str, first: TensorRef, tensor: TensorRef, file: str) -> None:
         """Refuse a tensor of `file` that differs from the first in shape, kind or integers.
 
-        Also one without plain elements. A message is `'w' is int64 here and int32 in first.pth`.
+        Also one without plain elements, if these are averaged or compared. A message is
+        `'w' is int64 here and int32 in first.pth`.
         """
         first_path, kind = self.checkpoints[0].path, _classify_dtype(first)
         must_be_equal = kind == "integer" and self.ints == _SAME

@@ -441,7 +441,9 @@ class Plain(Step):
         """
         checkpoint = checkpoint.with_late_values()
         refuse_placeholders(checkpoint)
-        result = _convert_leaves(checkpoint, _make_converter(checkpoint, partly=self.drop_objects))
+        result = _convert_leaves(
+            checkpoint, _make_converter(checkpoint, can_lose_tensors=self.drop_objects)
+        )
         if self.drop_objects:
             return _drop_rejected(result, hint=None)
         remaining = [_describe_remaining(path, node) for path, node in find_rejected(result.root)]
@@ -555,10 +557,11 @@ Forms = Callable[[Any], Any]
 """Returns the plain form of a tensor or object, or the node itself."""
 
 
-def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
+def _make_converter(checkpoint: Checkpoint, *, can_lose_tensors: bool) -> Forms:
     """Return the function that converts a leaf to its plain form.
 
-    With `partly`, it also converts modules with tensors outside their state dict, which are lost.
+    With `can_lose_tensors`, it also converts modules with tensors outside their state dict, which
+    are lost.
     """
 
     def convert(leaf: Any) -> Any:
@@ -570,7 +573,7 @@ def _make_converter(checkpoint: Checkpoint, *, partly: bool) -> Forms:
         state = to_model_state(leaf)
         if state is None:
             return leaf
-        if not partly:
+        if not can_lose_tensors:
             lost_tensors, _setting_names = _find_content_outside_state(leaf)
             if lost_tensors:
                 return leaf

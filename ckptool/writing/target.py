@@ -82,8 +82,10 @@ def _find_formats(extension: str) -> list[str]:
     torch_formats = [candidate for candidate in REGISTRY if ".pth" in candidate.endings]
     candidates = extension_formats or torch_formats
     writable_names = [candidate.name for candidate in candidates if candidate.writable]
-    unwritable_name = candidates[0].name if not writable_names else None
-    if not extension_formats:
+    unwritable_name: str | None
+    if extension_formats:
+        unwritable_name = None if writable_names else extension_formats[0].name
+    else:
         # Imported here: known extensions do not need it.
         from ckptool.formats.identify import PRODUCT_BY_EXTENSION
 

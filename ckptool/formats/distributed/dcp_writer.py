@@ -309,10 +309,10 @@ class _ExistingItems:
             NotRepresentable: if its name is not derived from the path.
         """
         name_at_path = self._name_by_path.get(path)
-        if name_at_path is not None and (
-            old_name in (None, name_at_path) or name_at_path in self._value_by_name
-        ):
-            return name_at_path
+        if name_at_path is not None:
+            was_value = name_at_path in self._value_by_name  # else a tensor was at the path
+            if was_value or old_name in (None, name_at_path):
+                return name_at_path
         if old_name is not None and old_name != _join_path(self._path_by_name[old_name]):
             raise unwritable_error(
                 self._checkpoint, f"the name {printable(old_name)!r} does not match its path"

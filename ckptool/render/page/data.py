@@ -84,6 +84,7 @@ class Names:
 
         If `dotted`, the last key is split at its dots into nested modules.
         """
+        # Split or not, the same keys are different modules.
         cache_key = (*keys, "." if dotted else "/")
         if cache_key not in self._modules:
             module = 0
