@@ -21,6 +21,9 @@ from ckptool.recipes.params import Term, parse_term, refuse_cycles
 from ckptool.words import listed, printable
 
 _MAX_RECIPE_BYTES = 1 << 18
+_KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_DEEP_KEY = re.compile(rf"(?<![\w-]){_KEY_PART}(?:[ \t]*+\.[ \t]*+{_KEY_PART}){{100}}")
+"""A key of TOML with more than 100 parts: tomllib needs memory for the square of their number."""
 """The largest size of a recipe."""
 _MAX_RULES, _MAX_PARAMS, _MAX_PASSES, _MAX_ALTERNATIVES, _MAX_KEYS = 2_000, 200, 16, 16, 64
 _SHIPPED = Path(__file__).parent / "shipped"
@@ -254,6 +257,8 @@ class Recipe:
                 f"the recipe {printable(name)} has more than {_MAX_RECIPE_BYTES:,} bytes"
             )
         is_json = is_json or text.lstrip()[:1] == "{"
+        if not is_json and _DEEP_KEY.search(text):
+            raise UsageError(f"the recipe {printable(name)} has a key of more than 100 parts")
         try:
             data = json.loads(text) if is_json else tomllib.loads(text)
         except (ValueError, RecursionError) as error:

@@ -118,6 +118,9 @@ HOSTILE = {
     "deep toml": "a = " + "[" * 50_000,
     "deep json": '{"names": ' * 20_000,
     "deep keys": "a" + ".a" * 60_000 + " = 1",
+    "deep quoted keys": "[" + "'a' . " * 40_000 + '"a"]',
+    "a long word": "a" * 250_000,
+    "many quotes": "'\"" * 120_000,
     "many rules": "[names]\n" + "\n".join(f"'a{n}' = 'b{n}'" for n in range(2001)),
     "many params": "[names]\na='b'\n[params]\n" + "\n".join(f"p{n} = 1" for n in range(201)),
     "a long circle": "[names]\na='b'\n[params]\n"
