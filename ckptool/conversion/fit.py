@@ -197,7 +197,8 @@ class _Naming:
                 plan, holder, frozenset(self.names[name] for name in removed_keys)
             )
         for layout in self.fit.report.layouts:
-            tensor = section.node[layout.own]
+            file_key = layout.own
+            tensor = section.node[file_key]
             plan.replacements[id(tensor)] = tensor.permuted(layout.axes)
         plan.changes.extend(self._describe_changes())
 

@@ -100,6 +100,7 @@ class ReadAhead:
         self._blocks: deque[_PredictedBlock] = deque()
         """The predicted blocks, in the order of reading."""
         self._spare_buffers: list[bytearray] = []
+        """The buffers of blocks that have been read, to be filled again."""
         self._last_end = (0, 0)
         """The index of a source, and the offset in it, up to which was read."""
         self._prediction_score = 1

@@ -79,9 +79,9 @@ def iterate_row_major(
 def _iterate_box(
     data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
 ) -> Iterator[bytes]:
-    """Yield the elements of a box that begins at element `start` of `data`, PORTIONS per block.
+    """Yield the elements of a box that begins at element `start` of `data`, in portions.
 
-    `limit` is the usual number of elements in a box.
+    `limit` is the usual number of elements in a box, which has PORTIONS portions.
     """
     buffer = bytearray(prod(axis.size for axis in box) * itemsize)
     _fill_from_box(buffer, data, itemsize, start, box, limit)

@@ -231,7 +231,10 @@ def _rearrange_moments(
 
 
 def _report_left_out(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]:
-    """Yield changes for the entries outside the layout: optimizers, values, other state dicts."""
+    """Yield changes for the entries outside the layout: optimizers, values, other state dicts.
+
+    `section` is the converted state dict; None if the recipe has selected tensors by path.
+    """
     sections = checkpoint.sections
     for kind, noun in (("optimizer", "optimizer"), ("scheduler", "scheduler"), ("values", "value")):
         names = [other.name for other in sections if other.kind == kind]

@@ -251,7 +251,7 @@ def _dequantize_torchao(parts: Parts) -> TensorRef:
     entry = parts.config.header.get(parts.plain_key)
     match entry:
         case {"_type": str(name), "_data": {**fields}, "_tensor_data_names": [*tensor_names]}:
-            # For example `weight_`: `fc.weight_qdata` has `fc.weight_scale` next to it.
+            # For example `weight_`: next to `fc.weight_qdata` is `fc.weight_scale`.
             prefix = parts.name.rpartition(".")[2].removesuffix("qdata")
             tensors = {
                 field: parts[f"{prefix}{field}"] for field in tensor_names if field != "qdata"

@@ -236,8 +236,8 @@ def _are_machine_facts(facts: Any) -> bool:
 def _check_trailing(data: ByteRange, end: int, limits: Limits, magic_length: int) -> Findings:
     """Return the findings on the bytes after the first object, which ends at `end`.
 
-    More objects are a note, other bytes a problem. `magic_length` is that of the magic number of a
-    torch.save stream, 0 for pickles.
+    More objects are a note, other bytes a problem; only the first of many objects are looked at.
+    `magic_length` is that of the magic number of a torch.save stream, 0 for pickles.
     """
     position, object_count = end, 0
     try:
