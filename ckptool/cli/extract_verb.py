@@ -71,10 +71,11 @@ def command(
     take = Take(**selection, ema=ema)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        """Take the selected entries, with a change that counts them."""
+        """Take the selected entries, and count them if any were left out."""
         source = checkpoint.then(*steps)
         extracted = source.then(take)
-        if any(change.kind != "warning" for change in extracted.changes[len(source.changes) :]):
+        own_changes = extracted.changes[len(source.changes) :]
+        if any(step.kind != "warning" for step in own_changes):  # else the whole file was taken
             extracted = extracted.with_root(extracted.root, count_kept(source, extracted))
         return extracted.then(Plain(plain, drop_objects)) if plain or drop_objects else extracted
 

@@ -236,7 +236,11 @@ class _Naming:
         return copy_with_items(holder, items_by_name)
 
     def _describe_changes(self) -> Iterator[Change]:
-        """Yield the changes of keys, tensors and ties, and the keys that do not match."""
+        """Yield the changes of keys, tensors and ties, and the keys that do not match.
+
+        Left-out keys are `wanted`, because the caller allowed to leave them out: without that,
+        `Fit` has raised an error before.
+        """
         report, path = self.fit.report, describe_path(self.section.path)
         mismatched = [entry.name for entry in report.mismatched]
         for renaming in report.renamed:
@@ -251,13 +255,15 @@ class _Naming:
         for new, tied_names in self.tied_names.items():
             text = f"added {listed(tied_names)}, which the model ties to {printable(new)}"
             yield Change("fit", text, len(tied_names))
-        removed_keys, undecided = self._removed_keys, {*self.fit.undecided.values()}
-        for name, reason in report.left_out:
+        removed_keys = self._removed_keys
+        keys_for_own_code = {*self.fit.undecided.values()}  # a module's own code loads these
+        for name, reason in report.left_out:  # by a load into the model, with its reason
             text = f"{printable(name)}: {printable(reason)}"
             if name in removed_keys:
                 yield Change("left-out", text, 1, wanted=True)
-            elif name in undecided:  # written under the key of the model nevertheless
+            elif name in keys_for_own_code:  # kept, under the key of the model
                 yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
+            # The others are plain values, which stay as they are.
         for names, problem in (
             (report.missing_keys, f"of the model missing from {path}"),
             (report.unexpected_keys, f"of {path} that the model does not have"),

@@ -74,9 +74,10 @@ class Section(Result):
 
     @cached_property
     def apart(self) -> dict[str, int]:
-        """Content that only the classes of a pickled module save, in words, with tensor counts.
+        """What a pickled module has apart from `node`: by description, the number of its tensors.
 
-        See `modules.find_opaque_content`.
+        Submodules and quantizers that are no plain dicts of parameters: only their class could say
+        what its `state_dict()` saves, and it is never run (`modules.find_opaque_content`).
         """
         content = find_opaque_content(self.holder) if self.kind == "module" else {}
         return {

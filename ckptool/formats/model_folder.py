@@ -110,8 +110,9 @@ def _choose_files(probe: Probe) -> _Names | None:
     """Return the library, the file of the only model in a folder, then the files that are not read.
 
     None if the folder is an unzipped archive, or does not have exactly one model. An index of
-    safetensors comes before single files. An index of pickles is only used without safetensors;
-    then the result is None, too, because the formats of indexes open the folder.
+    safetensors comes before single files, and these before an index of pickles. Where an index is
+    to be read and no choice was made, the result is also None: the formats of indexes open the
+    folder.
     """
     if not probe.is_folder or probe.compute_once(open_archive).records:
         return None
@@ -131,8 +132,8 @@ def _choose_files(probe: Probe) -> _Names | None:
     if shard_index is None:
         return _Names(library, files)
     index_name = os.path.basename(shard_index.path)
+    if index_name == _INDEX_BY_LIBRARY[library]:  # of safetensors, which the library reads first
+        return _Names(library, (index_name, *files))
     if index_name.endswith(_PICKLE_INDEX_EXTENSION) and files[0].endswith(_SAFETENSORS_EXTENSION):
         return _Names(library, (*files, index_name))
-    if index_name != _INDEX_BY_LIBRARY[library]:  # pickles only
-        return None
-    return _Names(library, (index_name, *files))
+    return None  # an index of pickles beside a pickle, or one that the library does not look for

@@ -484,18 +484,18 @@ class _States:
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return state
         names_by_group = _name_parameters(optimizer, groups, owner)
-        if names_by_group is None:
-            if self._taken_modules and any(group.get("params") for group in groups):
-                warn(
-                    "saved an optimizer without parameter names, because no model has all of its "
-                    "parameters; load it with load_into and optimizer_order='position'"
-                )
-            return {**state, "param_groups": [*groups]}
-        named_groups = [
-            {**group, "param_names": names}
-            for group, names in zip(groups, names_by_group, strict=True)
-        ]
-        return {**state, "param_groups": named_groups}
+        if names_by_group is not None:
+            groups = [
+                {**group, "param_names": names}
+                for group, names in zip(groups, names_by_group, strict=True)
+            ]
+        elif self._taken_modules and any(group.get("params") for group in groups):
+            warn(
+                "saved an optimizer without parameter names, because no model has all of its "
+                "parameters; load it with load_into and optimizer_order='position'"
+            )
+        # A plain dict and a plain list, also if the optimizer returns subclasses of them.
+        return {**state, "param_groups": list(groups)}
 
     def _gather_whole(self, tensor: Any) -> None:
         """Gather a DTensor in every process, and keep it on the CPU of the first."""

@@ -67,7 +67,8 @@ def describe_target(model: torch.nn.Module) -> ModelTarget:
     """
     metadata: Mapping[str, Any] | None
     if list_fsdp_modules(model):
-        # Parameters inside flat parameters, and extra states, are slots; the rest is live tensors.
+        # Parameters inside flat parameters, and extra states, are slots. The rest is live tensors:
+        # those of type `Parameter` are seen as parameters, all others are buffers.
         fsdp_state, metadata = describe_fsdp_state(model)
         live = {name: value for name, value in fsdp_state.items() if not isinstance(value, Slot)}
         slots = {**fsdp_state, **make_live_slots(live, default_kind="buffer")}
@@ -76,6 +77,8 @@ def describe_target(model: torch.nn.Module) -> ModelTarget:
         metadata = getattr(state, "_metadata", None)
         live = {**state, **_find_unlisted_tensors(model, state)}
         slots = make_live_slots(live, parameters=model.parameters(), default_kind="buffer")
+    # Keys in modules with their own loading code are passed on as they are, so none is respelled,
+    # such as `weight_g` as `parametrizations.weight.original0`.
     custom = find_custom_modules(model)
     modules = [
         (remove_hidden_parts(path), module)

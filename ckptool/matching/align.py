@@ -348,7 +348,12 @@ def _find_inserted_wrappers(short_keys: Names, long_keys: Names, side: int) -> l
 
 
 def _find_insertions(short_parts: list[str], long_parts: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each run of inserted components with the path before it: `("encoder", "module.")`."""
+    """Yield each run of components that only the longer key has, with the path before it.
+
+    For `encoder.fc.weight` and `encoder.module.fc.weight`, it yields `("encoder", "module.")`.
+    Numbers in the path become `*`, so that a rule for `layers.*` holds for all layers. The short
+    key is the long one without wrappers, so both end with the same component.
+    """
     index, inserted = 0, ""
     for part in long_parts:
         if index < len(short_parts) and part == short_parts[index]:

@@ -416,8 +416,7 @@ class _Encoder:
     def write_plain_tensor(self, node: TensorRef) -> bool:
         """Write an ordinary tensor directly, because most are; False if it is not ordinary."""
         storage = node.storage
-        has_typed_storage = BY_NAME[node.dtype].storage is not None  # unlike uint16, for example
-        if storage is None or not has_typed_storage:
+        if storage is None or BY_NAME[node.dtype].storage is None:  # no typed one, as for uint16
             return False
         self.write_global(_REBUILD_V2)
         self.out += b"("

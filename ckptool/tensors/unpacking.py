@@ -296,7 +296,8 @@ def compute_blocks(
     """Return codes minus a zero point, times a scale, computed when they are read.
 
     A number as `scale` or `zero` is for all codes; a tensor has one for each block of the shape
-    `block`. `whole` is the quantized tensor that `codes` were gathered from, if it is another.
+    `block`. If `scale` is a number, `zero` is a number or None. `whole` is the quantized tensor
+    that `codes` were gathered from, if it is another.
     """
     if not is_plain(codes) or len(block) != len(codes.shape):
         raise UnknownLayout
@@ -320,7 +321,7 @@ def compute_blocks(
         import torch
 
         elements = read_elements(codes, start, stop)
-        if isinstance(scale, float):  # then the zero point is a number, too
+        if isinstance(scale, float):  # then the zero point is a number, too, or there is none
             shifted = elements.int() - zero if isinstance(zero, int) else elements
             return shifted * torch.tensor(scale, dtype=torch.float32, device="cpu")
         factors, *zeros = (expand_blocks(table, shape, block, start, stop) for table in loaded)

@@ -174,11 +174,12 @@ def choose_file(
 ) -> str:
     """Return the file to write for the target `path`.
 
-    For a format that is a folder, it is the file that lists the others. Else it is the target
-    itself or, with `to_folder`, the file in it that the model's library looks for, a safetensors
-    file without `format`. The library is known from the name of the source, else from the folder
-    with its configuration.
+    For a format that is always a folder, it is the file that lists the others. Else it is the
+    target itself or, with `to_folder`, the file in it that the model's library looks for: that of
+    the pickles if `format`, or the format of its shards, is a pickle, else that of safetensors. The
+    library is known from the name of the source, else from `files_from` or the source's folder.
     """
+    # `index_name` is only set for folders such as those of DCP, not for shards with an index.
     name, index = os.fspath(path), load_format(format or "").index_name
     if index:
         return name if os.path.basename(name) == index else os.path.join(name, index)
@@ -187,7 +188,9 @@ def choose_file(
     # Only folders need the names that libraries look for.
     from ckptool.formats.model_folder import find_library, identify_library, weights_file_name
 
-    is_safetensors = format is None or load_format(shard_format_of(format) or format).tensors_only
+    # "torch-sharded" has shards of "torch-zip"; a format of a single file has no shard format.
+    file_format = format and (shard_format_of(format) or format)
+    is_safetensors = file_format is None or load_format(file_format).tensors_only
     library = identify_library(checkpoint.path)
     if library is None:
         from ckptool.writing.companions import find_companion_folder  # a file needs no library

@@ -227,6 +227,7 @@ def _make_unreadable_tensor(source: Source, entry: _Entry, elements: int) -> Ten
         raise CorruptFile(f"{message}, and the file is too small for its shape {list(entry.shape)}")
 
     def refuse(offset: int, buffer: memoryview) -> None:
+        """Raise instead of filling `buffer` with elements, which only happens on reading."""
         raise UnsupportedFormat(message, file=source.name)
 
     data = ByteRange(ComputedSource(source.name, elements * 4, refuse), 0, elements * 4)
