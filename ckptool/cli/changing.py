@@ -185,7 +185,7 @@ def end_with_parent(seconds: float = 0.5) -> None:
 
     def watch() -> None:
         """Wait until the launcher is gone, then end this process."""
-        while os.getppid() == launcher:
+        while os.getppid() == launcher:  # an orphan gets another parent
             time.sleep(seconds)
         os._exit(128 + signal.SIGTERM)
 

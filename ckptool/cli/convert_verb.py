@@ -269,10 +269,10 @@ def command(
     steps = with_configs(steps, goal.folders)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        """Convert to the format of the target."""
+        """Apply the steps for the format of the target, which in place is that of the file."""
         name = checkpoint.format if target.in_place else goal.format_for(checkpoint)
         with hint_with_options():
-            return goal.to_single_file(apply_steps(checkpoint, steps, name))
+            return goal.unwrap_only_file(apply_steps(checkpoint, steps, name))
 
     def write() -> None:
         """Write the result, and exit with 1 if a damaged tensor was lost."""

@@ -560,9 +560,10 @@ def _fill_region(
     rename_entry = _rename_optimizer_entry if section.kind == "optimizer" else _rename_model_entry
 
     def change_entry(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
-        """Return the compared path and leaf of an entry, and its shown path."""
-        key, compared = rename_entry(path, leaf, names.compared)
-        return key, compared, rename_entry(path, leaf, names.shown)[0]
+        """Return the path and leaf by which an entry is paired, and the path that is printed."""
+        compared_path, compared_leaf = rename_entry(path, leaf, names.compared)
+        shown_path, _ = rename_entry(path, leaf, names.shown)
+        return compared_path, compared_leaf, shown_path
 
     region.fill(
         section.holder, base, outer=outer, before=before,
@@ -704,7 +705,8 @@ class Region:
         def should_enter(path: Path, node: Any) -> bool:
             """Record a container, or only the name of an object; return True to add its entries.
 
-            Skipped paths, and sets, have no entries of their own.
+            Skipped paths, and sets, have no entries of their own. The entry of a container has its
+            own names; only those that are printed follow a renaming.
             """
             if path in skip:
                 return False

@@ -216,7 +216,7 @@ def find_renamed(
         tensor: TensorRef = entry.leaf
         stated = _read_stored_crc32(tensor)
         if stated is not None or stated_only:
-            return stated
+            return stated  # with `stated_only`, None if the file has none
         if tensor.place not in crc32s:  # tied tensors have one place
             repeated.add(entry.path, tensor)
             crc32 = 0

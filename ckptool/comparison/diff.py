@@ -475,7 +475,7 @@ class _Comparison:
         """Return a function that compares arrays inside a pair, and keeps their verdicts."""
 
         def are_equal(tensor_a: TensorRef, tensor_b: TensorRef, exact: bool) -> bool:
-            """Compare two arrays, and keep the verdict."""
+            """Compare two arrays, and keep the verdict for the message."""
             verdicts.append(self.contents.compare(pair.a.path, tensor_a, tensor_b, exact=exact))
             return verdicts[-1].equal
 

@@ -101,7 +101,7 @@ def convert(
         for opened in list_opened_sources(all_steps, checkpoint, result):
             stack.callback(opened.close)
         return save(
-            goal.to_single_file(result),
+            goal.unwrap_only_file(result),
             checkpoint.path if is_same else goal.path,
             divide_files=goal.divide_files,
             format=name,

@@ -114,11 +114,13 @@ class Destination:
         """
         return self._files_from if self.is_folder or not self._has_recipe else None
 
-    def to_single_file(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the content of the target if it is one file.
+    def unwrap_only_file(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the content of the only file that a recipe makes, if the target is one file.
+
+        The result is `checkpoint` itself for a folder, and without a recipe that names files.
 
         Raises:
-            UsageError: if a recipe makes several files.
+            UsageError: if the recipe makes several files.
         """
         if self._recipe is None or self._recipe.files is None or self.is_folder:
             return checkpoint

@@ -160,7 +160,7 @@ def add_implied_steps(steps: Iterable[Step], target: str) -> Iterator[Step]:
         ordered.insert(position, _OnlyStateDict(after_take=bool(key_takes)))
 
     def is_up_to_take(step: Step) -> bool:
-        """Return True for the steps that choose the entries to convert."""
+        """Return True for the steps that choose the entries to convert, and those before them."""
         return _is_before_take(step) or isinstance(step, (_OnlyStateDict, Take))
 
     choosing_count = len(list(takewhile(is_up_to_take, ordered)))

@@ -521,7 +521,10 @@ def walk_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
     containers: list[tuple[Path, Any]] = []
 
     def record_container(path: Path, node: Any) -> bool:
-        """Record a container, and let the walk enter it; other objects than modules are leaves."""
+        """Record a container, and let the walk enter it.
+
+        Objects are entered too, but only modules are recorded: `walk` yields the others as leaves.
+        """
         if not isinstance(node, Opaque) or to_model_state(node) is not None:
             containers.append((path, node))
         return True

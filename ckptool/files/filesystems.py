@@ -163,6 +163,7 @@ def upload_set(
     def open_output(name: str | os.PathLike[str]) -> Iterator[FileOutput]:
         """Yield the output of one object; check it before it appears."""
         path = os.fspath(name)
+        # The progress is that of the whole set, so the objects before this one count as done.
         done, total = sum(sizes[sent] for sent in written), sum(sizes.values())
         with _upload(path, sizes[path], shift_progress(progress, done, total)) as output:
             yield output

@@ -281,7 +281,7 @@ def _lay_out_entries(tensors: Mapping[str, TensorRef]) -> dict[str, HeaderEntry]
     def compute_alignment(name: str) -> int:
         """Return the largest power of two that divides the element size, which may be 3."""
         itemsize = tensors[name].itemsize
-        return itemsize & -itemsize
+        return itemsize & -itemsize  # its lowest bit
 
     entries: dict[str, HeaderEntry] = {}
     end = 0
@@ -398,7 +398,7 @@ class Safetensors(EditableFormat):
         )
 
         def write(output: FileOutput) -> None:
-            """Write the header, then each piece: ranges are copied, other tensors streamed."""
+            """Write the header, then each piece: a range of a file, or a tensor to be computed."""
             output.write(head)
             for piece in pieces:
                 if isinstance(piece, ByteRange):

@@ -71,8 +71,8 @@ def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) ->
         if swap > 1:
             return output.write_blocks(swap_blocks(data.iterate_blocks(), swap))
         if is_copied:
-            output.copy(data)
-            return storage.crc32 or 0  # never None here
+            output.copy(data)  # checked against this CRC-32 by the caller
+            return storage.crc32 or 0  # `is_copied` means that it is not None
         return output.copy_with_crc(data)
 
     return NewRecord(f"data/{index}", storage.nbytes, write, data if is_copied else None)

@@ -540,7 +540,7 @@ def to_python(value: Any) -> str:
                 return f"{{{', '.join(pairs + ['...'] * (len(node) > _MAX_ITEMS))}}}"
             case Opaque(maker="persid"):
                 return "persistent_load(...)"
-            case Opaque() if is_unknown(node):  # its argument describes it
+            case Opaque() if is_unknown(node):  # its only argument is a description
                 return f"<{node.args[0]}>"
             case Opaque():
                 if isinstance(node.args, tuple):

@@ -277,7 +277,7 @@ def _sort_by_fit(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
     """
 
     def rate(candidate: Remedy) -> tuple[bool, int]:
-        """Return if the state dict at the hint's `key` fits, and its number of matching keys."""
+        """Return if the state dict at the hint's `key` fits, and how many of its keys match."""
         slots = slots_of(find_model_state_dict(tree, dict(candidate.arguments)["key"]))
         report = match_keys(slots, wanted).report
         return report.fits, report.fitting

@@ -165,8 +165,9 @@ def expect_file_shapes(
         if rules.axes_for(key, len(shape)) is not None:  # applied only if the file key is unusual
             return None
         kind = _SAME if kinds is None else kinds.get(key)
-        if kind not in (_KERNEL, _SAME):
+        if kind not in (_KERNEL, _SAME):  # a description of a module whose axes are uncertain
             return None
+        # Kernels [out, in, ...] of torch are [..., in, out] there.
         return (*shape[2:], shape[1], shape[0]) if kind == _KERNEL else shape
 
     return {

@@ -231,7 +231,7 @@ def _format_figures(difference: Difference | None, full: bool) -> list[str]:
         return [""] * len(_FIGURES)
 
     def format_figure(figure: float | None, digits: str = ".3g") -> str:
-        """Return a figure in these digits, or six digits if `full`."""
+        """Return a figure in the format `digits`, or in six digits if `full`; none is empty."""
         return "" if figure is None else format_number(figure) if full else format(figure, digits)
 
     nonfinite = (

@@ -23,6 +23,7 @@ def _make_refusing_handler(why: str) -> Handler:
     """Return a handler that refuses the opcode."""
 
     def refuse(machine: Machine, position: int) -> int:
+        """Raise an error instead of reading the opcode."""
         raise ValueError(why)
 
     return refuse
@@ -52,7 +53,7 @@ def _make_constant_handler(make: Callable[[], Any]) -> Handler:
     """Return a handler that pushes `make()`."""
 
     def push(machine: Machine, position: int) -> int:
-        """Push a new object."""
+        """Push a new object; the opcode has no argument, so the position stays."""
         machine.stack.append(make())
         return position
 
@@ -64,8 +65,9 @@ def _make_number_handler(layout: str) -> Handler:
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def push(machine: Machine, position: int) -> int:
-        """Push the number at `position`."""
-        machine.stack.append(unpack(machine.data, position)[0])
+        """Push the number at `position`, and return the position after it."""
+        (number,) = unpack(machine.data, position)
+        machine.stack.append(number)
         return position + size
 
     return push

@@ -185,7 +185,7 @@ def _register_watched(code: int, handler: Handler) -> None:
 
     def record_position(machine: Any, position: int) -> int:
         """Remember the position of the opcode, and run its handler."""
-        machine.at = position - 1
+        machine.at = position - 1  # `position` is that after the opcode, which is one byte
         return handler(machine, position)
 
     Watcher.handlers[code] = record_position
@@ -256,6 +256,7 @@ def _register_recall(code: int, width: int) -> None:
         except KeyError as error:
             machine.at = position - 1
             machine.stack.append(machine.report_unknown(f"memo {error.args[0]} was never set"))
+            # After the argument: `width` bytes, or a line for the text opcodes.
             return position + width if width else machine.read_line(position)[1]
 
     Watcher.handlers[code] = recall_or_report

@@ -335,7 +335,7 @@ def make_rows(tensor: TensorRef, count: int, *, zero: bool) -> ByteRange:
 
     def fill(offset: int, buffer: memoryview) -> None:
         """Write the bytes of the rows from `offset` into `buffer`."""
-        begin = offset % width
+        begin = offset % width  # the position inside the row; all rows are equal
         # Enough rows for the buffer even if it begins and ends inside of a row.
         rows = make_row() * (len(buffer) // width + 2)
         buffer[:] = rows[begin : begin + len(buffer)]

@@ -117,7 +117,8 @@ def _dequantize_fp8(parts: Parts) -> TensorRef:
 
     def compute_elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return codes times the scale of their block, for a range of elements."""
-        factors = expand_blocks(tables[0].float(), shape, block, start, stop)
+        (scales,) = tables
+        factors = expand_blocks(scales.float(), shape, block, start, stop)
         return read_elements(weight, start, stop).float() * factors
 
     return compute_tensor(weight, shape, (scale,), compute_elements)

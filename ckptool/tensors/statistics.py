@@ -176,7 +176,10 @@ class Measurer:
         unrepeated, unreported_bytes = ref.unrepeated, ref.nbytes
 
         def report_elements(count: int) -> None:
-            """Report elements that one of the two passes has finished: half of their bytes."""
+            """Report elements that one of the two passes has finished: half of their bytes.
+
+            Halves of odd sizes are rounded down; `measure` reports the rest at the end.
+            """
             nonlocal unreported_bytes
             done = min(unreported_bytes, count * ref.itemsize // 2)
             unreported_bytes -= done

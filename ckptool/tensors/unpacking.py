@@ -394,7 +394,10 @@ def compute_tensor(
         raise UnknownLayout
 
     def fill(offset: int, buffer: memoryview) -> None:
-        """Write the computed bytes from `offset` into `buffer`; the last chunk is kept."""
+        """Write the computed bytes from `offset` into `buffer`.
+
+        The last chunk is kept, because the next range usually begins inside of it.
+        """
         require_torch()
         import torch
 

@@ -60,6 +60,7 @@ def exit_on_signals() -> Iterator[None]:
     """
 
     def exit_process(number: int, _: FrameType | None) -> None:
+        """End at once, with the exit code that a shell reports for this signal."""
         os._exit(128 + number)
 
     handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -453,7 +453,7 @@ def _replace_averaged(
     }
 
     def replace_leaf(node: Any) -> Any:
-        """Return an averaged tensor over its mean; any other node unchanged."""
+        """Return an averaged tensor with the elements of its mean; any other node unchanged."""
         original = originals.find(node)
         if original is None:
             return node
@@ -463,7 +463,7 @@ def _replace_averaged(
         )
 
     def is_left_out(node: Any) -> bool:
-        """Return True for an optimizer or scheduler, or a list with only these."""
+        """Return True for an optimizer or scheduler, or a list with only these (Lightning's)."""
         if isinstance(node, (list, tuple)) and node:
             return all(id(item) in left_out for item in node)
         return id(node) in left_out

@@ -66,7 +66,7 @@ def refuse_dependent_tensors(
     """
 
     def raise_error(fact: str, *remedies: str) -> None:
-        """Raise the error with all remedies as its hint."""
+        """Raise the error; its hint is these remedies, then the `remedy` of the caller."""
         hint = "; ".join(filter(None, (*remedies, remedy)))
         raise NotRepresentable(fact, file=checkpoint.path, hint=hint or None)
 
@@ -154,6 +154,7 @@ def dequantize_weights(checkpoint: Checkpoint, dtype: str) -> Dequantized:
         replacements = replacements_by_state.get(id(old), {})  # by old key, the new entries
         if not replacements:
             return old
+        # A quantized tensor has one new entry, or several; its companions have none.
         entries = [replacements.get(key, {key: value}).items() for key, value in old.items()]
         counts = Counter(key for items in entries for key, _ in items)
         if duplicates := [key for key, count in counts.items() if count > 1]:

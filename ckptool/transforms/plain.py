@@ -628,7 +628,7 @@ def _report_conversions(root: Any, convert: Forms, plain_by_id: dict[int, Any]) 
     def keeps_content(node: Any) -> bool:
         """Return True if the objects inside a node are converted too, and reported.
 
-        The content of a number is gone, and that of a module is in its state dict.
+        Not inside objects that became a number, or a module, which became its state dict.
         """
         is_container = isinstance(plain_by_id.get(id(node)), (dict, list, tuple, Opaque))
         return not is_rejected(node) or (is_container and not is_module(node))

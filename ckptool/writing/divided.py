@@ -77,6 +77,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
 
         These files keep their temporary names, and are renamed at the end with the others.
         """
+        # An earlier run gave a shard such a name only when all of it was written.
         complete = [
             shard for shard in shards if _try_size(complete_names[shard.path]) == shard.size
         ]

@@ -269,8 +269,9 @@ def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str
     parent = list(range(len(names)))  # union-find: numbers of joined keys lead to the smallest one
 
     def find_root(number: int) -> int:
-        """Return the smallest number of the keys joined with this one; shorten the way to it."""
+        """Return the smallest number of the keys joined with this one (union-find)."""
         while parent[number] != number:
+            # Every key on the way gets its grandparent as parent, which shortens the next search.
             parent[number] = number = parent[parent[number]]
         return number
 

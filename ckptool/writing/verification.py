@@ -266,8 +266,9 @@ def _check_runs(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[
             unthreaded.append((run, crc))
 
     def compute_run(run_and_crc: tuple[_Run, int]) -> int:
-        """Return the CRC-32 of a run in the new file."""
-        return compute_crc32(run_and_crc[0].written.iterate_blocks(_BLOCK_BYTES))
+        """Return the CRC-32 of a run in the new file, to be compared with the expected one."""
+        run, _expected_crc = run_and_crc
+        return compute_crc32(run.written.iterate_blocks(_BLOCK_BYTES))
 
     # The results have no variable: the traceback of an error would keep their threads.
     for (run, crc), actual_crc in zip(threaded, run_in_order(compute_run, threaded), strict=True):
