@@ -213,7 +213,8 @@ def _select_entry(
     ]
     only_a = [entry for entry in aligned.only_a if is_selected(entry, selected_a)]
     only_b = [entry for entry in aligned.only_b if is_selected(entry, selected_b)]
-    # Two entries that were both selected are a pair, even if their names differ.
+    # Two entries that were both selected are a pair, even if their names differ: the alignment
+    # has each of them alone then, or in no pair.
     if selected_a and selected_b and (only_a or only_b or not pairs):
         pairs, only_a, only_b = [Pair(selected_a, selected_b)], [], []
     if not (pairs or only_a or only_b):

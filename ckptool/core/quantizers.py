@@ -359,8 +359,10 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
     if len(sizes) != len(shape):
         return False
     scaled_dimensions = [pair for pair in zip(sizes, shape, strict=True) if pair[0] != 1]
-    if len(scaled_dimensions) == 1 and len(set(scaled_dimensions[0])) == 1:
-        return True  # a scale for each index of one dimension, as in [1, n]
+    if len(scaled_dimensions) == 1:
+        ((scale_count, index_count),) = scaled_dimensions
+        if scale_count == index_count:  # a scale for each index of one dimension, as in [1, n]
+            return True
     if sizes[:-2] != shape[:-2]:
         return False
     (rows, columns), (all_rows, all_columns) = sizes[-2:], shape[-2:]

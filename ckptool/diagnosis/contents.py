@@ -301,6 +301,7 @@ def _check_save_file(subject: Subject) -> Iterator[Complaint]:
         name: tensor for name, tensor in get_named_tensors(model.node).items() if tensor.has_content
     }
     tied_groups = find_ties(((name,), tensor) for name, tensor in tensors.items())
+    # Without a key, the conversion finds the state dict itself.
     is_one_of_several = bool(model.path) and subject.key is not None
     take = (Take(model.name),) if is_one_of_several else ()
     choices = (Choice((*take, *([Untie()] if tied_groups else []))),)

@@ -174,7 +174,8 @@ def describe_losses(root: Mapping[Any, Any]) -> Iterator[str]:
             for key, value in others.items()
         )
         yield f"{listed(labels)} ({'value' if len(others) == 1 else 'values'})"
-    # A Parameter is a layer without state; a subclass, or attributes, are a layer with one.
+    # A plain Parameter is wrapped in a layer without state. A class of its own is a layer of kind
+    # "type"; attributes are the state of a layer.
     customized_count = sum(
         any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
         for tensor in tensors

@@ -438,7 +438,10 @@ class Fingerprints:
                 self._described_by_id[id(node)] = properties, parts
                 containers = (part for _, part in parts if isinstance(part, _CONTAINERS))
                 stack += [part for part in containers if id(part) not in self._described_by_id]
-            elif id(stack.pop()) not in self._digests:
+                continue
+            # The node is on top again, so the containers inside it have their digests.
+            stack.pop()
+            if id(node) not in self._digests:
                 self._digests[id(node)] = self._digest(node, *self._described_by_id[id(node)])
         return self._digests[id(root)].hex()[:_DIGEST_LENGTH]
 

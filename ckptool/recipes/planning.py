@@ -456,7 +456,7 @@ class _Planner(Generic[T]):
         rule, maker = group.rule, self._maker
         if use.equation == NO_EQUATION:
             self._check_same(group, axes=frozenset())
-            self._note_needed(counts, counts)
+            self._note_needed(counts, sizes=counts)  # the way back makes this many equal tensors
             source_tensor = firsts[0].tensor
             target_numbers = self._list_numbers(rule.unstacked[0], rule.right[0], sizes)
             keys = [self._make_key(group, 0, numbers) for numbers in target_numbers]
@@ -481,7 +481,7 @@ class _Planner(Generic[T]):
         if template is None:
             template = self._make_template(rule, equation, views, counts, sizes)
             self._templates[template_key] = template
-        if not rule.takes_single:
+        if not rule.takes_single:  # members along axes that the result lacks must be equal
             self._check_same(group, equation.right_axes)
         made: list[list[tuple[str, T]]] = [[] for _ in template.shapes]
         for side, (shape, pieces_by_numbers) in enumerate(

@@ -238,9 +238,12 @@ def _report_left_out(checkpoint: Checkpoint, section: Section | None) -> Iterato
     sections = checkpoint.sections
     for kind, noun in (("optimizer", "optimizer"), ("scheduler", "scheduler"), ("values", "value")):
         names = [other.name for other in sections if other.kind == kind]
-        if kind == "values":  # a section of values has no name of its own; nested values count once
+        if kind == "values":
+            # A section of values has all values outside other sections, by full path. Only the
+            # first two components are listed, so that a large container is listed as one.
             value_paths = (path for other in sections if other.kind == kind for path in other.node)
             names = [name_of(path[:2]) for path in value_paths]
+            # And the values between the tensors of state dicts.
             names += [name for other in sections for name in _list_values(other)]
         if names:
             families = group_families((name, None) for name in dict.fromkeys(names))

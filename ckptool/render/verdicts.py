@@ -199,7 +199,7 @@ def _list_facts(verdict: Verdict) -> Iterator[str]:
     else:
         yield counted(verdict.tensors, "tensor")
     yield format_size(verdict.size)
-    if verdict.summed and verdict.checked:
+    if verdict.summed and verdict.checked:  # not without bytes, as in a file of empty tensors
         covers_all = verdict.summed == verdict.records  # every record had a CRC-32 to verify
         yield "CRC-32" if covers_all else f"{verdict.summed:,} CRC-32 checksums"
     elif not verdict.manifest:

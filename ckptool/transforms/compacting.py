@@ -184,7 +184,7 @@ def _plan_trims(root: Any, chosen: Container[Storage] | None = None) -> dict[Sto
             moves.append((start, new_start))
             new_start += stop - start
         data = join_ranges(pieces) if pieces else storage.data.slice(0, 0)
-        untrimmed = storage.whole or storage.data
+        untrimmed = storage.whole or storage.data  # has the CRC-32 that the source is checked by
         smaller = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=untrimmed)
         trims[storage] = _Trimmed(smaller, moves)
     return trims
