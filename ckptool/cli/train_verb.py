@@ -153,7 +153,7 @@ def _option_type(field: Field[Any]) -> Any:
     """Return the click type of a field, from its choices or its annotation."""
     if field.name in CHOICES:
         return click.Choice(CHOICES[field.name])
-    kind = str(field.type)
+    kind = str(field.type)  # such as "tuple[int, ...]" or "float | None"
     if kind.startswith("tuple"):
         return Listed(int if "int" in kind else str)
     return {"int": int, "float": float}.get(kind.partition(" ")[0], str)

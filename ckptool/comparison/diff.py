@@ -441,7 +441,7 @@ class _Comparison:
         if not a.kind == b.kind == "quantized" or (a.dtype, a.shape) != (b.dtype, b.shape):
             return _Elements()
         difference = find_first_difference(a, b, devices=False, limits=self.limits)
-        return _Elements(difference is None, unlike=difference)
+        return _Elements(equal=difference is None, unlike=difference)
 
     def _compare_elements(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
         """Compare elements by the rule of their kind; not at all if the shapes differ."""

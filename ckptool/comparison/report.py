@@ -171,13 +171,15 @@ def report(
 
 def _list_tensors(checkpoint: Checkpoint, key: str | None) -> Iterator[TensorStats]:
     """Yield the tensors below `key`, without statistics."""
-    below: Path = () if key is None else resolve(checkpoint, key)[0]
+    below: Path = ()
+    if key is not None:
+        below, _ = resolve(checkpoint, key)
     selected = [(path, tensor) for path, tensor in checkpoint.tensors() if is_within(path, below)]
     first_names: dict[Any, str] = {}
     for (_, tensor), row in zip(selected, make_tensor_rows(selected), strict=True):
         tie = None if tensor.place is None else first_names.get(tensor.place)
         first_names.setdefault(tensor.place, row.name)
-        yield TensorStats(row, None, tie=tie)
+        yield TensorStats(row, measures=None, tie=tie)
 
 
 def _add_differences(

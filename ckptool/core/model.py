@@ -469,7 +469,7 @@ class TensorRef(Result):
         """The bytes of the elements in row-major order, with flags and byte order as stored."""
         if self.is_contiguous:
             return self.data
-        from ckptool.files.computed import gather_view  # as in `content`
+        from ckptool.files.computed import gather_view  # most operations need no elements
 
         return gather_view(self._require_data(), **self._view)
 

@@ -225,7 +225,7 @@ def get_child_modules(module: Opaque) -> dict[Any, Opaque]:
 
 
 def _read_set_items(node: Any) -> tuple[Any, ...]:
-    """Return the items of a pickled set, in any pickle protocol."""
+    """Return the items of a pickled set of any protocol: its argument, and those added later."""
     if not isinstance(node, Opaque):
         return ()
     initial = node.args[:1] if isinstance(node.args, tuple) else ()

@@ -254,13 +254,16 @@ def find_incomplete(state: Mapping[Any, Any], found: Collection[str]) -> Iterato
 
 
 def find_rival_scales(state: Mapping[Any, Any], name: str, scheme: str) -> list[str]:
-    """Return the keys of all entries that would scale the weight `name` by a rule of `scheme`."""
-    keys = (
+    """Return the keys of all companions in `state` that `scheme` may pair with the weight `name`.
+
+    A scheme can have several quantizers, each with other endings of weight and companion.
+    """
+    companion_keys = (
         name.removesuffix(quantizer.weight) + quantizer.companion
         for quantizer in _FOUND_BY_KEY
         if quantizer.scheme == scheme and name.endswith(quantizer.weight)
     )
-    return [key for key in dict.fromkeys(keys) if key in state]
+    return [key for key in dict.fromkeys(companion_keys) if key in state]
 
 
 def to_plain_key(scheme: str, name: str) -> str:

@@ -116,7 +116,8 @@ class Section(Result):
 def describe_opaque_content(path: str, node: Any) -> str:
     """Describe content of a module that only its class can save."""
     name, scheme = getattr(node, "class_name", "its class"), class_scheme(node)
-    kind = "" if scheme or not isinstance(node, Opaque) else "the submodule "
+    is_submodule = isinstance(node, Opaque) and not scheme  # neither of a quantizer nor plain data
+    kind = "the submodule " if is_submodule else ""
     remark = f"; {scheme}" if scheme else ""
     return f"{kind}{printable(path)} (only {printable(name)} can separate its weights{remark})"
 

@@ -202,7 +202,7 @@ class _Rebuilder:
             if kind in _PLAIN_VALUES or id(node) in done:
                 continue
             if kind in _HOLDERS or (kind is TensorRef and leaf and _list_components(node)):
-                pending.append((node, False))
+                pending.append((node, False))  # False: its content is not done
             else:
                 done[id(node)] = leaf(node) if leaf else node
 
@@ -250,7 +250,8 @@ class _Rebuilder:
             return Size(items) if isinstance(node, Size) else tuple(items)
         if isinstance(node, TensorRef):
             return self.leaf(self._rebuild_tensor(node)) if self.leaf else node
-        return self._get_replacement(self.replacements[id(node)])
+        replacement = self.replacements[id(node)]  # by `leaf`, with content that may be replaced
+        return self._get_replacement(replacement)
 
     def _rebuild_tensor(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor over rebuilt parts, or the same tensor if none changed."""
@@ -426,7 +427,10 @@ class _Frames:
         return self._modules[id(node)]
 
     def open(self, path: Path, node: Any, only_tensors: bool) -> None:
-        """Push a container, unless it is open already or must not be entered."""
+        """Push a container, unless it is open already or must not be entered.
+
+        With `only_tensors`, the walk lists nothing else from it.
+        """
         if id(node) in self._open_ids or (self._enter and not self._enter(path, node)):
             return
         module = self.get_module_state(node) if isinstance(node, Opaque) else None
@@ -436,10 +440,11 @@ class _Frames:
         self.stack.append((node, path, entries, only_tensors, hidden))
 
     def close(self) -> None:
-        """Continue with the hidden entries of the innermost container, or leave it."""
+        """Continue with the tensors in hidden entries of the innermost container, or leave it."""
         node, path, _, _, hidden = self.stack.pop()
         if hidden is not None:
-            self.stack.append((node, path, hidden, True, None))
+            only_tensors = True
+            self.stack.append((node, path, hidden, only_tensors, None))
         else:
             self._open_ids.discard(id(node))
 

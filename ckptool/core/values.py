@@ -27,7 +27,7 @@ def to_json_path(path: Path) -> tuple[str | int, ...]:
     for key in path:
         if type(key) is not str and type(key) is not int:
             return tuple(part if type(part) in (str, int) else _format_key(part) for part in path)
-    return path
+    return path  # the common case, without a copy
 
 
 def _format_key(key: Any) -> str:
@@ -117,11 +117,11 @@ def _summarize_object(node: Opaque, max_length: int) -> str:
 
 
 def set_items(node: Opaque) -> Iterator[Any]:
-    """Yield the items of a set (`is_set`), in any pickle protocol."""
+    """Yield the items of a set (`is_set`) of any pickle protocol: its argument, and those added."""
     if isinstance(node.args, tuple) and node.args and isinstance(node.args[0], (list, tuple)):
         yield from node.args[0]
     for kind, value in node.steps:
-        if kind != "build":
+        if kind != "build":  # which sets attributes
             yield from value
 
 
@@ -161,7 +161,7 @@ def to_comparable(path: Path) -> Key:
             return tuple(
                 key if type(key) in _PLAIN_KEYS else _to_comparable_key(key) for key in path
             )
-    return path
+    return path  # the common case, without a copy
 
 
 def _to_comparable_key(key: Any) -> Any:

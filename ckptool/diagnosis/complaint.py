@@ -119,7 +119,7 @@ class Subject:
 
     @cached_property
     def optimizers(self) -> tuple[Section, ...]:
-        """The optimizer states, each once."""
+        """The optimizer states, each once: several paths may lead to one object."""
         optimizers = [
             section for section in self.checkpoint.sections if section.kind == "optimizer"
         ]

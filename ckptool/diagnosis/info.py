@@ -364,7 +364,10 @@ def _count_local_bytes(tensor: TensorRef) -> int:
 
 
 def _count_parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
-    """Return the number of parameters in a section of this kind; 0 if it is not a model."""
+    """Return the number of parameters in a section of this kind; 0 if it is not a model.
+
+    A state dict does not distinguish them from buffers, which are recognized by their names.
+    """
     if kind not in MODEL_KINDS:
         return 0
     if kind == "module":

@@ -298,7 +298,8 @@ def _quote_first_rejection(subject: Subject) -> Quote:
     """Return the error of `torch.load` about the first class or function that it rejects."""
     rejected_globals = find_blocked_names(subject.checkpoint.details.globals)
     first = next(iter(rejected_globals), None) or next(iter(subject.blocked), "")
-    kind = "blocked-global" if first.partition(".")[0] in _BLOCKED_MODULES else "global"
+    module, _, _ = first.partition(".")
+    kind = "blocked-global" if module in _BLOCKED_MODULES else "global"  # two messages of torch
     return quote(kind, printable(first))
 
 

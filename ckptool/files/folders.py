@@ -17,6 +17,7 @@ from ckptool.errors import CheckpointError
 from ckptool.files.system import check_space, convert_os_errors, sync_folder
 
 _HIDDEN = re.compile(r"\.(.+)\.(?:new|old|gone)", re.DOTALL)
+"""The hidden names of a folder that is written, replaced or removed."""
 
 
 @contextmanager
@@ -77,8 +78,9 @@ def recover_folders(folder: str, names: re.Pattern[str], last_file: str) -> None
     with convert_os_errors(folder):
         for entry in os.listdir(folder) if os.path.isdir(folder) else ():
             match = _HIDDEN.fullmatch(entry)
-            if match is not None and names.fullmatch(match[1]):
-                _recover_folder(os.path.join(folder, match[1]), last_file)
+            name = match[1] if match is not None else None  # of the folder to write
+            if name is not None and names.fullmatch(name):
+                _recover_folder(os.path.join(folder, name), last_file)
 
 
 def _create_hidden(path: str, new: str, size: int, last_file: str) -> None:

@@ -392,10 +392,10 @@ def _is_member(item: Any) -> bool:
 
 
 def _constructor_arguments(node: Opaque) -> Any:
-    """Return the constructor arguments of an object, without `_reconstructor` of protocols 0, 1."""
+    """Return the constructor arguments of an object; () if it is created without any."""
     match node:
         case Opaque(func=Global(name="_reconstructor"), args=(_, Global(name="object"), None)):
-            return ()  # `__new__` as a function
+            return ()  # protocols 0 and 1 call `object.__new__(cls)` through this function
     return node.args
 
 
@@ -470,7 +470,7 @@ class Fingerprints:
         raw = raw_elements(node) if isinstance(node, (TensorRef, StorageRef)) else None
         if raw is None or id(raw) in self._listed_ids:
             return ""
-        self._repeated.add(self._path, raw)
+        self._repeated.add(self._path, raw)  # a limit: strides can repeat a few bytes endlessly
         return hash_content(raw)
 
 

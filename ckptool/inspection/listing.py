@@ -324,7 +324,8 @@ def build_tree(listing: Listing) -> TreeNode:
     Numbered siblings are folded if their subtrees have the same keys, dtypes, devices and shapes.
     """
     rows = [(_split_path(row), row) for row in listing.tensors]
-    return _fold_module(listing.file, 0, rows, {})[0]
+    root, _ = _fold_module(listing.file, depth=0, rows=rows, number_by_signature={})
+    return root
 
 
 def _split_path(row: TensorRow) -> tuple[str, ...]:

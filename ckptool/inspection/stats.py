@@ -552,8 +552,8 @@ Role = list[tuple[int, TensorStats]]
 def _group_members(members: Role, key_of: Callable[[TensorStats], Hashable]) -> list[Role]:
     """Return groups of members with the same `key_of`, those large enough to compare."""
     groups: dict[Hashable, Role] = {}
-    for member in members:
-        groups.setdefault(key_of(member[1]), []).append(member)
+    for position, tensor in members:
+        groups.setdefault(key_of(tensor), []).append((position, tensor))
     return [group for group in groups.values() if len(group) >= MIN_ROLE_TENSORS]
 
 

@@ -297,7 +297,7 @@ def _drop_unloadable(plan: LoadPlan, state: StateDict, target: ModelTarget) -> L
 
 
 def _explain_unloadable(state: StateDict, file_key: str, *, is_extra: bool) -> str:
-    """Return the reason why an entry cannot be loaded, or ""."""
+    """Return the reason why an entry (`is_extra`: an extra state) cannot be loaded, or ""."""
     node = state.root[file_key]
     if type(node) is TensorRef and state.slots[file_key].shape is not None and not is_extra:
         return ""  # The common case comes first, because there may be many keys.

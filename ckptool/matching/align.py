@@ -397,7 +397,7 @@ def _remove_wrapped_modules(key: str, paths: set[str]) -> str:
 
 
 def find_component_starts(key: str) -> Iterator[int]:
-    """Yield the index at which each component of a key begins, without the first component."""
+    """Yield the start of each component of a key but the first; none if the key is too long."""
     start = key.find(".") + 1 if len(key) <= _MAX_KEY_LENGTH else 0
     while start:
         yield start

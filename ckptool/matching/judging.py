@@ -552,7 +552,8 @@ def _make_allowance(argument: str, keys: Sequence[str]) -> Remedy:
     globs = _find_globs(keys)
     if not globs:
         return _TOO_MANY_GLOBS
-    value = globs[0] if len(globs) == 1 < len(keys) else globs
+    is_one_glob_of_many = len(globs) == 1 < len(keys)  # a single key stays a list
+    value = globs[0] if is_one_glob_of_many else globs
     return Remedy(((argument, value),))
 
 

@@ -280,7 +280,7 @@ def _count_parts(expression: Expression) -> int:
 
 
 def list_axes(expressions: Iterable[Expression]) -> dict[str, None]:
-    """Return the names of the axes in the expressions, in their order."""
+    """Return the names of the axes in the expressions, in their order; `d'` counts as `d`."""
     names: dict[str, None] = {}
     for expression in expressions:
         if not isinstance(expression, str):

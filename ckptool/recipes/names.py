@@ -51,7 +51,10 @@ class Variable(NamedTuple):
 
     @property
     def regex(self) -> str:
-        """The regular expression that matches the variable, greedy, without its group."""
+        """The regular expression that matches the variable, greedy, without its group.
+
+        A number has up to 9 digits, or `width`; one longer than `width` has no leading zeros.
+        """
         if self.kind == "choice":
             return "|".join(map(re.escape, self.choices))
         if self.width:
@@ -140,7 +143,10 @@ class Pattern:
         return kind == "text" or (kind == "part" and not is_last and after[:1] not in (".", "/"))
 
     def add_choices(self, choices: Mapping[str, tuple[str, ...]]) -> Pattern:
-        """Return the pattern with the choices that another pattern of its rule has, by variable."""
+        """Return the pattern with the choices that another pattern of its rule has, by variable.
+
+        Numbers, and variables with choices of their own, stay as they are.
+        """
         variables = tuple(
             variable._replace(kind="choice", choices=choices[variable.name])
             if variable.kind in ("part", "text") and choices.get(variable.name)

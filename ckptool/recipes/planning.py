@@ -36,9 +36,9 @@ class Maker(Protocol[T]):
     def make(
         self, key: str, shape: Shape, pieces: Sequence[Piece], members: Sequence[T], place: Any
     ) -> T:
-        """Return the tensor that pieces of some members make, one piece of each.
+        """Return the tensor for `key` that is made of pieces, each from the member at its position.
 
-        `place` is unique for the pieces and members.
+        Its `place` is unique for these pieces and members.
         """
 
     def is_same(self, one: T, other: T) -> bool:

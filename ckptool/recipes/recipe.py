@@ -184,10 +184,10 @@ class RecipeRule:
 
         A variable that only one side's key has may be an axis on the other side.
         """
-        left = [frozenset(names) & equation.right_axes for names in self.stacked]
-        right = [frozenset(names) & equation.left_axes for names in self.unstacked]
+        left_key_axes = [frozenset(names) & equation.right_axes for names in self.stacked]
+        right_key_axes = [frozenset(names) & equation.left_axes for names in self.unstacked]
         parts = equation.list_left_parts(sizes), equation.list_right_parts(sizes)
-        return pair_parts(*parts, left, right)
+        return pair_parts(*parts, left_key_axes, right_key_axes)
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,11 @@ def _apply_rule(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpo
 
 
 def _parse_split(text: str) -> SectionRule:
-    """Return the function of a rule of `--split`."""
+    """Return the function of a rule of `--split`: the inverse of joining equal parts."""
     example = "*.qkv.weight=>*.q.weight,*.k.weight,*.v.weight@0"
     (whole,), parts, dim = _parse_sides("split", example, text)
-    return _make_section_rule(
-        "split", _make_join_rule(whole, parts, dim, are_equal=True).invert(), dim
-    )
+    join_rule = _make_join_rule(whole, parts, dim, are_equal=True)
+    return _make_section_rule("split", join_rule.invert(), dim)
 
 
 def _parse_fuse(text: str) -> SectionRule:

@@ -145,7 +145,8 @@ def _deciding_rule(report: MatchReport) -> str:
     rules = [rule for ambiguity in report.ambiguous for rule in ambiguity.rules]
     if not rules:
         return "a rename rule"
-    return f"`{clean(str(Remedy((('rename', (rules[0],)),))))}`"
+    argument = Remedy((("rename", (rules[0],)),))
+    return f"`{clean(str(argument))}`"
 
 
 def _has_no_remarks(report: MatchReport) -> bool:
@@ -231,8 +232,9 @@ def _limit_rows(rows: Iterable[_Row]) -> Iterator[_Row]:
 def _rows_by_name(status: str, pairs: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
     """Return a row for each name; repeated layers with the same details are one row."""
     rows = list(pairs)
+    details = [text for _, text in rows]
     return [
-        _Row(_format_key(family.label), status, clean(rows[family.numbers[0]][1]))
+        _Row(_format_key(family.label), status, clean(details[family.numbers[0]]))
         for family in fold_names(rows, fold=fold)
     ]
 

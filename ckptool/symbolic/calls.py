@@ -147,10 +147,11 @@ def _make_scalar(package: str, machine: Machine, args: Any) -> Any:
     """Handle `numpy.core.multiarray.scalar(dtype, bytes)`: an object that is also a plain value."""
     match args:
         case (Opaque() as dtype, payload):
-            dtype_and_order, raw = parse_numpy_dtype(dtype), to_bytes(payload)
-            if dtype_and_order is not None and raw is not None and dtype_and_order[0] in _FORMATS:
+            name, order = parse_numpy_dtype(dtype) or ("", "")
+            raw = to_bytes(payload)
+            if name in _FORMATS and raw is not None:
                 func = machine.find_global(f"{package}.multiarray", "scalar")
-                plain = (dtype_and_order[0], _unpack_scalar(*dtype_and_order, raw, machine.file))
+                plain = (name, _unpack_scalar(name, order, raw, machine.file))
                 return Opaque(func, (dtype, raw), plain=plain)
     return NotImplemented
 
@@ -215,7 +216,7 @@ def _load_from_bytes(machine: Machine, args: Any) -> Any:
     raw = to_bytes(args[0]) if len(args) == 1 else None
     if raw is None or machine.nested is None:
         return NotImplemented
-    node = machine.nested(raw)
+    node = machine.nested(raw)  # reads the file
     return node if isinstance(node, (StorageRef, TensorRef)) else NotImplemented
 
 

@@ -178,6 +178,7 @@ class _Encoder:
         index = self.memo.get(key)
         if index is None:
             return False
+        # BINGET with one byte, or LONG_BINGET with four.
         self.out += b"h%c" % index if index < 256 else b"j" + _UINT(index)
         return True
 

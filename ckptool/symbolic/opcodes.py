@@ -320,7 +320,7 @@ def frozenset_(machine: Machine, position: int) -> int:
 
 @opcode(b"\x90", "ADDITEMS")
 def additems(machine: Machine, position: int) -> int:
-    """Add the items above the mark to the set below it."""
+    """Add the items above the mark to the set below it: to the list in its call `set([...])`."""
     items = machine.pop_mark()
     target = machine.stack[-1]
     match target:

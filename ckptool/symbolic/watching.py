@@ -105,6 +105,7 @@ class Watcher(Machine):
         elif isinstance(target, list) and kind == "set":
             for index, item in items:
                 target[index] = item
+        # Plain data accepts no items and an empty state, `(None, {})` with slots: it stays as it is.
         elif not isinstance(target, Global) and items and items != (None, {}):
             raise TypeError(f"invalid {kind} on a {type(target).__name__}")
 
@@ -218,8 +219,9 @@ def _enter_frame(machine: Watcher, position: int) -> int:
 def _push_number(machine: Watcher, position: int) -> int:
     """Push an integer, also in forms such as 0x10, as pickle does."""
     text, end = machine.read_line(position)
+    digits = text.removesuffix(b"L")  # written by the opcode LONG
     has_base = text.strip().lstrip(b"+-")[1:2].isalpha()
-    machine.stack.append(int(text.removesuffix(b"L"), 0 if has_base else 10))
+    machine.stack.append(int(digits, 0 if has_base else 10))
     return end
 
 

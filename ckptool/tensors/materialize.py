@@ -182,7 +182,7 @@ class Placement:
             return
         import torch
 
-        empty = torch.empty(0, device="cpu").untyped_storage()
+        empty = torch.empty(0, device="cpu").untyped_storage()  # moved to see whether torch can
         _restore_storage(empty, target, tag=tag, name=name, file=file)
         self._available_devices.add(target)
 
@@ -193,10 +193,10 @@ class Placement:
         target = self.target_of(tag)
         if target is not None:
             return _move_storage(storage, target)
-        placed = self._map_location(storage, tag)
+        placed = self._map_location(storage, tag)  # a function
         if placed is not None:
             return _to_untyped(placed)
-        return _restore_storage(storage, tag, tag=tag, name=name, file=file)
+        return _restore_storage(storage, tag, tag=tag, name=name, file=file)  # keep the device
 
 
 def _move_storage(storage: torch.UntypedStorage, target: str) -> torch.UntypedStorage:
@@ -755,9 +755,9 @@ def _wrap_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def is_one_part(ref: TensorRef) -> bool:
-    """Return True if only its class can make the tensor: this file may have a part of it.
+    """Return True if only its class can make the tensor: this file may have just a part of it.
 
-    So it is with a subclass without a storage, unless one tensor in it is the whole.
+    This is a subclass without a storage, except a DTensor that is complete in this file.
     """
     return ref.kind == "subclass" and ref.storage is None and ref.whole is None
 

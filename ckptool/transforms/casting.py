@@ -564,12 +564,12 @@ class _Work:
     def _count_computed_tensors(self, pair: tuple[str, str]) -> int:
         """Return the number of tensors of a pair of dtypes whose storages were cast and written."""
         counted_names = self._casters[pair].losses
-        return sum(
-            len(cast.names)
-            for casts in self._groups.values()
-            if casts[0].pair == pair and any(cast.names[0] in counted_names for cast in casts)
-            for cast in casts
+        groups = (casts for casts in self._groups.values() if casts[0].pair == pair)
+        # A storage has been cast if the losses of one of its tensors were counted.
+        computed = (
+            casts for casts in groups if any(one.names[0] in counted_names for one in casts)
         )
+        return sum(len(cast.names) for casts in computed for cast in casts)
 
 
 _LOSSES = {

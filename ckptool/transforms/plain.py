@@ -662,12 +662,12 @@ def _find_objects_in_keys(root: Any) -> set[int]:
         if isinstance(node, dict):
             keys.extend(node)
         elif isinstance(node, Opaque) and node.class_name in _SETS and node.args:
-            keys.extend(node.args[0])
+            keys.extend(node.args[0])  # the items
     return {id(node) for node in walk_everything(keys) if isinstance(node, Opaque)}
 
 
 def _describe_form(form: Any) -> str:
-    """Return a phrase for a plain form, such as `a dict` or `text`."""
+    """Return a phrase for a plain form, such as `a dict` or `text`; an `Opaque` form is a set."""
     nouns = {TensorRef: "tensor", Opaque: "set", OrderedMap: "OrderedDict", str: "text"}
     noun = nouns.get(type(form), type(form).__name__)
     if noun in ("text", "bytes"):

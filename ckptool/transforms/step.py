@@ -125,7 +125,7 @@ def run_steps(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
 
 
 def _mark_wanted(result: Checkpoint, n_before: int) -> Checkpoint:
-    """Return the checkpoint with its changes after the first `n_before` marked as wanted.
+    """Return the checkpoint, its changes after the first `n_before` marked as wanted by the user.
 
     A change that leaves out something needed stays as it is: the result is incomplete without it.
     """

@@ -419,9 +419,8 @@ def _split_base_state(
     rank_state: Mapping[Any, Any],
 ) -> tuple[Mapping[Any, Any], list[dict[Any, Any]]]:
     """Return the optimizer's state of each vector by number, and its groups."""
-    base = rank_state.get(
-        "base_optimizer_state", rank_state.get("optimizer_state_dict", rank_state)
-    )
+    state_of_zero_3 = rank_state.get("optimizer_state_dict", rank_state)
+    base = rank_state.get("base_optimizer_state", state_of_zero_3)  # the former of ZeRO 1 and 2
     if isinstance(base, list):  # an elastic checkpoint: the state of each vector, without groups
         return dict(enumerate(base)), []
     return base.get("state") or {}, base.get("param_groups") or []

@@ -210,6 +210,7 @@ def _clean_name(name: str) -> str:
     """Return the name of a variable without the markers of the object graph.
 
     `model/layer_with_weights-0/kernel/.ATTRIBUTES/VARIABLE_VALUE -> layer_with_weights-0/kernel`
+    A name without markers, which is not from an object graph, is unchanged.
     """
     clean = _ATTRIBUTE.sub("", name.replace(_SLOT, "/"))
     return name if clean == name else re.sub(r"\A(model|optimizer)/", "", clean)

@@ -27,7 +27,7 @@ _MAX_EXACT_INTEGER = 1 << 53  # beyond this the numbers of JavaScript have holes
 
 
 def to_json_number(value: Any) -> float | int | str | None:
-    """Return six digits of a number, or a word if JSON has no such number."""
+    """Return an integer, six digits of a float, or a word for infinity or NaN; None if complex."""
     if value is None or isinstance(value, complex):
         return None
     if isinstance(value, int) and abs(value) < _MAX_EXACT_INTEGER:
