@@ -105,7 +105,7 @@ class Watcher(Machine):
         elif isinstance(target, list) and kind == "set":
             for index, item in items:
                 target[index] = item
-        # Plain data accepts no items and an empty state, `(None, {})` with slots: it stays as it is.
+        # Plain data accepts no items and an empty state (`(None, {})` with slots), unchanged.
         elif not isinstance(target, Global) and items and items != (None, {}):
             raise TypeError(f"invalid {kind} on a {type(target).__name__}")
 
