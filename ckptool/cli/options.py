@@ -358,7 +358,7 @@ def _require_new_file(destination: str, output: str | None, in_place: bool) -> s
 
 def _make_output_options(arguments: dict[str, Any]) -> OutputOptions:
     """Remove the target options from the arguments, and return them as `OutputOptions`."""
-    if (destination := arguments.pop("destination", None)) is not None:
+    if (destination := arguments.pop("destination", None)) is not None:  # a target without -o
         arguments["output"] = _require_new_file(
             destination, arguments["output"], arguments["in_place"]
         )

@@ -123,7 +123,7 @@ class _Train(Sectioned):
 def _add_config_options(command: Any) -> Any:
     """Add an option to the command for each field of `TrainConfig`."""
     texts = _read_help_texts()
-    for field in reversed(fields(TrainConfig)):
+    for field in reversed(fields(TrainConfig)):  # the help lists the option added last first
         command = _make_option(field, texts)(command)
     return command
 
@@ -232,11 +232,14 @@ def command(
 
 
 def _print_gpus(before: str | None, screen: Screen) -> None:
-    """Print which GPUs of the machine are used; `before` is the earlier CUDA_VISIBLE_DEVICES."""
+    """Check and print which GPUs of the machine are used, in one process.
+
+    `before` is CUDA_VISIBLE_DEVICES before `--gpus` changed it.
+    """
     require_visible_gpus()
     now, rank = os.environ[VISIBLE], read_rank()
     if rank is not None and (rank > 0 or before == now):
-        return  # the launcher, or rank 0, has printed it
+        return  # rank 0, or the launcher that changed it before, has printed it
     if before not in (None, now):
         screen.say([f"note: changed {VISIBLE} from {clean(before or '')} to {now}"])
     screen.say([gpus_line(list_visible_gpus())])

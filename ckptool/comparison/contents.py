@@ -242,7 +242,10 @@ def find_renamed(
 
 
 def _count_bytes_to_read(group: Group) -> int:
-    """Return the most bytes to read for checksums that are not stored, and to compare pairs."""
+    """Return the most bytes to read for checksums that are not stored, and to compare pairs.
+
+    The pairs are counted with the bytes of one side: at most those of the smaller one.
+    """
     tensors = {entry.leaf.place: entry.leaf for side in group for entry in side}
     unstated = (tensor for tensor in tensors.values() if _read_stored_crc32(tensor) is None)
     compared_bytes: int = min(sum(entry.leaf.nbytes for entry in side) for side in group)

@@ -108,9 +108,9 @@ class Destination:
 
     @property
     def companions(self) -> str | os.PathLike[str] | None:
-        """The folder to copy files from, or None.
+        """The folder to copy the files next to the weights from, or None.
 
-        If a recipe writes a single file, it only reads the configuration in `files_from`.
+        If a recipe writes a single file, `files_from` only has the configuration that it reads.
         """
         return self._files_from if self.is_folder or not self._has_recipe else None
 

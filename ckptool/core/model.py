@@ -369,6 +369,7 @@ class TensorRef(Result):
     def is_contiguous(self) -> bool:
         """True if the elements are in row-major order without gaps, as in torch."""
         expected = 1
+        # Not strict: sparse and nested tensors have no strides.
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=False):
             if size is None:
                 return False
@@ -526,7 +527,7 @@ class TensorRef(Result):
     def __getitem__(self, index: Any) -> TensorRef:
         """Return a view by basic indexing (integers, slices, `...`), which reads only its bytes."""
         self._check_view("sliced")
-        from ckptool.files.strided import narrow  # as in `content`
+        from ckptool.files.strided import narrow  # most operations need no elements
 
         shape, stride, offset = narrow(self.sizes, self.stride, self.offset, index)
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())

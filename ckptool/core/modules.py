@@ -68,13 +68,15 @@ class Visits:
 
 
 def is_module(node: Any) -> bool:
-    """Return True if a node is a pickled `nn.Module`: an object with its three dicts."""
+    """Return True if a node is a pickled `nn.Module` (an object with its three dicts), or compiled.
+
+    A compiled module is pickled as a call, with the module inside.
+    """
     if not isinstance(node, Opaque):
         return False
     attributes = node.attributes
-    return (
-        all(isinstance(attributes.get(mark), dict) for mark in _MODULE_ATTRIBUTES)
-        or _unwrap_compiled(node) != {}
+    return all(isinstance(attributes.get(mark), dict) for mark in _MODULE_ATTRIBUTES) or bool(
+        _unwrap_compiled(node)
     )
 
 
@@ -149,7 +151,7 @@ def find_opaque_content(node: Opaque) -> dict[str, Any]:
 
 
 def find_tensor_attributes(tensor: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the attributes of a tensor that contain tensors over other bytes."""
+    """Yield the attributes of a tensor, except modules, that contain tensors over other bytes."""
     if not isinstance(tensor, TensorRef) or not tensor.wrapping:
         return
     for layer in tensor.wrapping:

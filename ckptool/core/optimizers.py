@@ -52,7 +52,10 @@ def _to_state_key(entry: Any) -> Any:
 
 
 def has_training_weights(section: Section) -> bool:
-    """Return True if it is schedule-free and in train mode, so its model has training weights."""
+    """Return True if it is schedule-free and in train mode, so its model has training weights.
+
+    A schedule-free optimizer has a tensor `z` in the state of a parameter.
+    """
     states = section.node["state"].values()
     return any(group.get("train_mode") is True for group in section.node["param_groups"]) and any(
         isinstance(state, dict) and isinstance(state.get("z"), TensorRef) for state in states
@@ -63,7 +66,7 @@ def list_names(section: Section) -> list[str]:
     """Return the parameter names in order; empty if the groups have no names."""
     names = [name for group in section.node["param_groups"] for name in _list_group_names(group)]
     keys = [key for group in list_groups(section) for key in group]
-    if len(names) != len(keys):
+    if len(names) != len(keys):  # without `param_names`, the keys may be names
         names = [key for key in keys if isinstance(key, str)]
     return names if len(names) == len(keys) else []
 

@@ -255,7 +255,10 @@ def _is_parameter_state(node: Any) -> bool:
 
 
 def _is_scheduler(mapping: dict[Any, Any]) -> bool:
-    """Return True for the state of a scheduler, but not for a checkpoint with an epoch."""
+    """Return True for the state of a scheduler: if it has tensors, they are its own values.
+
+    A whole checkpoint may have a `last_epoch` too, but its tensors are in dicts.
+    """
     if "last_epoch" not in mapping and "_step_count" not in mapping:
         return False
     return not any(

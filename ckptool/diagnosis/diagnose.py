@@ -372,7 +372,7 @@ def _withdraw_commands(complaint: Complaint) -> Complaint:
 
 
 def _urgency_key(complaint: Complaint) -> tuple[int, int, bool]:
-    """Return the sort key of a complaint: worst first, then fixed by the plan, notes last."""
+    """Return the sort key of a complaint: by its kind, then notes last, then fixable ones first."""
     return (
         _KIND_RANK.get(complaint.kind, 0),
         _SEVERITY_RANK[complaint.severity],

@@ -537,7 +537,8 @@ class PendingFile:
 
     def reserve(self) -> None:
         """Create the file, and reserve its space."""
-        opener = make_opener(is_private=self.old is not None or self.mode is not None)
+        is_private = self.old is not None or self.mode is not None  # until it has this mode
+        opener = make_opener(is_private=is_private)
         with (
             convert_os_errors(self.path),
             open(self.temporary, "xb", buffering=0, opener=opener) as file,

@@ -65,7 +65,7 @@ class ComputedSource(FilledSource):
             self._ahead.expect(self)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or `TruncatedFile`."""
+        """Fill `buffer` from `offset`, or `TruncatedFile`; threads compute ahead of large reads."""
         self._check_range(offset, len(buffer))
         if self._ahead is None or len(buffer) < MIN_AHEAD_BYTES:
             self.fill(offset, buffer)

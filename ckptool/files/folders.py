@@ -64,7 +64,7 @@ def remove_folder(path: str) -> None:
         OSError: a system call fails.
     """
     hidden = _hidden_path(path, "gone")
-    shutil.rmtree(hidden, ignore_errors=True)
+    shutil.rmtree(hidden, ignore_errors=True)  # the rest of a removal that was killed
     os.rename(path, hidden)
     shutil.rmtree(hidden)
 
@@ -84,7 +84,10 @@ def recover_folders(folder: str, names: re.Pattern[str], last_file: str) -> None
 
 
 def _create_hidden(path: str, new: str, size: int, last_file: str) -> None:
-    """Recover the folder from an earlier interruption, and create the hidden one."""
+    """Finish an interrupted write of `path`, then create the hidden folder `new` for this one.
+
+    It will have `size` bytes. A folder without `last_file` is incomplete.
+    """
     with convert_os_errors(path):
         _recover_folder(path, last_file)
         check_space(os.path.dirname(path) or ".", size)

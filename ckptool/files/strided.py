@@ -271,7 +271,7 @@ def _estimate_cost(axis: Axis) -> float:
 
     A step beyond a cache line in the target costs most; the tile is in the processor's cache.
     """
-    is_far_in_target = abs(axis.target_step) > 8
+    is_far_in_target = abs(axis.target_step) > 8  # elements, of at most 8 bytes
     has_gaps_in_tile = axis.step != 1
     return CALL_COST / axis.size + is_far_in_target + has_gaps_in_tile / 2
 

@@ -234,7 +234,7 @@ def hand_over(path: str, old: os.stat_result) -> None:
     if sys.platform != "win32":
         new = os.stat(path)
         if new.st_gid != old.st_gid:
-            with suppress(OSError):
+            with suppress(OSError):  # on its own: it may succeed where the owner cannot change
                 os.chown(path, -1, old.st_gid)
         if new.st_uid != old.st_uid:
             with suppress(OSError):

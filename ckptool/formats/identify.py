@@ -554,6 +554,7 @@ def find_unused_path(path: str, taken: Collection[str] = ()) -> str:
 
 def looks_like_checkpoint(head: bytes) -> bool:
     """Return whether 16 bytes may begin a zip, a pickle, a legacy stream or safetensors."""
+    # A zip, or the number that begins a legacy stream, in protocol 0 of pickle.
     if head.startswith((b"PK\x03\x04", b"L119547037146038")):
         return True
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):

@@ -54,7 +54,7 @@ def type_name(node: Any) -> str:
     if isinstance(node, Opaque):  # `plain` is the type and the text of a value in a class
         return node.plain[0] if node.plain is not None else node.class_name
     if isinstance(node, (TensorRef, StorageRef, DeviceValue, Global)):
-        return getattr(node, "class_name", "torch.Tensor")
+        return node.class_name
     for kind, name in ((bytes, "bytes"), (str, "str"), (OrderedMap, "OrderedDict")):
         if isinstance(node, kind):
             return name

@@ -150,7 +150,7 @@ class Stream:
             "offset": self.offset,
             "verdict": self.verdict,
             "calls": [call._asdict() for call in self.calls],
-            "calls_in_all": self.told,
+            "calls_in_all": self.told,  # also those that are not listed in `calls`
             "imports": list(self.imports),
             "fault": self.fault or None,
         }
@@ -202,7 +202,7 @@ class Scan(Result):
             "verdict": self.verdict,
             "skipped": self.skipped,
             "modules": list(self.modules),
-            **to_document(self, "file", "verdict"),
+            **to_document(self, "file", "verdict"),  # all fields but these two
         }
 
 
@@ -420,7 +420,7 @@ class _Scanner:
 
     def _scan_tar(self, data: ByteRange, where: str, depth: int) -> None:
         """Scan the members of a tar; one inside an archive is first read into memory."""
-        if data.length != data.source.size:
+        if data.length != data.source.size:  # `read_members` reads a whole source
             if data.length > _MAX_INFLATED_BYTES:
                 raise LimitExceeded("a tar inside an archive is too large to read")
             data = self.wrap_memory(data.read())

@@ -456,8 +456,8 @@ def _is_imported_object(node: Any) -> bool:
 def _can_iterate_library_object(name: str, nodes: Iterable[Any]) -> bool:
     """Return True if a container, by its name, may iterate over one of `nodes` that runs code.
 
-    Containers are those of the standard library, and `torch.Size`. An object of a library may have
-    an `__iter__` that runs something.
+    Containers are those of the standard library, and `torch.Size`. An object of that library, of
+    NumPy or of torch may have an `__iter__` that runs something.
     """
     is_container = name.partition(".")[0] in _SYSTEM or name == "torch.Size"
     return is_container and any(

@@ -738,7 +738,7 @@ def _allow_gradients() -> Iterator[None]:
     if not torch.is_inference_mode_enabled():
         yield
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # still without recording operations
         yield
 
 

@@ -509,6 +509,7 @@ def _refuse_shared_state(
     """Refuse a state of LBFGS, which is one vector of all parameters, if their order differs."""
     is_same_order = [*matched.live_numbers] == [*range(len(live.names))]
     paths = (path for path, _ in walk(saved.section.node["state"]))
+    # Only the state of LBFGS has a path with one of these keys.
     if not is_same_order and any(map(_LBFGS_KEYS.intersection, paths)):
         raise MatchError("the optimizer has one state for all parameters, and their order differs")
 

@@ -137,6 +137,7 @@ class Ranks:
         """Return `failures` of this process and the failures of all others, by global rank.
 
         A failure passes from group to group, because each process repeats what it has received.
+        If one does not answer, the error says `undone`, the consequence.
         """
         for group in self._groups:
             for others in self._gather(failures, group, undone):

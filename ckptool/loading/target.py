@@ -131,9 +131,11 @@ def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside all wrappers: modules with one child that has a wrapper's name."""
     while True:
         children = [(name, child) for name, child in model._modules.items() if child is not None]
-        if len(children) != 1 or children[0][0] not in WRAPPERS or model._parameters:
-            return model
-        model = children[0][1]
+        match children:
+            case [(name, child)] if name in WRAPPERS and not model._parameters:
+                model = child
+            case _:
+                return model
 
 
 def read_state_dict(model: torch.nn.Module) -> Mapping[str, Any]:

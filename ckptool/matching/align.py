@@ -387,7 +387,7 @@ def find_wrapped_submodules(names: Iterable[str]) -> list[str]:
 def _remove_wrapped_modules(key: str, paths: set[str]) -> str:
     """Return the key without the component `module` directly below each of the paths."""
     if ".module." not in key or len(key) > _MAX_KEY_LENGTH:
-        return key
+        return key  # a long one would take too long: `path` is copied for each part
     kept, path = [], ""
     for part in key.split("."):
         if part != "module" or path not in paths:
@@ -410,7 +410,7 @@ def _iterate_parents(key: str) -> Iterator[str]:
 
 
 def _group_by_template(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return the keys by template, with `*` for each number: there are few templates."""
+    """Return the keys by template, with `*` for each number, so that there are few templates."""
     keys = list(keys)
     templates = _NUMBER.sub("*", "\n".join(keys)).split("\n")  # one call for all is faster
     if len(templates) != len(keys):  # a name has a line break

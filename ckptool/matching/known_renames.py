@@ -96,6 +96,7 @@ def has_adapter(unexpected: Collection[str], known: Iterable[str]) -> bool:
         known: The file's keys in PEFT's spelling that match keys of the model.
     """
     return any(ADAPTER.search(key) or ".modules_to_save." in key for key in unexpected) or (
+        # Only a layer with an adapter has a `base_layer`, whatever the keys of the adapter are.
         bool(unexpected) and any(".base_layer." in key for key in known)
     )
 

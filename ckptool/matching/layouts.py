@@ -137,7 +137,10 @@ def find_kinds(modules: Iterable[tuple[str, Any]]) -> Kinds:
 
 
 def _read_size(module: Any, attribute: str) -> int:
-    """Return a size attribute of a module, or the last of several sizes; 0 if it is not a size."""
+    """Return a size attribute of a module; 0 if it is not a size.
+
+    Of several sizes, such as the `normalized_shape` of a LayerNorm, it is the last one.
+    """
     size = vars(module).get(attribute)
     if isinstance(size, (tuple, list)) and size:
         size = size[-1]

@@ -363,7 +363,10 @@ def _find_ambiguous_leftovers(
 
 
 def _is_affix(file_key: str, model_key: str) -> bool:
-    """Return True if one of two keys begins or ends with the other."""
+    """Return True if one of two keys begins or ends with the other.
+
+    The shared end is whole components. The start of the model's key ends before a `.` or `_`.
+    """
     return (
         f".{file_key}".endswith(f".{model_key}")
         or f".{model_key}".endswith(f".{file_key}")

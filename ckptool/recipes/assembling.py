@@ -222,7 +222,10 @@ class TensorMaker:
         members: Sequence[TensorRef],
         identity: Any,
     ) -> TensorRef:
-        """Return the tensor that pieces of some members make, one piece of each."""
+        """Return the tensor that pieces of some members make, one piece of each.
+
+        Only another maker, of sketches, needs `identity`.
+        """
         return assemble_tensor(key, shape, pieces, members, self._block_cache, self._file)
 
     def is_same(self, one: TensorRef, other: TensorRef) -> bool:

@@ -225,7 +225,7 @@ class _Parser:
         """Parse the tensors of one side, and the token `end` after them."""
         tensors: list[Dimensions] = []
         while True:
-            tensors.append(self._parse_items(("+", ")", ",", "->"), 0))
+            tensors.append(self._parse_items(("+", ")", ",", "->"), depth=0))
             stop = self._tokens.pop() if self._tokens else ""
             if stop == end:
                 return tuple(tensors)

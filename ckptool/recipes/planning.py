@@ -60,7 +60,7 @@ class Sketches:
         members: Sequence[Sketch],
         place: Any,
     ) -> Sketch:
-        """Return the sketch of the tensor that the pieces make."""
+        """Return the sketch; only a maker of real tensors needs `key` and `pieces`."""
         return Sketch(members[0].dtype, shape, row_major_strides(shape), place)
 
     def is_same(self, one: Sketch, other: Sketch) -> bool:

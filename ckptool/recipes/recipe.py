@@ -326,7 +326,10 @@ class Recipe:
 
     @property
     def words(self) -> frozenset[str]:
-        """All possible parameter names."""
+        """All possible parameter names: in `params`, in equations, and variables with their shifts.
+
+        A variable can be shifted by a parameter, or by one with a minus sign.
+        """
         rules = [rule for rules in self.passes for rule in rules]
         axes = (name for rule in rules for equation in rule.equations for name in equation.axes)
         patterns = [pattern for rule in rules for pattern in (*rule.left, *rule.right)]

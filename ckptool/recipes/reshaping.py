@@ -357,6 +357,7 @@ def _join_ranks(name: str, by_rank: Mapping[str, TensorRef], dim: int, file: str
         UsageError: if they differ in dtype or in another dimension.
     """
     tensors = {f"{rank}/{name}": tensor for rank, tensor in by_rank.items()}
-    whole, *parts = (Pattern(key, (key,), ()) for key in (name, *tensors))
-    recipe = Recipe("concat", "", ((_make_join_rule(whole, parts, dim),),), {})
+    whole, *parts = (Pattern(key, (key,), variables=()) for key in (name, *tensors))
+    rules = (_make_join_rule(whole, parts, dim),)
+    recipe = Recipe("concat", about="", passes=(rules,), params={})
     return plan_recipe(recipe, tensors, {}, TensorMaker(file), file).tensors[name]

@@ -36,7 +36,7 @@ def _parse_file_patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
 
 
 def first_prefix(recipe: Recipe) -> str:
-    """Return the prefix for the keys of the first file, or "" if there is one file."""
+    """Return the prefix for the keys of the first file: `0/`; or "" if there is one file."""
     if recipe.files is None or recipe.is_reversed:
         return ""
     name, prefix = _parse_file_patterns(recipe)

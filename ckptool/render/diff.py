@@ -140,7 +140,7 @@ def _describe_side(side: Side, aspects: Sequence[str], full: bool) -> Iterator[s
 
 
 def _describe_entry(side: Side, full: bool) -> str:
-    """Return the type of an entry with its shape or value: `float32 [2, 3]`, `int 3`."""
+    """Return the type of an entry with its shape or value: `float32 [2, 3]`, `int 3`, `None`."""
     if side.sort == "tensor":
         return f"{side.dtype} {format_shape(side.shape or ())}"
     kind, text = clean(side.type), _format_value(side, full)

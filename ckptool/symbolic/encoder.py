@@ -96,7 +96,10 @@ def encode(
 
 
 def find_blockers(root: Any) -> tuple[str, ...]:
-    """Return the names that would keep `weights_only=True` from loading a file of this tree."""
+    """Return the names that would keep `weights_only=True` from loading a file of this tree.
+
+    For a tree that cannot be written, the result has only the reason.
+    """
     try:
         return encode(root).blockers
     except NotRepresentable as error:
@@ -222,7 +225,7 @@ class _Encoder:
 
     def write_text(self, node: str) -> None:
         """Write text, or a reference to equal text."""
-        key = str(node)
+        key = str(node)  # the memo has texts by value, also that of a subclass
         if not self.write_reference(key):
             raw = node.encode("utf-8", "surrogatepass")
             self.out += b"X" + _UINT(len(raw)) + raw
@@ -285,10 +288,10 @@ class _Encoder:
         if self.write_reference(id(node)):
             return
         self.write_global(_ORDERED_DICT)
-        self.out += b")R"
+        self.out += b")R"  # call it without arguments
         self.memoize(id(node))
         attributes = (node.attributes, _BUILD) if node.attributes else ()
-        self.keep_alive.append(node)
+        self.keep_alive.append(node)  # so that no other object gets its memoized id
         self.push(*self.list_items(node), *attributes)
 
     def list_items(self, node: Any) -> list[Any]:

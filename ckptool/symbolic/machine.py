@@ -231,7 +231,10 @@ class Machine:
                 return
 
     def memoize(self, index: int, node: Any) -> None:
-        """Memoize `node` under `index`. The list stops growing once the dict is in use."""
+        """Memoize `node` under `index`.
+
+        Once the dict is in use, the list stops growing: no index is in both.
+        """
         if 0 <= index < len(self.memo):
             self.memo[index] = node
         elif index == len(self.memo) and not self.sparse_memo:

@@ -215,7 +215,7 @@ def make_strided_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
     storage, *layout = make_storage_args(ref)
     tail: tuple[Any, ...] = (ref.requires_grad, ref.hooks or OrderedMap())
     metadata = (dict.fromkeys(ref.flags, True),) if ref.flags else ()
-    if BY_NAME[ref.dtype].storage is None:
+    if BY_NAME[ref.dtype].storage is None:  # a new dtype without a class such as FloatStorage
         untyped = StorageRef(storage.storage, ref.dtype, untyped=True)
         dtype = Global("torch", ref.dtype)
         return utils_function("_rebuild_tensor_v3"), (untyped, *layout, *tail, dtype, *metadata)
@@ -474,7 +474,10 @@ def _move_to_device(
 
 
 def _narrow_to_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
-    """Return the upper halves of float32 values that were bfloat16 before."""
+    """Return a bfloat16 tensor that torch stored as float32, because numpy has no bfloat16.
+
+    A bfloat16 number is the upper half of an equal float32 number.
+    """
     if (array.dtype, dtype) != ("float32", "bfloat16"):
         raise CorruptFile(f"a {dtype} tensor is stored as {array.dtype}", file=file)
     wide = array.read()  # little-endian: the upper half of four bytes is the last two

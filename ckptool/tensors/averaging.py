@@ -304,7 +304,10 @@ class _Kernel:
         return total
 
     def _refuse_overflow(self, mean: torch.Tensor, rounded: torch.Tensor) -> None:
-        """Raise `OverflowError` if an element is finite in `mean` but overflows in `rounded`."""
+        """Raise `OverflowError` with the magnitude if a finite element of `mean` overflows.
+
+        `rounded` is `mean` in the target dtype, which may saturate, or may have no sign.
+        """
         float_type = FLOATS.get(self._target_dtype)
         saturation_limit = SATURATES.get(self._target_dtype, math.inf)
         overflowed = mean.isfinite() & (~rounded.isfinite() | (mean.abs() > saturation_limit))

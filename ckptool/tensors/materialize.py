@@ -702,7 +702,7 @@ class Materializer:
 
     def _load_parts(self, ref: TensorRef, name: str, *, cast: bool) -> dict[str, Any]:
         """Return the parts of a tensor with tensors loaded; {} if its kind is not made of parts."""
-        if ref.kind not in _KINDS_OF_PARTS and ref.kind != "quantized":
+        if ref.kind not in _KINDS_OF_PARTS and ref.kind != "quantized":  # it has a quantizer
             return {}
         return {
             key: self._load_part(part, name, cast=cast) for key, part in (ref.parts or {}).items()

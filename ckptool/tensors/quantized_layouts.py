@@ -555,7 +555,10 @@ def dequantize_nvfp4(parts: Parts) -> TensorRef:
     if "comfy_quant" in parts.companions or scale_of_weight.numel != 1:
         raise UnknownLayout
     return _multiply_fp4(
-        parts, (scale, scale_of_weight), 16, lambda scales, factor: scales.float() * factor.float()
+        parts,
+        (scale, scale_of_weight),
+        group_size=16,
+        compute_factors=lambda scales, factor: scales.float() * factor.float(),
     )
 
 

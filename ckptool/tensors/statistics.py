@@ -128,7 +128,7 @@ class _Extent:
 
 @dataclass(slots=True)
 class Moments:
-    """The number of elements, their mean, and the sum of their squared distances from it."""
+    """The number of elements, their mean, the sum of squared distances from it, and a histogram."""
 
     count: int = 0
     mean: float = 0.0
@@ -144,7 +144,7 @@ class Moments:
         self.mean += distance * (other.count / count)
         self.squares += other.squares + distance * distance * (self.count / count * other.count)
         self.count = count
-        pairs = zip(self.bins, other.bins, strict=True)
+        pairs = zip(self.bins, other.bins, strict=True)  # unused if these are the first elements
         self.bins = [count_a + count_b for count_a, count_b in pairs] if self.bins else other.bins
 
 

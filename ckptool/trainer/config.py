@@ -37,7 +37,7 @@ def _is_data(data: str) -> bool:
     """Return True if `--data` names built-in data, a CSV file or a factory."""
     csv_path = parse_csv_path(data)
     if csv_path is not None:
-        return bool(csv_path)
+        return bool(csv_path)  # `csv:` alone names no file
     return data in _DATA or FACTORY.fullmatch(data) is not None
 
 

@@ -263,7 +263,10 @@ class _BatchDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[Any, Any] | CheckpointError:
-        """Return a batch, or the error that making it raised; without rows, the first sample."""
+        """Return a batch, or the error that making it raised.
+
+        Without rows it is the first sample, which shows the types of inputs and targets.
+        """
         seed_all(self._seed + index)
         try:
             return collate(self._dataset, self._rows[index] or [0], self._dtype)

@@ -69,7 +69,7 @@ def find_damage(path: str) -> str | None:
     """Return a sentence on a missing or damaged part of a folder or file; None if intact."""
     try:
         if os.path.isdir(path):
-            _read_metadata(path)
+            _read_metadata(path)  # checks that the files of shards are complete
             path = os.path.join(path, VALUES)
         problems = ckptool.verify(path).problems
     except CheckpointError as error:

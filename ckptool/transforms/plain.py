@@ -74,6 +74,7 @@ def _is_accepted(node: Opaque) -> bool:
     """Return True if `torch.load(weights_only=True)` accepts the object."""
     if not isinstance(node.func, Global) or is_rejected(node.func):
         return False
+    # It accepts persistent ids only of storages, and no opcode with keyword arguments.
     if node.maker == "persid" or node.kwargs is not None:
         return False
     # The pickle may set the state of an object, and items only of a Counter.

@@ -73,7 +73,7 @@ class Step:
             value = getattr(self, step_field.name)
             option = self.options.get(step_field.name, step_field.name)
             is_given = value not in (step_field.default, (), None)
-            if option and is_given:
+            if option and is_given:  # "" for a field without an option
                 yield from format_option(option, value)
 
     @overload

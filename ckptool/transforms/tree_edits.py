@@ -235,7 +235,7 @@ def split_rule(text: str) -> tuple[str, str, str]:
     """Split `OLD=NEW` at the first `=` outside quotes, like `str.partition`."""
     quoted = False
     for index, letter in enumerate(text):
-        if letter == '"' and text[index - 1 : index] != "\\":
+        if letter == '"' and text[index - 1 : index] != "\\":  # a slice: empty at index 0
             quoted = not quoted
         elif letter == "=" and not quoted:
             return text[:index], "=", text[index + 1 :]

@@ -166,7 +166,7 @@ class _ConfigurationEdits:
     def apply_edits(self) -> str:
         """Return the text with all edits."""
         text = self._text
-        for start, stop, new in sorted(self._edits, reverse=True):
+        for start, stop, new in sorted(self._edits, reverse=True):  # earlier offsets stay valid
             text = text[:start] + new + text[stop:]
         return text
 

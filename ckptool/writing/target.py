@@ -153,13 +153,14 @@ def _has_known_extension(name: str, source: Source | Sequence[str | os.PathLike[
 
 
 def _is_set(source: Source | Sequence[str | os.PathLike[str]]) -> bool:
-    """Return True if a source is a folder, an index or several files, judging by names."""
+    """Return True if a source is a folder, an index (judging by its name) or several files."""
     if isinstance(source, Checkpoint):
         return os.path.isdir(source.path) or len(source.sources) > 1
     if not isinstance(source, (str, os.PathLike)):
         return len(source) > 1 or any(map(_is_set, source))
     path = os.fspath(source)
     index_names = {load_format(format).index_name for format in WRITABLE}
+    # The name is "" for a format without an index.
     is_index = _INDEX_NAME.search(path) or os.path.basename(path) in index_names - {""}
     return bool(is_index) or not place_of(path).is_file(path)
 

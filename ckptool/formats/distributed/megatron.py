@@ -41,8 +41,9 @@ class Megatron(Format):
             roots = {os.path.basename(os.path.dirname(rank.path)): rank.root for rank in ranks}
             checkpoint = Checkpoint(roots, self.name, probe.path)
             numbers = [int(name.removeprefix("mp_rank_")) for name in roots]
-            world_size = max(_read_world_size(ranks[0]), len(files))
-            check_ranks(numbers, world_size, "mp_rank_{rank:02d}", probe.path, "copy it as well")
+            world_size = max(_read_world_size(ranks[0]), len(files))  # it may be unknown: 0
+            hint = "copy it as well"
+            check_ranks(numbers, world_size, "mp_rank_{rank:02d}", probe.path, hint=hint)
             note = f"{counted(len(files), 'Megatron rank')}"
             return combine_details(ranks, checkpoint, notes=(note, *ranks[0].details.notes))
 

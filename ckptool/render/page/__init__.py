@@ -50,7 +50,7 @@ class PageReceipt(Result):
             "source": self.source,
             "other": self.other,
             "file": self.path,
-            **to_document(self, "source", "other", "path"),
+            **to_document(self, "source", "other", "path"),  # all fields but these
         }
 
 

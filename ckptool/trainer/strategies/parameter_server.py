@@ -342,7 +342,7 @@ class ParameterServer(Strategy):
         self._outcome = outcome
 
     def _hand_out_task(self, task: Task) -> None:
-        """Send a task to the first free worker; its answer goes to the inbox."""
+        """Send a task to the first free worker, without a time limit; the inbox gets its answer."""
         rank = min(self._free_workers)
         self._free_workers.remove(rank)
         answer: Future[Answer] = rpc.rpc_async(
