@@ -27,7 +27,10 @@ HINT = "write a function without arguments that returns the model: def build(): 
 
 @contextmanager
 def use_working_directory() -> Iterator[None]:
-    """Put the working directory first on the path, as `python -m` does; send output to stderr."""
+    """Put the working directory first on the path, as `python -m` does.
+
+    What user code prints goes to stderr, so that stdout has only ckptool's own output.
+    """
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:

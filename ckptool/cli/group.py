@@ -122,10 +122,11 @@ class VerbGroup(BriefHelpCommand, click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the verb with this name or alias, or None."""
-        name, *_ = ALIASES.get(cmd_name, (cmd_name,))
+        name, *_options = ALIASES.get(cmd_name, (cmd_name,))
         if name not in self.list_commands(ctx):
             return None
-        return _import_command(_FILES.get(name, f"{name}_verb"), name)
+        file = _FILES.get(name, f"{name}_verb")
+        return _import_command(file, name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -400,6 +400,7 @@ class _Comparison:
 
     def compare(self) -> None:
         """Compare every pair, of tensors and of other entries."""
+        # First of all, because objects may contain tensors that are entries of their own.
         for pair in self.aligned.pairs:
             self.listed_ids.update(
                 id(entry.leaf) for entry in (pair.a, pair.b) if isinstance(entry.leaf, TensorRef)
@@ -450,6 +451,7 @@ class _Comparison:
         is_same_kind = a.kind == b.kind and a.dtype == b.dtype
         if is_same_kind and is_made_of_parts(a) and is_made_of_parts(b):
             return self._compare_parts(pair, a, b)
+        # The checksums of a quick comparison say nothing about the elements of different dtypes.
         if not (a.has_content and b.has_content) or (self.quick and a.dtype != b.dtype):
             return _Elements()
         verdict = self.contents.compare(pair.a.path, a, b)

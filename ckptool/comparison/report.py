@@ -71,9 +71,12 @@ def summarize_file(checkpoint: Checkpoint) -> FileSummary:
 def _list_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each value, and of each attribute of an object."""
     for section in checkpoint.sections:
-        for path, leaf in section.node.items() if section.kind == "values" else ():
+        if section.kind != "values":
+            continue
+        for path, leaf in section.node.items():
             if isinstance(leaf, TensorRef):
                 continue
+            # With `plain`, it is a numpy scalar.
             if isinstance(leaf, Opaque) and leaf.attributes and not leaf.plain:
                 for key, value in leaf.attributes.items():
                     yield name_of((*path, key)), summarize(value, _MOST_CHARACTERS)

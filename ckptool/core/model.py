@@ -149,7 +149,7 @@ class Opaque(Result):
     @property
     def is_numpy(self) -> bool:
         """True for a numpy scalar or dtype: a value without further content."""
-        if self.plain is not None:
+        if self.plain is not None:  # a scalar
             return True
         named = isinstance(self.func, Global) and self.func.qualified in _NUMPY_VALUES
         return named and next(find_tensors(self), None) is None
@@ -353,7 +353,7 @@ class TensorRef(Result):
     @property
     def reach(self) -> tuple[int, int]:
         """The range of its storage in bytes: the first, and the one after the last."""
-        if self.dtype in PACKED and self.storage is not None:
+        if self.dtype in PACKED and self.storage is not None:  # elements share bytes
             return 0, self.storage.nbytes
         first, stop = self.span if self.numel else (0, 0)
         return first * self.itemsize, stop * self.itemsize
@@ -410,8 +410,9 @@ class TensorRef(Result):
     @property
     def class_name(self) -> str:
         """The qualified name of its class: that in the file for a subclass, else torch's."""
-        made_of = (self.parts or {}).get("type") if self.storage is None else None
-        types = (made_of, *(layer.type for layer in self.wrapping))
+        # A subclass without a storage of its own has its class among its parts.
+        own_class = (self.parts or {}).get("type") if self.storage is None else None
+        types = (own_class, *(layer.type for layer in self.wrapping))
         class_names = (cls.qualified for cls in types if isinstance(cls, Global))
         return next(class_names, "torch.Tensor")
 

@@ -384,9 +384,9 @@ def _recognizes(quantizer: Quantizer, weight: Any, companion: Any) -> bool:
         return next(find_tensors(weight), None) is not None
     if not isinstance(weight, TensorRef) or not weight.dtype.startswith(quantizer.dtypes):
         return False
-    return not quantizer.same_width or (
-        isinstance(companion, TensorRef) and companion.sizes[-1:] == weight.sizes[-1:]
-    )
+    if not quantizer.same_width:
+        return True
+    return isinstance(companion, TensorRef) and companion.sizes[-1:] == weight.sizes[-1:]
 
 
 def class_scheme(node: Any) -> str | None:

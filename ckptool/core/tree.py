@@ -230,13 +230,16 @@ class _Rebuilder:
         if replacement is node:
             self._register_copy(node, node, replace(node, steps=[]), pending)
         else:
-            pending.append((node, True))
+            pending.append((node, True))  # to be finished after the replacement
             self._replace_leaves((replacement,), pending)
 
     def _register_copy(
         self, node: Any, source: Any, copy: Any, pending: list[tuple[Any, bool]]
     ) -> None:
-        """Register an empty copy of a node, to be filled later; replace the leaves in it."""
+        """Register an empty copy of a node, to be filled from `source`; replace the leaves in that.
+
+        `source` is the node, or the dict that `mapping` returned for it.
+        """
         self.done[id(node)] = self.done[id(source)] = copy
         self.copies.append((source, copy))
         self._replace_leaves(get_children(source), pending)
@@ -498,7 +501,7 @@ def _iterate_hidden_items(node: Opaque, item_count: int) -> Entries:
         yield from state.items()
     elif node.state is not None:
         yield "state", node.state
-    if isinstance(node.args, tuple) and not _is_counter(node):
+    if isinstance(node.args, tuple) and not _is_counter(node):  # whose argument is its items
         yield from enumerate(node.args, start=item_count)
     if isinstance(node.kwargs, dict):
         yield from node.kwargs.items()
@@ -508,7 +511,7 @@ def drop_ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[Path, Ten
     """Return the tensors, with only the first key of each tie."""
     first_by_place: dict[Any, tuple[Path, TensorRef]] = {}
     for path, tensor in tensors:
-        first_by_place.setdefault(tensor.place or path, (path, tensor))
+        first_by_place.setdefault(tensor.place or path, (path, tensor))  # ties share a place
     return list(first_by_place.values())
 
 

@@ -49,7 +49,10 @@ def to_json_value(value: Any) -> Any:
 
 
 def to_document(result: Any, *left_out: str) -> dict[str, Any]:
-    """Return the fields of a dataclass for a JSON document, including nested results."""
+    """Return the fields of a dataclass but `left_out` for a JSON document, nested results too.
+
+    Paths, shapes and strides stay tuples, which can be keys of a dict.
+    """
     names = [field.name for field in fields(result) if field.name not in left_out]
     values = ((name, getattr(result, name)) for name in names)
     return {

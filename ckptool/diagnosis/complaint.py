@@ -158,7 +158,7 @@ def map_to_bare_keys(section: Section) -> dict[str, str]:
 
 def summarize_names(names: Iterable[str], max_count: int = _MOST_NAMES) -> tuple[str, ...]:
     """Return the first names with repeated layers folded: `layers.{0..11}.weight`, `and 4 more`."""
-    folded = group_families((name, None) for name in names)
+    folded = group_families((name, None) for name in names)  # by the names alone
     hidden = sum(len(family.names) for family in folded[max_count:])
     tail = (f"and {hidden:,} more",) if hidden else ()
     return (*(printable(family.label) for family in folded[:max_count]), *tail)

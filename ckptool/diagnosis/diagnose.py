@@ -312,9 +312,9 @@ def _hint_for_hopeless(kinds: Set[str]) -> str:
 
 def _find_reader(subject: Subject) -> str:
     """Return the call that reads the file as is, with FILE for its path; "" for torch.load."""
-    refusal = load_format(subject.checkpoint.format).refusal
-    if subject.companion is not None:
+    if subject.companion is not None:  # not a model: a file that a trainer saved next to it
         return subject.companion.reader
+    refusal = load_format(subject.checkpoint.format).refusal  # by torch.load
     return refusal.reader if refusal is not None else ""
 
 

@@ -195,7 +195,10 @@ def make_computed_range(
     *,
     ahead: ReadAhead | None = None,
 ) -> ByteRange:
-    """Return `size` bytes that `fill` computes; see `ComputedSource`."""
+    """Return `size` bytes that `fill` computes from `made_of`; see `ComputedSource`.
+
+    In messages they have the name of the first file that they are made of.
+    """
     source = ComputedSource(made_of[0].source.name, size, fill, ahead=ahead)
     source.made_of = made_of
     return ByteRange(source, 0, size)

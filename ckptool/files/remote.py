@@ -280,7 +280,8 @@ class RemoteSource(Source):
         Raises:
             UnreadableFile: it has changed.
         """
-        response = _make_fetcher(self.name)(0, 1, "")
+        fetch = _make_fetcher(self.name)
+        response = fetch(0, 1, "")  # the first byte, of any version
         TRAFFIC.add(len(response.data))
         if (response.size, response.tag) != (self.size, self._tag):
             raise changed_error(self.name)

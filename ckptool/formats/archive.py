@@ -669,12 +669,13 @@ def parse_counts(values: Any, limits: Limits) -> tuple[int, ...]:
 
 
 def parse_count(value: Any) -> int:
-    """Return a count from JSON, in the forms that `parse_counts` accepts.
+    """Return a count from JSON; serializers also write text and `{"as_int": 3}`.
 
     Raises:
         TypeError, ValueError: it is not a count.
     """
     value = value.get("as_int") if isinstance(value, dict) else value
+    # A count of 64 bits has at most 19 digits; `index` refuses a longer text.
     number = int(value) if isinstance(value, str) and len(value) < 20 else index(value)
     if number < 0:
         raise ValueError(f"{number:,} is not a count")

@@ -395,7 +395,7 @@ class Format:
     def keeps_order(self) -> bool:
         """True if the keys are in the order in which they were saved.
 
-        One pickle keeps the order. Shards and other formats do not.
+        One pickle keeps it, with the data (`inline`) or without. Shards and other formats do not.
         """
         return self.inline or (self.by_torch and not self.shard_ending)
 

@@ -160,7 +160,8 @@ def _find_complete_sets(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     shards: dict[tuple[str, str, str], dict[int, str]] = {}
     for name in names:
         if match := NUMBERED.fullmatch(name):
-            shards.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = name
+            stem, number, count, extension = match.groups()
+            shards.setdefault((stem, count, extension), {})[int(number)] = name
     for (stem, count, extension), numbered in sorted(shards.items()):
         if int(count) == len(numbered) and min(numbered) >= 1 and max(numbered) == len(numbered):
             yield f"{stem}{extension}", numbered[1]

@@ -40,7 +40,7 @@ def _read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]
     document = read_json(archive.records["model.json"], limits)
     with add_error_context(archive.path, "record 'model.json'", rules_of="TorchScript"):
         model = _Model(archive, document, limits)
-        model.collect(document["mainModule"], "", 0)
+        model.collect(document["mainModule"], prefix="", depth=0)
     version = document.get("producerVersion", "1.0")
     writer = f"torch.jit of torch {version:.20}" if isinstance(version, str) else ""
     return model.weights, writer
@@ -147,7 +147,7 @@ class TorchScript(Format):
     def read(self, probe: Probe) -> Checkpoint:
         """Return the weights by full name; read only the directory, the pickle and the source."""
         archive = probe.compute_once(open_archive)
-        if "model.json" in archive.records and "data.pkl" not in archive.records:
+        if "model.json" in archive.records and "data.pkl" not in archive.records:  # torch 1.0
             root, writer = _read_model_json(archive, probe.limits)
             details = _describe_file(archive, writer=writer)
         else:
@@ -260,7 +260,7 @@ class _Collector:
         if not isinstance(root, Opaque):
             raise CorruptFile("the pickle contains no TorchScript module")
         self.weights.attributes["_metadata"] = self.metadata
-        self._collect_module(root, "", 0)
+        self._collect_module(root, prefix="", depth=0)
         return self.weights
 
     def _collect_module(self, module: Opaque, prefix: str, depth: int) -> None:

@@ -39,8 +39,9 @@ ANYWHERE = frozenset({"cpu", "meta"})
 def find_unpickling_calls(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the calls, as Python, that unpickling the files of a checkpoint would make.
 
-    Calls of known constructors of data are left out. Files whose pickle refers only to names on
-    the allow list of `weights_only=True` are not read again.
+    Calls of known constructors of data are left out, as are records missing from the zip directory.
+    Files whose pickle refers only to names on the allow list of `weights_only=True` are not read
+    again.
     """
     if not find_blocked_names(checkpoint.details.globals):
         return ()
@@ -290,8 +291,8 @@ def suggest_import(classes: Iterable[str]) -> str:
 def _find_legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield reasons in the pickle protocol and the dtypes of a legacy stream."""
     protocol = checkpoint.details.protocol
-    # The opcodes of other protocols are reported by name, unless only the other pickles of the
-    # stream have them, before and after the object.
+    # The caller names the opcodes of another protocol in the pickle of the object. If only the
+    # stream's other pickles have them, before and after it, the protocol itself is the reason.
     if protocol not in (2, 3) and not checkpoint.details.opcodes:
         yield f"pickle protocol {protocol}"
     dtypes = dict.fromkeys(ref.dtype for _, ref in checkpoint.tensors())

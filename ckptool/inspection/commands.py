@@ -26,7 +26,7 @@ def list_training_state(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the items of `TRAINING` that the file has."""
     kinds = {section.kind for section in checkpoint.sections}
     has_epoch = isinstance(checkpoint.root, dict) and "epoch" in checkpoint.root
-    presence = ("optimizer" in kinds, has_epoch, "scheduler" in kinds)
+    presence = ("optimizer" in kinds, has_epoch, "scheduler" in kinds)  # in TRAINING's order
     return tuple(compress(TRAINING, presence))
 
 

@@ -410,8 +410,8 @@ class Fingerprints:
     """
 
     def __init__(self, limits: Limits, listed: Container[int] = frozenset()) -> None:
-        """Treat tensors with identities in `listed` as equal: they have a hash of their own."""
-        self._repeated = RepeatedBytes(limits)
+        """Treat tensors with identities in `listed` as equal: the caller hashes these itself."""
+        self._repeated = RepeatedBytes(limits)  # by the strides of all tensors so far
         self._listed_ids = listed
         self._path: Path = ()
         """The path of the node that `compute` was called with, for errors."""
@@ -476,9 +476,10 @@ class Fingerprints:
 
 def _hash_bytes(head: str, *parts: bytes) -> bytes:
     """Return the SHA-256 of a text and of the bytes after it."""
-    import hashlib  # OpenSSL: a list without hashes has no use for it
+    import hashlib  # here, because it loads OpenSSL, which a list without hashes does not need
 
     raw = head.encode("utf-8", "backslashreplace")
+    # The length shows where the text ends and the parts begin.
     digest = hashlib.sha256(len(raw).to_bytes(8, "little") + raw)
     for part in parts:
         digest.update(part)

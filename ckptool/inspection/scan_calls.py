@@ -409,8 +409,8 @@ def is_data_constructor(name: str) -> bool:
 def _may_act(func: Global, *, strict: bool = False) -> bool:
     """Return True if a name may be a function or class that does more than compute.
 
-    With `strict`, also for functions of unknown effect. A name is a function unless it is spelled
-    like a class.
+    With `strict`, also for functions of numeric and unknown libraries. A name is a function unless
+    it is spelled like a class.
     """
     kind = _classify_name(func.qualified)
     is_unclear = kind in ("numeric", "unknown") and not _CLASS.fullmatch(func.name)

@@ -277,7 +277,7 @@ def _refuse_selected_placeholders(
 ) -> None:
     """Raise NotRepresentable if a tensor to measure is a placeholder of ZeRO-3."""
     placeholders = find_placeholders(checkpoint)
-    # Other tensors without values, lazy or on the meta device, get a row with the reason.
+    # "part" is the kind of ZeRO-3. Lazy tensors and meta tensors get a row with the reason.
     if placeholders is not None and placeholders.kind == "part":
         names = set(placeholders.where)
         if any(name_of(path) in names for path, _ in leaves):

@@ -454,11 +454,12 @@ class Verdict(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the file's entry of `ckptool.verify/1`."""
+        left_out = ("file", "format", "summed", "content", "checked")
         return {
             "file": self.file,
             "format": self.format or None,
             "ok": self.ok,
-            **to_document(self, "file", "format", "summed", "content", "checked"),
+            **to_document(self, *left_out),
             "records_checked": self.summed,
             "bytes_checked": self.checked,
         }

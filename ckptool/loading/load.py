@@ -88,7 +88,7 @@ def load(
 def open_with_warnings(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
     """Open a checkpoint, and warn about values that its reader changed, such as a ZeRO-3 cast."""
     with open_or_reuse(path) as checkpoint:
-        if not isinstance(path, Checkpoint):
+        if not isinstance(path, Checkpoint):  # its caller already has the `changes`
             for change in checkpoint.changes:
                 warn(f"{checkpoint.path}: {change.text}")
         yield checkpoint
@@ -220,7 +220,7 @@ class TreeMaker:
     def _make_sequence(self, node: Sequence[Any]) -> Any:
         """Return a list or tuple."""
         new: list[Any] = []
-        if isinstance(node, list):
+        if isinstance(node, list):  # a tuple exists only after its items
             self._remember(node, new)
         for index, item in enumerate(node):
             self._current_path.append(index)
@@ -229,7 +229,7 @@ class TreeMaker:
         return new if isinstance(node, list) else tuple(new)
 
     def _make_size(self, node: Size) -> Any:
-        """Return a `torch.Size`, or a tuple if not all items are integers."""
+        """Return a `torch.Size`, or a tuple if an item is no integer, as a Size has none."""
         import torch
 
         items = self._make_sequence(node)

@@ -590,9 +590,10 @@ def _fold_keys(keys: Sequence[str], max_keys: int = 4) -> str:
 
 def _list_rows(rows: Sequence[tuple[str, str]], max_rows: int) -> str:
     """List keys with their details; fold repeated layers with the same detail."""
-    folded_rows = rows[:_MAX_FOLDED_KEYS]
+    folded_rows, other_rows = rows[:_MAX_FOLDED_KEYS], rows[_MAX_FOLDED_KEYS:]
+    details = [detail for _, detail in folded_rows]
     shown = [  # `layers.{0..31}.weight`, with the detail of the first
-        f"{family.label}{folded_rows[family.numbers[0]][1]}"
-        for family in group_families(folded_rows)
+        f"{family.label}{details[family.numbers[0]]}" for family in group_families(folded_rows)
     ]
-    return listed([*shown, *(key + text for key, text in rows[_MAX_FOLDED_KEYS:])], max_rows)
+    shown += [key + detail for key, detail in other_rows]
+    return listed(shown, max_rows)

@@ -45,12 +45,12 @@ def fits(file_slot: Slot, model_slot: Slot) -> bool:
     """Return True if torch loads the file's entry into the model's entry.
 
     Torch copies a tensor of the same shape, and [1] into a scalar, as torch 0.3 saved scalars
-    (`Module._load_from_state_dict`). Other values fit an entry that is not a tensor, or unknown.
+    (`Module._load_from_state_dict`). Any value fits a model's entry without a known shape.
     """
     if model_slot.shape is None or file_slot.shape == model_slot.shape:
         return True
     if file_slot.shape is None:
-        return file_slot.kind != "extra"
+        return file_slot.kind != "extra"  # a tensor of unknown shape may fit
     return not model_slot.shape and file_slot.shape == (1,)
 
 
@@ -109,10 +109,11 @@ def is_exact_cast(wide: str, narrow: str) -> bool:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a value for JSON: a list for a tuple, a dict for a row."""
+    """Return a value for JSON: a list for a tuple, a dict for a row or the report."""
     if isinstance(value, Remedy):
         return str(value)
     if isinstance(value, (tuple, list)):
+        # Some rows have a `to_dict` of their own.
         return [item.to_dict() if isinstance(item, _Row) else _to_json(item) for item in value]
     if isinstance(value, (_Row, MatchReport)):
         return {item.name: _to_json(getattr(value, item.name)) for item in fields(value)}

@@ -208,9 +208,11 @@ class _Parser:
     def __init__(self, text: str) -> None:
         """Split the text into tokens."""
         self._text = text
+        # A longer text has too many words, or too much space between them.
         matches = list(_TOKEN.finditer(text)) if len(text) <= 20 * _MAX_TOKENS else []
         if not matches or len(matches) > _MAX_TOKENS:
             raise self.error(f"it has no axes, or more than {_MAX_TOKENS} words")
+        # Group 1 of `_TOKEN` is a word, group 2 a character that is not allowed.
         if unknown := next((match[2] for match in matches if match[2]), None):
             raise self.error(f"{printable(unknown)!r} is not allowed in an equation")
         self._tokens = [match[1] for match in reversed(matches)]

@@ -318,9 +318,9 @@ class Recipe:
     def find_unfinished(self, keys: Iterable[str]) -> list[str]:
         """Return the keys that still contain a `/`, although the target has no paths.
 
-        A rule that keeps them for the next pass does not finish them.
+        A rule that only keeps a key for the next pass (`{x*}` -> `{x*}`) does not finish it.
         """
-        if not self.uses_paths or self.invert().uses_paths:
+        if not self.uses_paths or self.invert().uses_paths:  # paths of source, target
             return []
         return [key for key in keys if "/" in key]
 
@@ -394,7 +394,7 @@ class _Reader:
 
         It is searched as in a string of JSON or TOML, and not as a part of a longer key.
         """
-        escaped = re.escape(json.dumps(text, ensure_ascii=False)[1:-1])
+        escaped = re.escape(json.dumps(text, ensure_ascii=False)[1:-1])  # without its quotes
         match = re.search(rf"(?<![\w.}}*/-]){escaped}(?![\w.{{*/-])", self._text)
         return None if match is None else self._text.count("\n", 0, match.start()) + 1
 

@@ -57,7 +57,7 @@ class Reshape(Step):
         """
         for name in ("resize", "interpolate_pos", "split", "fuse"):
             object.__setattr__(self, name, check_list_option(name, getattr(self, name)))
-        self._make_steps()
+        self._make_steps()  # which parses every rule
 
     def _make_steps(self) -> list[tuple[str, SectionRule]]:
         """Return each rule of the fields with its function, in their order."""

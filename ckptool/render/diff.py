@@ -303,7 +303,8 @@ def _heading_lines(diff: Diff, look: Look) -> Iterator[str]:
     for letter, path, format, status in sides:
         entries = counted(diff.common + diff.counts[status] + diff.counts["R"], "entry")
         facts = f"  {clean(format)}, {entries}"
-        room = (look.width or 1 << 30) - len(facts) - len(f"{letter}  ")
+        width = look.width or 1 << 30  # None does not shorten any path
+        room = width - len(facts) - len(f"{letter}  ")
         yield f"{look.bold(letter)}  {shorten(clean(path), room)}{facts}"
 
 

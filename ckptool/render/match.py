@@ -302,7 +302,7 @@ def _step_key(name: str, related_names: Sequence[str]) -> Hashable:
     A related name with the numbers of `name` counts without them: `a.1.w` and `b.1.w` are like
     `a.2.w` and `b.2.w`.
     """
-    name_numbers = split_numbers(name)[1]
+    _texts, name_numbers = split_numbers(name)
     return tuple(
         texts if numbers == name_numbers else (texts, numbers)
         for texts, numbers in map(split_numbers, related_names)

@@ -162,7 +162,7 @@ def _unpack_scalar(name: str, order: str, raw: bytes, file: str) -> Any:
     if struct.calcsize(layout) != len(raw):
         raise CorruptFile(f"a numpy {name} scalar has {len(raw)} bytes", file=file)
     parts = struct.unpack(layout, raw)
-    return complex(*parts) if len(parts) == 2 else parts[0]
+    return complex(*parts) if len(parts) == 2 else parts[0]  # real and imaginary part
 
 
 def _make_ordered_dict(machine: Machine, args: Any) -> Any:
@@ -195,7 +195,7 @@ def _decode_latin1(machine: Machine, args: Any) -> Any:
     match args:
         case (str() as text, str() as codec) if codec.replace("-", "").lower() == "latin1":
             return text.encode("latin-1")
-    return NotImplemented
+    return NotImplemented  # the call is kept as data
 
 
 def _make_empty_bytes(machine: Machine, args: Any) -> Any:
@@ -225,7 +225,7 @@ def _unwrap_paddle_array(machine: Machine, args: Any) -> Any:
     match args:
         case ("data", {"data": TensorRef() as array} as names) if len(names) == 1:
             return array
-    return NotImplemented
+    return NotImplemented  # the call is kept as data
 
 
 def _make_object(machine: Machine, args: Any) -> Any:

@@ -309,7 +309,7 @@ class _Encoder:
         if not node:
             self.out += b")"
         elif not self.write_reference(id(node)):
-            if len(node) > 3:
+            if len(node) > 3:  # shorter ones have opcodes that need no mark
                 self.out += b"("
             self.push(*node, _EndTuple(node))
 
@@ -336,7 +336,7 @@ class _Encoder:
 
         The tuple `args` itself is not memoized.
         """
-        self.keep_alive.append(args)
+        self.keep_alive.append(args)  # its items are memoized by identity
         put = () if node is None else (_Put(node),)
         self.push(func, _MARK, *args, _TUPLE, _REDUCE, *put)
 

@@ -161,7 +161,7 @@ def _make_v2(machine: Machine, args: Any) -> TensorRef:
     storage, offset, size, stride, requires_grad, hooks, *metadata = args
     if type(requires_grad) is not bool:
         raise TypeError("requires_grad is not a boolean")
-    if not metadata and not hooks:
+    if not metadata and not hooks:  # as almost always: nothing to parse
         return make_strided(storage, offset, size, stride, requires_grad=requires_grad)
     return make_strided(
         storage, offset, size, stride,
@@ -285,12 +285,12 @@ def _make_nested(machine: Machine, args: Any) -> TensorRef:
 
 def _find_nested_shape(sizes: TensorRef) -> tuple[int | None, ...]:
     """Return the sizes of all components, None where they differ; `sizes` is (components, dims)."""
-    if len(sizes.shape) != 2:
+    if len(sizes.shape) != 2:  # no table: only the number of components is known
         return (sizes.shape[0] if sizes.shape else 0,)
     count, dimensions = sizes.shape[0] or 0, sizes.shape[1] or 0
     if sizes.numel > _MAX_NESTED or not sizes.has_content or count == 0:
         return (count, *[None] * dimensions)
-    sizes_in_rows = memoryview(sizes.read()).cast("q")
+    sizes_in_rows = memoryview(sizes.read()).cast("q")  # int64
     sizes_by_axis = [set(sizes_in_rows[axis::dimensions]) for axis in range(dimensions)]
     return (count, *(axis.pop() if len(axis) == 1 else None for axis in sizes_by_axis))
 
@@ -319,8 +319,7 @@ def _make_meta(machine: Machine, args: Any) -> TensorRef:
     dtype, size, stride, requires_grad = args
     return TensorRef(
         parse_torch_dtype(dtype), check_integers(size), check_integers(stride),
-        0, None, "meta", bool(requires_grad),
-        kind="meta",
+        offset=0, storage=None, device="meta", requires_grad=bool(requires_grad), kind="meta",
     )  # fmt: skip
 
 
@@ -440,7 +439,8 @@ def _make_device_from_cpu(machine: Machine, args: Any) -> TensorRef:
     data, dtype, device, requires_grad = args
     if data.dtype != parse_torch_dtype(dtype):
         raise ValueError(f"{parse_torch_dtype(dtype)} is stored as {data.dtype}")
-    return _move_to_device(data, device, requires_grad, {"carrier": "cpu_tensor", "data": data})
+    parts = {"carrier": "cpu_tensor", "data": data}  # to write the tensor back as it was read
+    return _move_to_device(data, device, requires_grad, parts)
 
 
 def _make_numpy_handler(name: str) -> Callable[[Machine, Any], TensorRef]:

@@ -41,7 +41,8 @@ def unescape(text: bytes) -> bytes:
     is_quoted = len(text) >= 2 and text[:1] == text[-1:] and text[:1] in (b"'", b'"')
     if not is_quoted:
         raise ValueError("a string without quotes")
-    return codecs.escape_decode(text[1:-1])[0]
+    content, _length = codecs.escape_decode(text[1:-1])
+    return content
 
 
 _PYTHON2_NAMES = {
@@ -84,4 +85,4 @@ def parse_text_pid(text: str, find: Callable[[str, str], Global]) -> Any:
         return text
     module, name, key, location, count, view = match.groups()
     pid = ("storage", find(module, name), key, location, int(count))
-    return pid if view is None else (*pid, None)
+    return pid if view is None else (*pid, None)  # `view` is the text "None"

@@ -215,7 +215,7 @@ class Averager:
     def _kernel_for(self, runs: Sequence[Elements], target: str) -> _Kernel:
         """Return this thread's kernel for the dtypes of the runs and the target; make it once."""
         sources = tuple(dict.fromkeys(run.dtype for run in runs))
-        kernel_by_dtypes: dict[Any, _Kernel] = self._kernels_of_thread.__dict__
+        kernel_by_dtypes: dict[Any, _Kernel] = self._kernels_of_thread.__dict__  # one per thread
         dtypes = f"{sources} {target}"
         if dtypes not in kernel_by_dtypes:
             kernel_by_dtypes[dtypes] = _Kernel(sources, target)

@@ -69,7 +69,7 @@ def is_exact(source: str, target: str) -> bool:
         and new.smallest_exponent <= old.smallest_exponent
         and new.largest >= old.largest
         and (new.infinite or not old.infinite)
-        and new.signed
+        and new.signed  # an unsigned one has no zero either
     )
 
 
@@ -405,7 +405,7 @@ class Kernel:
         """Return the losses of casting a tensor in memory of at most `CHUNK` elements."""
         self._chunk_length = elements.numel()
         self._source[: self._chunk_length].copy_(elements.flatten())
-        self.cast(swap=False)
+        self.cast(swap=False)  # in memory, so in the machine's byte order
         return self.count_losses(0, self._chunk_length)
 
     def _classify_losses(self, old: torch.Tensor, restored: torch.Tensor) -> Losses:

@@ -42,11 +42,12 @@ class Factors:
         return (up[0], *down[1:]) if all(size == 1 for size in up[2:]) else None
 
     def needs_transpose(self, shape: Sequence[int | None]) -> bool | None:
-        """Return True if only the transposed product can have the shape `shape` of a weight.
+        """Return True if the product has not the shape `shape` of a weight: it must be transposed.
 
         None if the product is square: its shape does not show its order.
         """
-        if len(shape) == 2 and self.shape == tuple(shape[::-1]) == tuple(shape):
+        is_square = len(shape) == 2 and shape[0] == shape[1]
+        if is_square and self.shape == tuple(shape):
             return None
         return tuple(shape) != self.shape
 

@@ -325,7 +325,7 @@ class _Kernel:
         """Return the number of zero elements; `numbers` are the elements minus the bias."""
         import torch
 
-        if numbers.is_floating_point():
+        if numbers.is_floating_point():  # without a bias
             # Twice as fast as counting, and most chunks of floats have no zero.
             if float(numbers.abs().min()) > 0:
                 return 0

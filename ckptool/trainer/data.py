@@ -354,7 +354,8 @@ def make_random_features(config: TrainConfig) -> TrainData:
     generator = torch.Generator().manual_seed(config.seed)
     x = torch.randn(100, 5, generator=generator, dtype=torch.float64)
     y = x @ torch.randn(5, 2, generator=generator, dtype=torch.float64)
-    return TrainData(TensorDataset(x.to(dtype), y.to(dtype)), None, "mse_loss", (5,), 2)
+    train = TensorDataset(x.to(dtype), y.to(dtype))
+    return TrainData(train, validation=None, loss="mse_loss", inputs=(5,), outputs=2)
 
 
 def load_digit_images(config: TrainConfig) -> TrainData:

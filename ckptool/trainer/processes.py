@@ -58,7 +58,7 @@ class World:
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over the processes, as float64."""
-        if self._device is None:
+        if self._device is None:  # only this process
             return [float(value) for value in values]
         total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         dist.all_reduce(total)

@@ -168,7 +168,7 @@ def has_online_model(names: Collection[str]) -> bool:
     """Return True if a state dict with averages also has the weights that were averaged."""
     if find_average_prefix(names) == AVERAGED:
         return any(name.startswith(_ONLINE) for name in names)
-    # The prefix of timm starts with that of LitEma.
+    # timm's prefix starts with LitEma's, so in both layouts only the model's keys lack this one.
     return not all(name.startswith(_LITEMA) for name in names)
 
 

@@ -144,11 +144,11 @@ class Overlay(Step):
         tensors = {name: node for name, node in other_state.items() if isinstance(node, TensorRef)}
         bare_keys = map_to_bare_names(tensors)
         index = NameIndex([((bare_keys[name],), tensor) for name, tensor in tensors.items()])
-        chosen = select(index, tuple(self.include), (), endings=False)
+        chosen = select(index, tuple(self.include), exclude=(), endings=False)
         for unmatched in chosen.unmatched:
             raise unmatched_error(unmatched, other.path)
         prefix = f"{self.at}." if self.at is not None else ""
-        return {prefix + path[0]: tensor for path, tensor in chosen.pick_from(index)}
+        return {prefix + key: tensor for (key,), tensor in chosen.pick_from(index)}
 
     def _no_common_key_error(
         self,

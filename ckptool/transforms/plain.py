@@ -547,9 +547,9 @@ def _describe_rejected(path: Path, node: Any) -> str:
 def _describe_remaining(path: Path, node: Any) -> str:
     """Return the path and class of an object without a plain form.
 
-    For a module, also its content outside its state dict.
+    For a module, also its tensors outside its state dict.
     """
-    lost = _find_content_outside_state(node)[0] if is_module(node) else ()
+    lost, _others = _find_content_outside_state(node) if is_module(node) else ([], [])
     exception = f", except for its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
     return f"{describe_path(path)} ({get_class_name(node)}{exception})"
 

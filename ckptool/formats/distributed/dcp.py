@@ -223,7 +223,7 @@ def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
 
     def locate() -> tuple[ByteRange, int | None]:
         """Open the item again, and return the bytes of the record."""
-        return _open_item(item, limits).records[name].data, None
+        return _open_item(item, limits).records[name].data, None  # without a CRC-32
 
     name = record.name
     return make_late_range(item.path, record.data.length, locate)

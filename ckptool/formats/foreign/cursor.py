@@ -30,7 +30,7 @@ class Cursor:
         """The bytes that were read last, in larger blocks than single values, and their offset."""
 
     def charge(self, cost: int) -> None:
-        """Count a value with a cost relative to an entry of a zip directory.
+        """Count a value like `cost` entries of a zip directory, whose number is limited.
 
         Raises:
             LimitExceeded: if there are too many values.

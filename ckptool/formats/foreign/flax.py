@@ -250,9 +250,9 @@ class _Reader(Cursor):
         return make_plain_tensor(str(self.position), chunks[0].dtype, shape, data)
 
     def _check_shape(self, sizes: Any) -> tuple[int, ...]:
-        """Return the shape in a list of sizes, which is read as a dict."""
-        shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
-        if not all(type(size) is int and size >= 0 for size in shape):
+        """Return the shape in a list of sizes, which `read_value` returns as a dict."""
+        shape = tuple(sizes.values()) if isinstance(sizes, dict) else None
+        if shape is None or not all(type(size) is int and size >= 0 for size in shape):
             raise self._damaged_error("an array has no shape")
         check_limit("an array has", len(shape), "dimensions", self.limits.max_dimensions)
         return shape
