@@ -116,7 +116,8 @@ def to_module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | 
 def to_model_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
     """Return the `state_dict()` of a pickled module with weights; None for anything else.
 
-    A module without weights (a loss, a vocabulary) is an ordinary object.
+    A module without weights (a loss, a vocabulary) is an ordinary object. Weights that only the
+    class of a submodule can save count, although they are not in the state.
     """
     state = to_module_state(node, limits)
     return state if state or (state is not None and find_opaque_content(node)) else None

@@ -92,7 +92,7 @@ class Section(Result):
 
     @property
     def quantizers(self) -> Counter[str]:
-        """The number of weights per known quantizer (`quantizers`)."""
+        """The number of weights per known quantizer, with those that only their class can save."""
         if self.kind not in MODEL_KINDS:
             return Counter()
         counts = Counter(weight.scheme for weight in find_quantized(self.node).values())

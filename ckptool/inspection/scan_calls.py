@@ -477,7 +477,7 @@ def _to_bytes(node: Any) -> bytes | None:
 
 
 def _find_bytes(args: Any) -> Iterator[bytes]:
-    """Yield the byte strings among arguments and inside them, of the first nodes and parts.
+    """Yield the byte strings in arguments: the first parts of each of the first nodes inside.
 
     A single byte is no pickle.
     """

@@ -318,7 +318,7 @@ class _States:
 
     def _visit_nodes(self, pending: list[Any], seen: set[int]) -> None:
         """Visit the pending nodes and everything below them, in order; empties `pending`."""
-        pending.reverse()
+        pending.reverse()  # the next node is popped from the end
         while pending:
             node = pending.pop()
             if id(node) not in seen:

@@ -243,6 +243,7 @@ def _are_shapes(values: Iterable[Any]) -> bool:
     if not all(isinstance(shape, (tuple, list)) for shape in shapes):
         return False
     sizes = list(chain.from_iterable(shapes))
+    # A bool is an int, but no size.
     return {int}.issuperset(map(type, sizes)) and min(sizes, default=0) >= 0
 
 

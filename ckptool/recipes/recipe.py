@@ -312,7 +312,7 @@ class Recipe:
         does not count as a match.
         """
         variables = rule.left[0].variables
-        has_text = any(variable.kind == "text" for variable in variables)
+        has_text = any(variable.kind == "text" for variable in variables)  # as `{x*}`
         return rule.left == rule.right and has_text and rule.renames and len(self.passes) > 1
 
     def find_unfinished(self, keys: Iterable[str]) -> list[str]:

@@ -52,7 +52,7 @@ class Originals:
         self._by_view: dict[Any, TensorRef] = {
             tensor.place or id(tensor): tensor for tensor in self._chosen.values()
         }
-        """The chosen tensors by the bytes that they view, which a copy shares."""
+        """The chosen tensors by the bytes that they view, which a copy shares, or else by `id`."""
         self._ids_in_root = {id(node) for node in every_node(root)}
         """All nodes of `root`; any other node is a copy."""
 
@@ -239,7 +239,7 @@ class Cast(Step):
         if not self.keep:
             yield from super().words()
             return
-        yield from replace(self, keep=()).words()
+        yield from replace(self, keep=()).words()  # all other options
         for glob, dtype in parse_keep(self.keep):
             yield from ("--keep", f"{glob}={dtype}" if dtype else glob)
 

@@ -176,7 +176,10 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
 
 
 def _has_different_copies(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
-    """Return True if copies of the same rows differ, by the checksums in their files."""
+    """Return True if copies of the same rows differ, by the checksums in their files.
+
+    A checksum is of a whole storage: only copies at the same place in it can be compared.
+    """
     checksums: dict[Any, Any] = {}
     for rows, tensor in copies:
         if tensor.numel and tensor.storage is not None and tensor.storage.crc32 is not None:
