@@ -641,7 +641,7 @@ class _StateDictMaker(NamedTuple):
         parameter, state = self.live.parameters[number], self._make_copy(self.saved.state_of(key))
         if is_dtensor(parameter):
             for word, value in state.items():
-                # One value for each element is sharded like these; a step count is not.
+                # Values for each element are sharded like the parameter; a step count is not.
                 if getattr(value, "shape", None) == parameter.shape:
                     state[word] = distribute_like(parameter, value)
         return state

@@ -77,7 +77,7 @@ class Batches:
 
     def iterate_epoch(self, epoch: int, first: int = 0) -> Iterator[list[list[int]]]:
         """Yield the steps of `epoch` (from 0), from `first` on: lists of batches of row numbers."""
-        epoch_seed = (self.seed << 20) + epoch  # another one for each seed and epoch below 2**20
+        epoch_seed = (self.seed << 20) + epoch  # unique for epochs below 2**20
         generator = torch.Generator().manual_seed(epoch_seed % 2**63)  # torch's seeds have 64 bits
         order = torch.randperm(self.samples, generator=generator).tolist()
         size = self.batch_size

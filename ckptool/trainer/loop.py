@@ -107,7 +107,7 @@ class Loop:
         steps = list(self._batches.iterate_epoch(progress.epoch, progress.position))
         if limit is not None:
             steps = steps[: max(0, limit - progress.step)]
-        self._counted_at = time.monotonic()  # without the time of the last epoch's end
+        self._counted_at = time.monotonic()  # validation after an epoch does not count
         with self._strategy.prefetch_batches(steps, epoch=progress.epoch, first=progress.position):
             for number, batches in enumerate(steps, progress.step + 1):
                 progress.rate = self._strategy.tuning.rate

@@ -420,7 +420,7 @@ def _split_base_state(
 ) -> tuple[Mapping[Any, Any], list[dict[Any, Any]]]:
     """Return the optimizer's state of each vector by number, and its groups."""
     state_of_zero_3 = rank_state.get("optimizer_state_dict", rank_state)
-    base = rank_state.get("base_optimizer_state", state_of_zero_3)  # the former of ZeRO 1 and 2
+    base = rank_state.get("base_optimizer_state", state_of_zero_3)  # the key of ZeRO 1 and 2
     if isinstance(base, list):  # an elastic checkpoint: the state of each vector, without groups
         return dict(enumerate(base)), []
     return base.get("state") or {}, base.get("param_groups") or []

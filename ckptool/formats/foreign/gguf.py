@@ -152,7 +152,7 @@ class _Header(Cursor):
 
     def _read_entry(self) -> _Entry:
         """Return the next tensor of the header, which states the sizes from the last axis on."""
-        self.charge(_ENTRY_COST)  # to limit the size of the header
+        self.charge(_ENTRY_COST)  # counts toward the limit of values
         name = self._read_text()
         (count,) = self.read_numbers("<I")
         check_limit(f"{printable(name)!r} has", count, "dimensions", self.limits.max_dimensions)
