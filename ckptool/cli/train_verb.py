@@ -417,6 +417,7 @@ class EventPrinter(Observer):
     def _existing_checkpoints(self) -> list[Saved]:
         """The checkpoints that still exist, the newest last."""
         saved = self._events_of(Saved)
+        # A later `last.pth` or `best.pth` replaces the file of an earlier one.
         last_by_path = {checkpoint.path: checkpoint for checkpoint in saved}
         return [
             checkpoint

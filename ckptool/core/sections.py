@@ -580,7 +580,7 @@ def describe_sections(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield descriptions of the sections, and of the first keys outside any section."""
     for section in checkpoint.sections:
         if section.kind == "values":
-            paths = [path for path in section.node if path] or [()]
+            paths = [path for path in section.node if path] or [()]  # a value at the root
             yield from dict.fromkeys(name_of(path[:1]) or "a lone value" for path in paths)
         else:
             yield f"the {section.kind} {section.name or 'at the root'}"

@@ -67,7 +67,7 @@ class InflatedSource(Source):
 
     def _start(self) -> None:
         """Start to inflate at the beginning of the record."""
-        self._inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        self._inflater = zlib.decompressobj(-zlib.MAX_WBITS)  # negative: without a zlib header
         self._blocks = self._packed.iterate_blocks()
         self._pending = b""
         self._position = 0

@@ -183,7 +183,7 @@ def _copy_access(target: str, path: str) -> None:
     with suppress(FileNotFoundError):
         status = os.stat(target)
         hand_over(path, status)
-        os.chmod(path, stat.S_IMODE(status.st_mode) & 0o666)
+        os.chmod(path, stat.S_IMODE(status.st_mode) & 0o666)  # no journal is executable
 
 
 LOCK = ".ckptool-lock"

@@ -13,7 +13,7 @@ from ckptool.files.source import FileSource
 
 def read_json_object(path: str, max_bytes: int = 1 << 20) -> Mapping[str, Any]:
     """Return the object in a JSON file of at most `max_bytes` bytes; empty without an object."""
-    # This refuses a pipe, where a plain `open` would wait for its writer.
+    # `FileSource` refuses a pipe, where a plain `open` would wait for its writer.
     with suppress(CheckpointError, ValueError, RecursionError), closing(FileSource(path)) as source:
         content = json.loads(source.read(0, min(source.size, max_bytes)))
         if isinstance(content, dict):

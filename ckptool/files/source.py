@@ -284,7 +284,7 @@ def _fill_once(fd: int, buffer: memoryview, offset: int) -> int:
     """Fill `buffer` from `offset` in one call, and return the number of bytes."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [buffer], offset)
-    data = _read_once(fd, min(len(buffer), BLOCK), offset)
+    data = _read_once(fd, min(len(buffer), BLOCK), offset)  # a copy, so it must not be large
     buffer[: len(data)] = data
     return len(data)
 

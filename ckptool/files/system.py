@@ -83,7 +83,10 @@ _UNSUPPORTED_ERRORS = frozenset(
 
 
 def _count_open_files() -> int:
-    """Return the number of open files: the lowest free descriptor, or the limit if none is free."""
+    """Return the number of open files: the lowest free descriptor, or the limit if none is free.
+
+    On Windows, 0 if none is free.
+    """
     try:
         lowest_free = os.open(os.devnull, os.O_RDONLY)
     except OSError:

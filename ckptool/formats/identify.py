@@ -559,7 +559,7 @@ def looks_like_checkpoint(head: bytes) -> bool:
         return True
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return True
-    # safetensors: the length of the header, then JSON
+    # safetensors: the length of the header (at most 100 MB, by the format), then JSON
     return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000
 
 

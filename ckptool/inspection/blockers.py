@@ -53,7 +53,7 @@ def summarize_calls(runs: Iterable[str], max_count: int = _MAX_CALLS) -> list[st
     first_by_callable: dict[str, str] = {}
     for text in runs:
         first_by_callable.setdefault(text.partition("(")[0], text)
-    shown = [
+    shown = [  # a long call ends with the four characters `...)`
         text if len(text) <= _MAX_CALL_LENGTH else f"{text[: _MAX_CALL_LENGTH - 4].rstrip()}...)"
         for text in first_by_callable.values()
     ]

@@ -504,6 +504,7 @@ class _States:
         except RuntimeError as error:
             text = f"nothing was written, because a tensor could not be gathered: {error}"
             raise WriteError(text) from error
+        # The other processes only took part in the gathering.
         self._replace(tensor, whole.cpu() if self._ranks.rank == 0 else whole.new_empty(0))
 
 

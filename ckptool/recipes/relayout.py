@@ -386,7 +386,7 @@ def _find_left_over(recipe: Recipe, keys: Sequence[str]) -> list[set[str]]:
     """
     left_over = (
         find_left_over(recipe, [prefix + key for key in keys])
-        for prefix in dict.fromkeys(("", first_prefix(recipe)))
+        for prefix in dict.fromkeys(("", first_prefix(recipe)))  # once if both are ""
     )
     return [keys_left for keys_left in left_over if keys_left is not None]
 

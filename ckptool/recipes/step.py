@@ -44,7 +44,7 @@ class Relayout(Step):
             UsageError: there is none, or it is wrong; a path is in place of a list of them.
         """
         object.__setattr__(self, "configs", check_list_option("configs", self.configs))
-        _ = self.loaded
+        _ = self.loaded  # raises the errors of the recipe
 
     @classmethod
     def of(cls, recipe: str | os.PathLike[str], /, **params: int | str) -> Relayout:

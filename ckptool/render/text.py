@@ -244,7 +244,7 @@ def detect_columns(stream: TextIO) -> int | None:
     if stated.isdecimal() and int(stated) > 0:
         return int(stated)
     try:
-        return os.get_terminal_size(stream.fileno()).columns or None
+        return os.get_terminal_size(stream.fileno()).columns or None  # 0 if it is unknown
     except (OSError, ValueError):
         return None
 

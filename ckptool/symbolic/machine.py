@@ -206,7 +206,7 @@ class Machine:
         if recognized is None:
             return Opaque(func, args)
         result = recognized(self, args)
-        return Opaque(func, args) if result is NotImplemented else result
+        return Opaque(func, args) if result is NotImplemented else result  # for unknown arguments
 
     def record_change(self, kind: str, target: Any, items: Any) -> None:
         """Record items that are added to an object (`set`, `append` or `add`)."""

@@ -161,7 +161,8 @@ class Loop:
         """
         self._checkpoints.write("last", self._progress)
         _, loss = self._validate()
-        if math.isinf(self._progress.best) and math.isfinite(loss):
+        has_best = not math.isinf(self._progress.best)
+        if not has_best and math.isfinite(loss):
             self._progress.best = loss
             self._checkpoints.write("best", self._progress)
 

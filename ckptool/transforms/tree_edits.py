@@ -93,7 +93,7 @@ def _require_node(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
         NotFound: if there is no node.
     """
     found = _find_node(checkpoint, path)
-    if found is None or not found[0]:
+    if found is None or not found[0]:  # the root has no keys before it
         raise _not_found_error(checkpoint, path)
     return found
 

@@ -105,7 +105,7 @@ def _read_tensor(path: str, limits: Limits) -> TensorRef:
         raise CorruptFile(
             "does not contain a tensor, as expected from the file that refers to it", file=path
         )
-    key = os.path.splitext(os.path.basename(path))[0]
+    key = os.path.splitext(os.path.basename(path))[0]  # a key such as 0 repeats in other files
     return replace(tensor, storage=replace(tensor.storage, key=key))
 
 
