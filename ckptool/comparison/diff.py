@@ -515,8 +515,8 @@ class _Comparison:
     def _add_result(self, pair: Pair, differences: list[str], result: _Elements) -> None:
         """Count a pair, and keep it if it differs.
 
-        Without `strict`, a pair that differs only in device and `requires_grad` (`TAGS`) is kept
-        but counts as equal.
+        Without `strict`, a pair that differs only in device and `requires_grad` (`TAGS`) counts as
+        equal, and also as "tagged", so that the output can mention it.
         """
         counts = self.strict or not TAGS.issuperset(differences)
         if not differences or not counts:
@@ -525,7 +525,7 @@ class _Comparison:
         if not differences:
             return
         first = result.unlike
-        has_place = first is not None and first.place != ITSELF
+        has_place = first is not None and first.place != ITSELF  # inside the entry, not all of it
         row = Changed(
             pair.name,
             what=tuple(differences),

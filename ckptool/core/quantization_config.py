@@ -56,7 +56,8 @@ class QuantizationConfig(NamedTuple):
 def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
     """Return the quantization stated next to a checkpoint, in its tree, or in its header.
 
-    The first configuration with a method counts; then the separate files of GPTQ and AWQ.
+    The first configuration with a method counts; then the separate files of GPTQ and AWQ. If these
+    contradict the first one, the result says so, and dequantizing refuses the weights.
     """
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     header = {key: _parse_json(text) for key, text in checkpoint.details.header.items()}
@@ -71,8 +72,10 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
         method, entries = _find_method(config)
         if method and isinstance(config, Mapping):
             model_type = str(config.get("model_type", ""))
-            other = _find_contradiction(checkpoint.path, where, method, entries)
-            return QuantizationConfig(printable(method), where, entries, model_type, header, other)
+            contradiction = _find_contradiction(checkpoint.path, where, method, entries)
+            return QuantizationConfig(
+                printable(method), where, entries, model_type, header, contradiction
+            )
     for name, usual_method in SEPARATE_CONFIGS.items():
         entries = _read_json(checkpoint.path, name)
         bits, group = _first_size(entries, _BITS_KEYS), _first_size(entries, _GROUP_KEYS)

@@ -282,14 +282,14 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     if is_flat_optimizer(mapping):
         return False
     if path and _is_parameter_state(mapping):
-        return False  # the state of an optimizer whose groups are missing
+        return False  # of an optimizer whose groups are missing, and which contains it
     entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
     if mapping and all(name.startswith(CONSTANT) for name in mapping):
         return False  # a frozen program has no keys of a model
     if tensors and isinstance(mapping, OrderedMap) and mapping.metadata is not None:
         return True  # only `Module.state_dict()` puts `_metadata` there
-    has_dotted_key = any(
+    has_dotted_key = any(  # numbers under dotted keys may be metrics, such as `val.loss`
         "." in name and isinstance(value, TensorRef) and value.shape
         for name, value in mapping.items()
     )

@@ -141,13 +141,17 @@ def rebuild(
 ) -> Any:
     """Return a new tree with leaves replaced by `leaf` and dicts by `mapping`; keep identity.
 
-    `leaf` gets each Storage, StorageRef, TensorRef, DeviceValue, Opaque and Global (also those that
-    create an object or tensor) and returns its replacement (or the same node). The parts and the
-    wrapping of a tensor are rebuilt before; its storage (or its carrier, on a TPU) is left to
-    `leaf`. An Opaque is passed before its content is rebuilt. `mapping` gets each dict of the
-    source and returns the one to use (or the same dict). A replacement that is a container or
-    object is rebuilt in turn. Plain values stay. The source does not change, and nesting may have
-    any depth.
+    `leaf` gets each Storage, StorageRef, TensorRef, DeviceValue, Opaque and Global, and returns its
+    replacement, or the same node:
+
+    - A Global may also be the function that creates an object or a tensor.
+    - The parts of a tensor, and the layers around it, are rebuilt before the tensor is passed; its
+      storage (or its carrier, on a TPU) is not: `leaf` replaces it along with the tensor.
+    - An Opaque is passed before its content is rebuilt.
+
+    `mapping` gets each dict of the source, and returns the one to use, or the same dict. A
+    replacement that is a container or object is rebuilt in turn. Plain values stay. The source does
+    not change, and nesting may have any depth.
 
     Raises:
         NameCollision: if two keys of one dict become equal.

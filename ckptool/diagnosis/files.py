@@ -128,8 +128,8 @@ def _complain_of_calls(calls: tuple[str, ...]) -> Complaint:
 def _check_extension(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about a wrong extension, and about a header without `format: pt`.
 
-    The fix writes the format that the extension promises; but safetensors cannot store the state
-    of a training, so such a file stays one of torch.
+    The fix is a rewrite (no steps, so `fix` is empty) in the format that the extension promises;
+    but safetensors cannot store the state of a training, so such a file stays one of torch.
     """
     checkpoint = subject.checkpoint
     text = describe_wrong_extension(checkpoint)
@@ -151,7 +151,7 @@ def _check_extension(subject: Subject) -> Iterator[Complaint]:
         yield Complaint(
             "misnamed",
             text,
-            quote=quote("long-header"),
+            quote=quote("long-header"),  # safetensors takes the first bytes for a length
             effect="torch.load opens it",
             fix=(),
             format=format,
@@ -167,11 +167,13 @@ def _check_rejected_parts(subject: Subject) -> Iterator[Complaint]:
             yield _complain_fixed_by_rewrite(
                 "records", "fails", reason, "torch.load rejects the archive."
             )
+    # Other complaints are about the other blockers.
     texts = [
         text for text in find_layout_blockers(checkpoint) if text.startswith(_PICKLE_BLOCKER_STARTS)
     ]
     if texts:
-        is_framed = (details.protocol or 0) >= 4  # then torch stops at the first frame
+        # The error of torch names the opcode at which it stops: from protocol 4 the first frame.
+        is_framed = (details.protocol or 0) >= 4
         yield _complain_fixed_by_rewrite(
             "protocol",
             "fails",

@@ -95,6 +95,7 @@ def open_together(
             place_of(paths[0]).expect(paths)  # far files are requested ahead, several at a time
         for path in paths:
             files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
+            # An unzipped archive is a folder with the format of a file, but it is no file of a set.
             if files[-1].format not in formats or place_of(path).is_folder(path):
                 message = f"is {files[-1].format}, expected {' or '.join(formats)}"
                 raise UnsupportedFormat(message, file=path)

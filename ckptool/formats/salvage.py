@@ -96,7 +96,7 @@ def _list_entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
             check_names(entries, exact=False)
             return entries
     except (CorruptFile, UnsupportedFormat):
-        pass  # the directory is damaged
+        pass  # the directory is damaged; equal names of records are refused below
     entries = []
     for entry in _scan_local_headers(data):
         entries.append(entry)

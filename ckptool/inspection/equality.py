@@ -242,12 +242,13 @@ class _NodeComparison:
         if self._compares_devices:
             self._require((a.device, a.requires_grad) == (b.device, b.requires_grad))
         layers_a, layers_b = _list_attached_parts(a), _list_attached_parts(b)
-        # Some formats cannot store layers, so their absence on one side is not a difference.
+        # Layers are the Parameter, subclass or attributes around the elements. Some formats cannot
+        # store them, so their absence on one side is not a difference.
         if len(layers_a) == len(layers_b):
             steps += _pair_in_order(layers_a, layers_b)
         if a.kind == "quantized":  # scales come first, because they give the codes their meaning
             codes = raw_elements(a), raw_elements(b)
-            self._keep_alive += codes
+            self._keep_alive += codes  # pairs seen before are remembered by `id`
             return [*steps, ("codes", *codes)]
         self._require_equal_elements(a, b, exact)
         count_a, count_b = _count_entries(a), _count_entries(b)
@@ -361,6 +362,7 @@ def _describe_object(node: Opaque, items: bool) -> tuple[tuple[Any, ...], list[P
     if is_set(node):
         elements = list(set_items(node))
         if all(map(_is_member, elements)):  # plain: equal in any order
+            # With the type: 1 is not "1" or True. It is defined for paths, so for tuples.
             members = sorted(repr(to_comparable((item,))) for item in elements)
             return ("members", node.class_name, *members), []
         return ("set", node.class_name, len(elements)), [("items", item) for item in elements]

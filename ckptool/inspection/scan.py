@@ -450,8 +450,8 @@ class _Scanner:
         roots, storage_sizes = list[Any](), dict[str, int]()
         while position < data.length:
             judge = self._trace_complete_pickle(window, position)
-            if judge is None:
-                if is_safetensors:
+            if judge is None:  # it does not end within the limit
+                if is_safetensors:  # and is no pickle
                     break
                 raise LimitExceeded("its pickle is longer than the limit")
             # It ends properly, or has a call or a known name before a fault.
@@ -473,7 +473,7 @@ class _Scanner:
             storage_sizes = storages or storage_sizes  # the last pickle only lists their keys
             if len(roots) == _N_LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
                 extra = self._trace_pickle(window.chunk, position - window.start, window.start)
-                if extra.evidence_count:  # a pickle in place of the storages
+                if extra.evidence_count:  # a pickle in place of the storages: torch would run it
                     self._add_traced(extra, where, position)
                 position += sum(COUNT_STRUCT.size + nbytes for nbytes in storage_sizes.values())
                 roots, storage_sizes = [], {}

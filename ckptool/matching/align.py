@@ -165,7 +165,11 @@ class _KeyForms:
         model_form: _Form,
         unrespelled_paths: Collection[str],
     ) -> None:
-        """Compute the keys to compare, and the score: the number of model keys with a match."""
+        """Compute the keys to compare, and the score: the number of model keys with a match.
+
+        Keys in an older spelling of torch, such as `weight_g` of weight norm, are respelled, except
+        in the modules at `unrespelled_paths`: their own code expects the keys as they are.
+        """
         self.file_slots, self.model_slots = file_slots, model_slots
         self.file_form, self.model_form = file_form, model_form
         self.unrespelled_paths = unrespelled_paths

@@ -415,9 +415,9 @@ def pair_parts(
     """Yield each part on the right with its source on the left.
 
     Yields the index of the tensor and the part on the left, then the index and the part on the
-    right. Parts match if they have the same axes; of several, in order. Padding has no partner.
-    `left_key_axes` and `right_key_axes` are the variables of each tensor's key that are axes on the
-    other side: they count as axes of its parts.
+    right. Parts match if they have the same axes; of several, in order. Padding on the right has
+    no source, and padding on the left may be unused. If a variable of a tensor's key is an axis on
+    the other side, it counts as an axis of its parts (`left_key_axes`, `right_key_axes`).
 
     Raises:
         Misfit: if a part has no partner.

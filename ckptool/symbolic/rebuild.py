@@ -450,7 +450,8 @@ def _make_numpy_handler(name: str) -> Callable[[Machine, Any], TensorRef]:
         """Handle `_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad)`.
 
         Of torch 1.9 to 2.5; older: `_rebuild_xla_tensor`. bfloat16 is stored as float32, since
-        numpy does not have it.
+        numpy does not have it. The tensor keeps its carrier, the pickled array and the name of the
+        function, so that it can be written again as it was.
         """
         array, dtype, device, requires_grad = args
         data = array

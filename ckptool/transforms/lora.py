@@ -557,20 +557,23 @@ class _Plan:
         A square shape does not show whether it is (in, out). `module_by_key` has the modules by key
         in the base.
         """
-        square_module, has_contradiction = None, False
+        square_module = None
+        configured: bool | None = None  # the order that another weight contradicts: (in, out)?
         for name, module in module_by_key.items():
             factors, shape = adapter.factors[module], self.section.node[name].shape
             is_transposed = factors.needs_transpose(shape)
             if is_transposed is None:  # it is square
                 square_module = module
-            elif len(shape) == 2 and is_transposed != factors.transposed:  # as configured
-                has_contradiction = True
-        if square_module is not None and has_contradiction:
+            elif len(shape) == 2 and is_transposed != factors.transposed:
+                configured = factors.transposed
+        if square_module is not None and configured is not None:
+            order, state = ("(out, in)", "set") if configured else ("(in, out)", "not set")
             raise UsageError(
                 f"{printable(square_module)!r} is square, so its shape does not show its order: "
-                "others of this adapter are (in, out), but fan_in_fan_out is not set",
+                f"others of this adapter are {order}, but fan_in_fan_out is {state}",
                 file=adapter.path,
-                hint="set fan_in_fan_out in the adapter_config.json next to it",
+                hint=f"{'remove' if configured else 'set'} fan_in_fan_out in the "
+                "adapter_config.json next to it",
             )
 
     def _claim_key(

@@ -93,6 +93,7 @@ def _make_nearest_renamer(names: Mapping[str, str]) -> Renamer:
         above = path
         while above and above not in new_paths:
             above = _get_parent(above)
+        # Keys of one module may move to several places; the lowest rank is the best evidence.
         rank_by_new_path = new_paths.get(above, {above: 0})
         new_above = min(rank_by_new_path, key=rank_by_new_path.__getitem__)
         path_inside = path.removeprefix(above).removeprefix(".")

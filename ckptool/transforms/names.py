@@ -333,7 +333,7 @@ def unwrap_modules(
     replacements = _find_wrapped_modules(start, wrappers, levels)
     unwrapped_state = to_module_state(_replace_nodes(root, replacements)) or OrderedMap()
     new_names = list_wrappable_keys(unwrapped_state)
-    if len(new_names) != len(names):  # The file has a module under several keys.
+    if len(new_names) != len(names):  # for example if the file has a module under several keys
         raise NameCollision("two keys of a module would become the same key", hint=COLLISION_HINT)
     renamed = {name: new for name, new in zip(names, new_names, strict=True) if new != name}
     return Unwrapped(replacements, renamed, stripped)

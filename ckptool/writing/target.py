@@ -116,7 +116,8 @@ def is_folder_target(
         UsageError: if the source is a single file and the name could be a file or a folder.
     """
     name = os.fspath(target)
-    if name.endswith(os.sep) or load_format(format or "").index_name or os.path.isdir(name):
+    is_folder_format = bool(format and load_format(format).index_name)
+    if name.endswith(os.sep) or is_folder_format or os.path.isdir(name):
         return True
     if name in ("", "-") or _has_known_extension(name, source):
         return False

@@ -254,6 +254,20 @@ def test_a_square_weight_beside_turned_ones_needs_its_configuration(target, tmp_
     torch.testing.assert_close(made["square.weight"], base["square.weight"] + (up @ down).T)
 
 
+def test_a_square_weight_beside_others_that_contradict_its_configuration(target, tmp_path):
+    whole = {}
+    for name, size in (("wide", 6), ("square", 4)):
+        whole[f"base_model.model.{name}.base_layer.weight"] = torch.rand(size, 4)
+        whole[f"base_model.model.{name}.lora_A.default.weight"] = torch.rand(2, 4)
+        whole[f"base_model.model.{name}.lora_B.default.weight"] = torch.rand(size, 2)
+    torch.save(whole, tmp_path / "whole.pth")
+    config = {"fan_in_fan_out": True, "lora_alpha": 2}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"are \(out, in\), but fan_in_fan_out is set") as caught:
+        merged(target, base=tmp_path / "whole.pth")
+    assert caught.value.hint.startswith("remove fan_in_fan_out")
+
+
 def test_diffusers_has_the_configuration_in_the_header(target, tmp_path):
     down, up = torch.rand(2, 8), torch.rand(6, 2)
     tensors = {"unet.lin.lora_A.weight": down, "unet.lin.lora_B.weight": up}

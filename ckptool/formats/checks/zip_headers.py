@@ -84,6 +84,8 @@ class _Local(NamedTuple):
 def _parse_entries(data: ByteRange, end: End) -> Iterator[_Central]:
     """Yield the entries of a directory, except those with a zip64 field that is too short.
 
+    The reader of the archive refuses those, so they need no comparison.
+
     Raises:
         CheckpointError: the directory is outside the file.
         struct.error: it ends within an entry.
@@ -94,7 +96,7 @@ def _parse_entries(data: ByteRange, end: End) -> Iterator[_Central]:
         name_length, extra_length, _comment_length, disk, internal, external, header = fixed[10:]
         tail = raw[CENTRAL.size + name_length :]
         extra, comment = tail[:extra_length], tail[extra_length:]
-        values = [size, packed, header]
+        values = [size, packed, header]  # in the order of the zip64 field
         fields = _parse_extra_fields(extra)
         wide_values = iter(_parse_zip64_values(fields))  # only of the values that need it
         for index, value in enumerate(values):

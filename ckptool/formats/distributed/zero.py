@@ -374,9 +374,10 @@ def _check_alike(
 ) -> None:
     """Raise an error unless the optimizer files are those of all ranks of one save.
 
-    Options and steps must agree; a checksum that a file does not state is ignored.
+    Options and steps must agree. A fingerprint that a file lacks (None) is not compared.
     """
-    stated = rank_states[0].get("partition_count")  # a number, or one for each group
+    # A number, or one for each group; groups of expert layers are divided among fewer ranks.
+    stated = rank_states[0].get("partition_count")
     world = max(stated, default=None) if isinstance(stated, list) else stated
     if type(world) is int:
         names = {rank: os.path.basename(file) for rank, file in enumerate(files)}
@@ -675,13 +676,14 @@ def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]
             message = f"rounded {weights} to {dtype} from the fp32 master weights, as in training"
             notes.append(f"{message}; use --master (master=True) for the master weights")
             changes.append(Change("cast", notes[-1], len(masters)))
+            # As in training: no check for overflow, nor for other tensors that depend on these.
             cast = Cast(dtype, cast_optimizer=True, allow_overflow=True, raw=True)
             # From the last result, so that the reports of all casts are kept.
             cast_checkpoint = cast(cast_checkpoint.with_root({"module": masters}))
             masters = cast_checkpoint.root["module"]
-        trained |= masters  # not cast if they have this dtype
+        trained |= masters  # cast, or the masters themselves
     for name, state in states.items():
-        if trained[name] is state[MASTER]:  # was not cast
+        if trained[name] is state[MASTER]:  # else the file would have it twice
             del state[MASTER]
     return replace(
         _make_checkpoint({"module": trained}, notes),
