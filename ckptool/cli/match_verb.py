@@ -169,6 +169,7 @@ def _to_document(judgement: Judgement) -> dict[str, Any]:
 def _can_convert(report: MatchReport) -> bool:
     """Return True if the keys differ from the model's and `convert` can rename them."""
     kept_names = (name for name, _ in report.kept)
+    # A file without the counter of an AveragedModel has none after `convert` either.
     if report.missing_keys or report.mismatched or any(map(is_average_counter, kept_names)):
         return False
     return any(old != new for renaming in report.renamed for old, new in renaming.names)

@@ -109,7 +109,7 @@ EVERY_OPTION = "ckptool.help_all"
 
 def _show_all_help(context: click.Context, _: click.Parameter, is_given: bool) -> None:
     """Print the help with all options, and exit."""
-    if is_given and not context.resilient_parsing:
+    if is_given and not context.resilient_parsing:  # True while a shell completes a word
         context.meta[EVERY_OPTION] = True
         click.echo(context.get_help(), color=context.color)
         context.exit()

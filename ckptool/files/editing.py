@@ -276,9 +276,9 @@ def _undo_edit(edit: Edit, path: str, fd: int) -> None:
 
 
 def _hash_tail(fd: int, size: int, offset: int, length: int) -> str:
-    """Hash the last bytes of a file of `size` bytes that an edit keeps.
+    """Return the SHA-256 of the last bytes that an edit keeps of a file of `size` bytes.
 
-    The edit appends bytes (at `offset` `size`), or replaces `length` bytes from `offset` 0.
+    The edit appends bytes (`offset` is `size`), or replaces `length` bytes at `offset`, which is 0.
     """
     first_kept = 0 if offset == size else offset + length
     first = max(size - _HASHED_BYTES, first_kept)

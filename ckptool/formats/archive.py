@@ -449,7 +449,8 @@ def _locate_content(
 ) -> tuple[ByteRange, int | None]:
     """Read the local header of an entry, and return the content after it and its CRC-32."""
     with add_error_context(data.source.name):
-        payload = LocalHeaders(data, data.length).find_payload(entry, data.length)
+        headers = LocalHeaders(data, end=data.length)
+        payload = headers.find_payload(entry, following=data.length)  # as if it were the last
     return data.slice(payload, entry.packed), crc
 
 

@@ -141,7 +141,7 @@ class ZipPlace:
 
     def pack_descriptor(self, crc: int) -> bytes:
         """Return the data descriptor; empty after an empty payload."""
-        if not self.size:
+        if not self.size:  # its header has all fields already, which are 0
             return b""
         layout = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
         return layout.pack(b"PK\x07\x08", crc, self.size, self.size)

@@ -323,7 +323,7 @@ def _is_loaded_by_name(module: torch.nn.Module) -> bool:
 def runs_foreign_code(optimizer: Any) -> bool:
     """Return True if loading an optimizer runs code that is not torch's."""
     hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    if any(vars(optimizer).get(name) for name in (*hooks, "load_state_dict")):
+    if any(vars(optimizer).get(name) for name in (*hooks, "load_state_dict")):  # of the object
         return True
     methods = (getattr(type(optimizer), name, None) for name in ("load_state_dict", "__setstate__"))
     return not all(_module_of(method).startswith("torch.") for method in methods)

@@ -52,7 +52,7 @@ def format_line(result: object) -> str:
 
 
 def _find_formatters(result: object) -> tuple[str, Any, Any]:
-    """Return the name of the class of a result, and the functions for its page and its line."""
+    """Return the class name of a result, and its functions for a page and a line, if any."""
     name = next(base.__name__ for base in type(result).__mro__ if base.__name__ in _TEXTS)
     module_name, page_function, line_function = _TEXTS[name]
     module = import_module(f"ckptool.render.{module_name}")

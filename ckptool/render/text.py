@@ -109,7 +109,7 @@ def shorten(text: str, max_length: int) -> str:
     """Return at most `max_length` characters (8 or more) of a text, without its middle."""
     if len(text) <= max_length:
         return text
-    room = max(max_length, 8) - 3
+    room = max(max_length, 8) - len("...")
     return f"{text[: room - room // 2]}...{text[len(text) - room // 2 :]}"
 
 

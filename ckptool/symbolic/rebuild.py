@@ -386,7 +386,8 @@ def set_old_state(tensor: TensorRef, state: Any) -> TensorRef:
     match state:
         case (bool() | int() as requires_grad, _, hooks) if tensor.wrapping:
             layer = Wrapping("parameter", bool(requires_grad), hooks or None)
-            return _add_layer(replace(tensor, wrapping=tensor.wrapping[:-1]), layer)
+            inner = replace(tensor, wrapping=tensor.wrapping[:-1])  # without its layer so far
+            return _add_layer(inner, layer)
     raise ValueError("the state of a tensor has an unknown form")
 
 

@@ -304,6 +304,7 @@ class _Kernel:
         sums = self._compare_fast(x, y) if self._can_compare_fast else None
         if sums is None:
             sums = self._compare_exactly(x, y)
+        # With these, the next chunks need fewer calculations.
         self.ratio, self.close = max(self.ratio, sums.ratio), self.close and sums.close
         return sums
 

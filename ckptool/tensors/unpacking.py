@@ -213,7 +213,7 @@ def decode_fp4(codes: torch.Tensor) -> torch.Tensor:
     """Return the fp4 numbers (e2m1) with these codes."""
     import torch
 
-    values = torch.tensor(_FP4, device="cpu")
+    values = torch.tensor(_FP4, device="cpu")  # even if torch's default is another device
     return torch.index_select(values, 0, codes.flatten().int()).view(codes.shape)
 
 
