@@ -71,18 +71,18 @@ class _SideNames:
     """The keys of each model so far, with their new names, for the optimizers."""
 
     def resolve_names(
-        self, section: Section, stripped: Renamed, prefixed: Renamed | None = None
+        self, section: Section, stripped: Renamed, bare: Renamed | None = None
     ) -> _NewNames:
         """Return the compared names of a model, and remember them for the optimizers.
 
-        `stripped` are its names without wrapper prefixes, to which the rules apply. `prefixed`, if
-        given, are the compared names instead: without a prefix that only this file has.
+        `stripped` are its names without wrapper prefixes, to which the rules apply. `bare`, if
+        given, are the compared names instead: without a prefix that only one file has.
 
         Raises:
             NameCollision: two entries would get one name.
         """
         names = [name for name in section.node if isinstance(name, str)]
-        renamed = self._apply_rules(names, stripped) if prefixed is None else prefixed
+        renamed = self._apply_rules(names, stripped) if bare is None else bare
         hint = RULES_HINT if self.rules.rules else STRICT_HINT
         where = printable(section.name) or "the root"
         check_collisions(section.node, renamed, file=self.file or None, location=where, hint=hint)
@@ -357,15 +357,13 @@ class _Aligner:
         for section_a, section_b in section_pairs:
             if section_a.kind in MODEL_KINDS:
                 stripped_a, stripped_b = self._choose_stripped_names(section_a, section_b)
-                prefixed_a, prefixed_b = self._remove_extra_prefix(
+                bare_a, bare_b = self._remove_extra_prefix(
                     section_a, stripped_a, section_b, stripped_b
                 )
-                resolved[id(section_a)] = self.names_a.resolve_names(
-                    section_a, stripped_a, prefixed_a
-                )
-                resolved[id(section_b)] = self.names_b.resolve_names(
-                    section_b, stripped_b, prefixed_b
-                )
+                # Stripped names are shown; bare ones are compared, or, if None, the stripped ones
+                # with the rules applied.
+                resolved[id(section_a)] = self.names_a.resolve_names(section_a, stripped_a, bare_a)
+                resolved[id(section_b)] = self.names_b.resolve_names(section_b, stripped_b, bare_b)
         for side, sections in ((self.names_a, sections_a), (self.names_b, sections_b)):
             for section in sections:
                 if section.kind in MODEL_KINDS and id(section) not in paired_ids:
@@ -737,7 +735,8 @@ def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[DiffEntry], lis
     """Return the common entries by key, those of only A, and those of only B, in file order.
 
     A container is an entry if its counterpart is not a container or has another type, or if it is
-    empty and has no counterpart.
+    empty and has no counterpart. Entries of only one get their outermost container that the other
+    does not have, with which they can be shown as one line.
     """
     pairs: list[Pair] = []
     only_a: list[DiffEntry] = []
@@ -749,6 +748,7 @@ def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[DiffEntry], lis
         else:
             only_a.append(_add_missing_container(key, entry, a, b))
     for key, entry in b.leaves.items():
+        # Leaves have renamed paths, and containers those of the file, so both may have one key.
         if key in a.containers and key not in a.leaves:
             pairs.append(Pair(a.containers[key], entry))
         elif key not in a.leaves:

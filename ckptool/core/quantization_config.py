@@ -133,7 +133,7 @@ def _first_size(entries: Mapping[str, Any], keys: Iterable[str]) -> int | None:
 def _find_method(config: Any) -> tuple[str, Mapping[str, Any]]:
     """Return the name of the quantization method of a model's configuration, and its entries.
 
-    Both are empty if the configuration does not state one.
+    The name is empty if the configuration does not state one; then the entries do not count.
     """
     for key in _CONFIG_KEYS if isinstance(config, Mapping) else ():
         entries = config.get(key)
@@ -143,7 +143,8 @@ def _find_method(config: Any) -> tuple[str, Mapping[str, Any]]:
                 return method, entries
             if any(str(entry).startswith("load_in_") for entry in entries):
                 return "bitsandbytes", entries
-            if {"bits", "group_size"} <= entries.keys():  # MLX does not name a method
+            # MLX does not name a method, but has a key of its own.
+            if {"bits", "group_size"} <= entries.keys():
                 return ("MLX" if key == "quantization" else ""), entries
     return "", {}
 

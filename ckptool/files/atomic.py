@@ -284,9 +284,11 @@ def open_atomic_output(
         with hold_edit_lock(target), _create_folder(target) as folder:
             _remove_debris(target)  # makes space, too
             check_space(folder, (size or 0) - (shared.length if shared else 0))
-            is_private = old is not None or mode is not None  # until it has this mode
+            # Until `_finish_file` sets this mode, which may be strict, only the owner has access.
+            is_private = old is not None or mode is not None
             with _create_temporary(target, is_private=is_private) as file:
-                _remove_debris(target, file.name)  # a writer may have started at the same time
+                # Again: of two writers that start together, at least one now sees the other's file.
+                _remove_debris(target, file.name)
                 if shared is None or not try_sharing_blocks(shared.run, file.fileno()):
                     check_space(folder, size or 0)
                     reserve(file.fileno(), size or 0)

@@ -189,7 +189,7 @@ def _check_tiles(shape: tuple[int, ...], tiles: Sequence[Tile]) -> None:
     offset_counts = [len({tile.offsets[axis] for tile in tiles}) for axis in range(len(shape))]
     sort_axis = offset_counts.index(max(offset_counts)) if shape else 0
     active: list[Tile] = []
-    # A slice, since the tiles of a scalar have no offsets.
+    # A slice, since the tiles of a scalar have no offsets; `_overlap_along` allows that, too.
     for tile in sorted(tiles, key=lambda other: other.offsets[sort_axis : sort_axis + 1]):
         active = [other for other in active if _overlap_along(other, tile, sort_axis)]
         for other in active:

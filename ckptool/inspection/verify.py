@@ -118,9 +118,10 @@ def examine(
                 check.verdict = Verdict(probe.path)
             check.check_all_files(probe)
         except CheckpointError as error:
-            check.blame(error)
+            check.blame(error)  # raises it if it is not about the content of the file
         except PermissionError as error:
             raise FileDenied("permission denied", file=path) from error
+    # The verdict is shown, and an address may contain secrets.
     return replace(check.verdict, file=without_query(check.verdict.file)), check.hashed
 
 

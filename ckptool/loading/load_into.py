@@ -242,8 +242,10 @@ def _open_source(
 ) -> StateDict:
     """Open the state dict to load, until `stack` is closed.
 
-    Tensors that torch copies, or that become part of a model on the meta device, are mapped.
-    `map_location` applies only to tensors that become part of the model.
+    Tensors that torch copies, or that become part of a model on the meta device, are mapped. With
+    `by_name`, torch usually copies none: ckptool reads from the file directly into the model's
+    tensors, and those that `assign` replaces get memory of their own. `map_location` applies only
+    to tensors that become part of the model: with `assign`, or on the meta device.
     """
     has_meta_tensors = any(tensor.is_meta for tensor in target.entries.values())
     opening = open_state_dict(

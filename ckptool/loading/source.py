@@ -149,11 +149,11 @@ class StateDict:
         are those of `ckptool.load_state_dict`.
         """
         node = self.root[name]
-        if id(node) in self._originals:
+        if id(node) in self._originals:  # in memory: a tensor or an object
             return self._originals[id(node)]
         if isinstance(node, TensorRef) and is_one_part(node):
             raise only_part_error(node, name)
-        if id(node) in self._containers:
+        if id(node) in self._containers:  # in memory: a dict, list or tuple
             return self._containers[id(node)]
         if self._tree_maker is None:
             self._tree_maker = TreeMaker(

@@ -448,8 +448,8 @@ def _count_prefix_votes(forms: _KeyForms) -> Counter[tuple[str, bool]]:
     A key votes for a prefix if the other side has the key without it, with a fitting shape.
     """
     votes: Counter[tuple[str, bool]] = Counter()
-    file_groups = _group_by_template(forms.file_keys)
-    model_groups = _group_by_template(forms.model_keys)
+    file_groups = _group_by_template(forms.file_keys)  # few templates: keys with `*` for numbers
+    model_groups = _group_by_template(forms.model_keys)  # compared first; then each key in a group
 
     def fits_model(file_key: str, model_key: str) -> bool:
         """Return True if the tensor of a key of the file fits that of a key of the model."""

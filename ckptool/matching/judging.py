@@ -416,8 +416,9 @@ def explain_misfit(
         unexpected: The file keys that the model does not have.
         is_renamed: True if these are counted after the proposed rules.
     """
-    max_keys = max_allowed_keys(report.names)
-    # Keys that match in the spelling of torch or PEFT: `.base_layer.` shows an adapter.
+    max_keys = max_allowed_keys(report.names)  # `names` is the number of model keys
+    # File keys that match in the spelling of torch or PEFT. PEFT puts `.base_layer.` in the keys of
+    # the weights that an adapter changes, so with it the unexpected keys are an adapter.
     known = (key for rule in report.renamed if rule.kind == "known" for key, _ in rule.names)
     if has_adapter(unexpected, known):
         return MERGE

@@ -699,7 +699,7 @@ def find_left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
     """Return the keys that no rule of a recipe takes, or None if a rule matches no key.
 
     Only keys are read: rules are applied without shapes, and optional rules may match nothing. Keys
-    of the result that the recipe leaves unfinished are added.
+    of the result that still contain a `/`, although the target has no paths, are added.
     """
     is_path = recipe.uses_paths
     current = [
@@ -709,7 +709,7 @@ def find_left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
     ]
     for key, tied_key in recipe.tied.source.items():
         if key not in current and tied_key in current:
-            current.append(key)
+            current.append(key)  # a conversion takes the tensor of the other key for it
     untouched = set(current)  # keys before the first pass
     for rules in recipe.passes:
         used, created = set[int](), dict[str, None]()
@@ -720,7 +720,8 @@ def find_left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
                 continue
             rule, values = match
             used.add(rule.number)
-            if not recipe.keeps_for_next_pass(rule):  # which does not count as a match
+            # A rule that only keeps a key unchanged for the next pass is no match.
+            if not recipe.keeps_for_next_pass(rule):
                 untouched.discard(key)
             for pattern, names in zip(rule.right, rule.unstacked, strict=True):
                 # The number of results is unknown without shapes, so the first stands for all.

@@ -328,13 +328,15 @@ def _fits_strategy(
         case {"strategy": "tensor"}:
             return prod(scales) == 1
         case {"strategy": "channel"}:
+            # One for each output channel (alone, or before axes of size 1, as of a convolution), or
+            # one for each row of a stack of matrices.
             one_per_row = (shape[:1], (*shape[:1], *[1] * (len(shape) - 1)), (*shape[:-1], 1))
             return scales in one_per_row
         case {"strategy": "block", "block_structure": [*block]} if len(block) == len(shape):
-            pairs = zip(shape, block, strict=True)
+            pairs = zip(shape, block, strict=True)  # the last block of an axis may be incomplete
             return scales == tuple(-(-size // length) for size, length in pairs)
         case {"group_size": int(group_size)} if group_size > 0:
-            return scales == (*shape[:-1], shape[-1] // group_size)
+            return scales == (*shape[:-1], shape[-1] // group_size)  # groups are complete
         case _:
             return True
 
@@ -440,7 +442,9 @@ def _check_gptq_sizes(
 ) -> tuple[int, int, int]:
     """Return the bits of a code, the columns of the plain weight, and the columns of a group.
 
-    Refuse tensors with sizes that contradict these.
+    Refuse other kinds of tensors as an unknown layout, and sizes that do not fit these numbers as a
+    contradiction of the configuration. Each column of `weight` has the codes of a row of the plain
+    weight.
     """
     weight, config = parts.weight, parts.config
     if group_index is None and config.entries.get("desc_act"):
@@ -450,7 +454,8 @@ def _check_gptq_sizes(
     (words, rows), groups = weight.sizes, scales.sizes[0]
     bits = parts.require_size("bits")
     columns = words * 32 // bits if group_index is None else group_index.numel
-    if group_index is not None and config.entries.get("dynamic"):  # other bits for some layers
+    if group_index is not None and config.entries.get("dynamic"):
+        # The configuration has other bits for some layers; the sizes show those of this one.
         bits = words * 32 // max(columns, 1)
     if bits not in (2, 3, 4, 8) or {weight.dtype, qzeros.dtype} != {"int32"}:
         raise UnknownLayout

@@ -401,7 +401,8 @@ class _Plan:
     def _choose_dtype(self, path: Path, tensor: TensorRef, glob: str | None) -> None:
         """Choose the dtype of a tensor, or note the reason why it cannot be cast.
 
-        `glob` is that of the first rule that matches it.
+        `glob` is that of the first rule that matches it; a rule without a dtype keeps the one that
+        it has, or for a quantized weight `plain_dtype`, to which it was dequantized.
         """
         name, elements = name_of(path), get_elements(tensor)
         dequantized_storages = self.dequantized.storages if self.dequantized else ()
@@ -417,7 +418,7 @@ class _Plan:
         obstacle = _find_obstacle(elements, dtype)
         if dtype == tensor.dtype:
             self.unchanged.add(id(elements))
-        elif obstacle is not None or elements.storage is None:
+        elif obstacle is not None or elements.storage is None:  # no storage is always an obstacle
             self.uncastable.add(id(elements))
             self._uncastable_names.append(f"{name} ({obstacle})")
         else:

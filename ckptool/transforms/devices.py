@@ -110,8 +110,8 @@ class Remap(Step):
 
         Raises:
             DeviceError: if a target is not a device, or a pattern is invalid.
-            UsageError: if none or several options are given; or the visible devices are empty,
-                repeat a number, or contain a negative one.
+            UsageError: if several options are given (without any, no tensor moves); or the visible
+                devices are empty, repeat a number, or contain a negative one.
         """
         are_given = (self.to is not None, bool(self.map), self.visible_devices is not None)
         if sum(are_given) > 1:

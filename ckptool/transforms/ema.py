@@ -317,8 +317,10 @@ def _apply_averages(
         )
         changes.append(Change("keep", text, len(kept)))
     reported_root = checkpoint.root
-    if not isinstance(average.tensors, dict):  # The list is in no section, but is not left out.
+    if not isinstance(average.tensors, dict):
+        # The list is in no section, so it would be reported as left out, although it was taken.
         reported_root = _drop_entry(reported_root, average.path)
+    # Everything outside this section is reported, so also the model if the averages have their own.
     taken_section = average.section or model
     return checkpoint.with_root(root, *changes, *report_left_out(reported_root, taken_section))
 
