@@ -13,7 +13,8 @@ from ckptool.core.names import BUFFER_NAMES, N_AVERAGED, map_to_bare_names
 from ckptool.core.sections import MODEL_KINDS, Section, get_named_tensors
 from ckptool.core.tree import name_of
 from ckptool.errors import AmbiguousName, NotFound
-from ckptool.formats.distributed.zero import MASTER, SLICED
+from ckptool.formats.distributed.zero import SLICED
+from ckptool.formats.distributed.zero_vectors import MASTER
 from ckptool.transforms.casting import FLOATING
 from ckptool.transforms.compacting import drop_unused_bytes
 from ckptool.transforms.extraction import copy_state_dict, drop_keys, report_left_out

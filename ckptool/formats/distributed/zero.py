@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from math import prod
-from operator import index
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Change, Checkpoint, Details
-from ckptool.core.model import Opaque, TensorRef, copy_with_items, make_plain_tensor
+from ckptool.core.model import Opaque, TensorRef, copy_with_items
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
-from ckptool.files import ByteRange
-from ckptool.files.computed import join_ranges
 from ckptool.files.place import place_of
-from ckptool.files.tiled import make_late_range
 from ckptool.formats.base import (
     Format,
     Probe,
@@ -35,10 +30,19 @@ from ckptool.formats.base import (
 )
 from ckptool.formats.distributed.placements import (
     ONE_SAVE,
-    attributes_of,
     check_ranks,
     parse_sizes,
-    row_major_data,
+)
+from ckptool.formats.distributed.zero_vectors import (
+    MASTER,
+    VectorGroup,
+    find_consecutive_slices,
+    find_even_slices,
+    find_stated_slices,
+    get_item,
+    join_vectors,
+    make_vector,
+    slice_evenly,
 )
 from ckptool.formats.opening import TORCH_FILES, open_together
 from ckptool.formats.torch_zip import read_torch_file
@@ -67,8 +71,6 @@ _LAYOUT_KEYS = frozenset({
     "ds_version", "ds_config",
 })  # fmt: skip
 """Keys of an optimizer file that describe the layout of its vectors, or are read separately."""
-MASTER = "fp32"
-"""The key of the fp32 master in the state of a parameter, as in universal folders."""
 SLICED = 3
 """The stage with sliced weights, which exist only as masters."""
 _MAX_TAG_BYTES = 256
@@ -89,41 +91,6 @@ class _Step(NamedTuple):
     def files(self) -> tuple[str, ...]:
         """The paths of the files of all ranks."""
         return self.models + self.optims
-
-
-class _Vector(NamedTuple):
-    """Consecutive elements in the file of a rank."""
-
-    dtype: str
-    device: str
-    data: ByteRange
-    file: str
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return self.data.length // BY_NAME[self.dtype].itemsize
-
-    def cut(self, start: int, count: int) -> ByteRange:
-        """Return the bytes of `count` elements from `start`."""
-        itemsize = BY_NAME[self.dtype].itemsize
-        return self.data.slice(start * itemsize, count * itemsize)
-
-
-Piece = tuple[int, int, int]
-"""Elements of a parameter in the vector of a rank: the rank, the first, and the count."""
-FindPieces = Callable[[], Sequence[Piece]]
-"""Finds the pieces of a parameter, in the order of its elements."""
-
-
-class _Group(NamedTuple):
-    """Parameters with their elements in one vector of each rank."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    vectors: Mapping[str, Sequence[_Vector]]
-    """By kind (`fp32`, `exp_avg`), the vector of each rank."""
-    shared_state: Mapping[Any, Any]
-    """State of the whole group, for example `step`."""
 
 
 class DeepSpeed(Format):
@@ -335,7 +302,7 @@ def _join_files(
 
 
 def _make_optimizer(
-    rank_state: Mapping[Any, Any], groups: Sequence[_Group], states: dict[str, dict[Any, Any]]
+    rank_state: Mapping[Any, Any], groups: Sequence[VectorGroup], states: dict[str, dict[Any, Any]]
 ) -> dict[str, Any]:
     """Return the whole optimizer state, with the state of each parameter by its name.
 
@@ -355,7 +322,7 @@ def _make_optimizer(
     }
 
 
-def _find_skipped_keys(rank_state: Mapping[Any, Any], groups: Sequence[_Group]) -> list[str]:
+def _find_skipped_keys(rank_state: Mapping[Any, Any], groups: Sequence[VectorGroup]) -> list[str]:
     """Return the keys of tensors in the optimizer state that no group has: 8-bit states."""
     kept_keys = {key for group in groups for key in group.vectors}
     states, _ = _split_base_state(rank_state)
@@ -433,7 +400,7 @@ def _collect_groups(
     shapes: Sequence[Any],
     *,
     has_vectors: bool,
-) -> list[_Group]:
+) -> list[VectorGroup]:
     """Return the parameter groups: shapes, shared state and, with `has_vectors`, the vectors.
 
     The elements of a group are in one vector per rank for each kind: the fp32 masters, and each
@@ -461,12 +428,12 @@ def _collect_groups(
             if not any(first[key].dtype == "uint8" for key in keys):
                 nodes_by_kind |= {key: [state.get(key) for state in group_states] for key in keys}
         vectors_by_kind = {
-            kind: [_make_vector(node, file) for node, file in zip(rank_nodes, files, strict=True)]
+            kind: [make_vector(node, file) for node, file in zip(rank_nodes, files, strict=True)]
             for kind, rank_nodes in nodes_by_kind.items()
         }
         # Scalars, such as `step`, are the same in all ranks.
         shared_state = {key: node for key, node in first.items() if not _has_dimensions(node)}
-        groups.append(_Group(group_shapes, vectors_by_kind, shared_state))
+        groups.append(VectorGroup(group_shapes, vectors_by_kind, shared_state))
     return groups
 
 
@@ -483,15 +450,8 @@ def _find_masters(rank_state: Mapping[Any, Any], file: str) -> list[Any]:
     return masters if isinstance(masters, list) else [masters]
 
 
-def _make_vector(node: Any, file: str) -> _Vector:
-    """Return a tensor with one dimension as a vector of its file."""
-    if not isinstance(node, TensorRef) or len(node.shape) != 1:
-        raise CorruptFile("an optimizer vector does not have one dimension", file=file)
-    return _Vector(node.dtype, node.device, row_major_data(node, "a vector", file), file)
-
-
 def _collect_states(
-    groups: Sequence[_Group],
+    groups: Sequence[VectorGroup],
     rank_states: Sequence[Mapping[Any, Any]],
     files: Sequence[str],
     *,
@@ -505,21 +465,21 @@ def _collect_states(
     states: dict[str, dict[Any, Any]] = {}
     for number, group in enumerate(groups):
         if is_stage_3:
-            finder_by_name = _find_even_slices(group, len(files))
+            finder_by_name = find_even_slices(group, len(files))
         else:
             mappings = [
-                _get_item(state.get("param_slice_mappings"), number) for state in rank_states
+                get_item(state.get("param_slice_mappings"), number) for state in rank_states
             ]
-            paddings = _get_item(rank_states[0].get("param_alignment_paddings"), number)
+            paddings = get_item(rank_states[0].get("param_alignment_paddings"), number)
             has_mappings = all(isinstance(mapping, dict) for mapping in mappings)
             finder_by_name = (
-                _find_stated_slices(group, mappings)
+                find_stated_slices(group, mappings)
                 if has_mappings
-                else _find_consecutive_slices(group, paddings)
+                else find_consecutive_slices(group, paddings)
             )
         for name, shape in group.shapes.items():
             states[name] = {
-                kind: _make_tensor(
+                kind: join_vectors(
                     name if kind == MASTER else f"{name}/{kind}",
                     shape,
                     vectors,
@@ -528,115 +488,6 @@ def _collect_states(
                 for kind, vectors in group.vectors.items()
             }
     return states
-
-
-def _find_even_slices(group: _Group, world: int) -> dict[str, FindPieces]:
-    """Find the slices of stage 3: every rank has equally many elements of each, padded."""
-    # deepspeed/utils/zero_to_fp32.py, zero3_partitioned_param_info: ceil(numel / world) elements.
-    start, find_pieces = 0, dict[str, FindPieces]()
-    for name, shape in group.shapes.items():
-        find_pieces[name] = partial(_slice_evenly, start, prod(shape), world)
-        start += -(-prod(shape) // world)
-    return find_pieces
-
-
-def _slice_evenly(start: int, numel: int, world: int) -> list[Piece]:
-    """Return the pieces of a parameter with equally many elements in each rank, the last padded."""
-    count = -(-numel // world)
-    remaining = (numel - rank * count for rank in range(world))
-    return [(rank, start, min(n, count)) for rank, n in enumerate(remaining) if n > 0]
-
-
-def _find_stated_slices(
-    group: _Group, mappings: Sequence[Mapping[Any, Any]]
-) -> dict[str, FindPieces]:
-    """Find the slices stated in each rank's file; `mappings` are by rank: name -> slice."""
-    pieces_by_name: dict[str, list[Piece]] = {name: [] for name in group.shapes}
-    for rank, mapping in enumerate(mappings):
-        for name, address in mapping.items():
-            attributes = attributes_of(address)
-            piece = rank, index(attributes["start"]), index(attributes["numel"])
-            pieces_by_name[name].append(piece)
-    # These pieces are few, so they are stored: `copy` is the function that returns them.
-    return {name: pieces.copy for name, pieces in pieces_by_name.items()}
-
-
-def _find_consecutive_slices(group: _Group, paddings: Any) -> dict[str, FindPieces]:
-    """Find the slices in the concatenated vectors of all ranks, with parameters in order.
-
-    `paddings` is a list with the number of unused elements after each parameter, or anything else
-    if the file states none.
-    """
-    vectors = group.vectors[MASTER]
-    ends = list(accumulate(vector.numel for vector in vectors))
-    start, find_pieces = 0, dict[str, FindPieces]()
-    for number, (name, shape) in enumerate(group.shapes.items()):
-        stop = start + prod(shape)
-        pieces: list[Piece] = []
-        for rank, (vector, vector_end) in enumerate(zip(vectors, ends, strict=True)):
-            vector_start = vector_end - vector.numel
-            piece_start, piece_stop = max(start, vector_start), min(stop, vector_end)
-            if piece_start < piece_stop:
-                pieces.append((rank, piece_start - vector_start, piece_stop - piece_start))
-        find_pieces[name] = pieces.copy  # a function that returns the list
-        padding = _get_item(paddings, number)
-        start = stop + (padding if type(padding) is int and padding > 0 else 0)
-    # deepspeed/utils/zero_to_fp32.py, zero2_align: the whole vector is padded to 2 * world.
-    align = 2 * len(vectors)
-    needed_blocks, existing_blocks = -(-start // align), -(-ends[-1] // align)
-    if needed_blocks != existing_blocks:
-        message = f"the parameters need {start:,} elements, but the ranks have {ends[-1]:,}"
-        raise CorruptFile(message, file=vectors[0].file, hint=ONE_SAVE)
-    return find_pieces
-
-
-def _make_tensor(
-    name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find_pieces: FindPieces
-) -> TensorRef:
-    """Return the tensor made of pieces of the ranks' vectors, with their dtype.
-
-    A piece is the rank, the first element in its vector, and the number of elements. Several pieces
-    are joined when the tensor is read; one piece is a range of its file.
-    """
-    first, pieces = vectors[0], find_pieces()
-    for rank, start, count in pieces:
-        vector = vectors[rank]
-        if vector.dtype != first.dtype:
-            message = (
-                f"{printable(name)!r} is {first.dtype} in the first file and {vector.dtype} in "
-                "this file"
-            )
-            raise CorruptFile(message, file=vector.file, hint=ONE_SAVE)
-        if start + count > vector.numel:
-            message = (
-                f"{printable(name)!r} needs elements {start:,} to {start + count:,} of a vector"
-            )
-            raise CorruptFile(
-                f"{message} with {vector.numel:,} elements", file=vector.file, hint=ONE_SAVE
-            )
-    total = sum(count for _, _, count in pieces)
-    if total != prod(shape):
-        message = (
-            f"{printable(name)!r} of shape {list(shape)} has {total:,} elements in all "
-            "ranks together"
-        )
-        raise CorruptFile(message, file=first.file, hint=ONE_SAVE)
-    if not pieces:
-        data = first.cut(0, 0)
-    elif len(pieces) == 1:
-        rank, start, count = pieces[0]
-        data = vectors[rank].cut(start, count)
-    else:  # found again on reading: thousands of ranks have millions of pieces
-        size = prod(shape) * BY_NAME[first.dtype].itemsize
-        data = make_late_range(first.file, size, partial(_join_pieces, vectors, find_pieces))
-    return make_plain_tensor(name, first.dtype, shape, data, first.device)
-
-
-def _join_pieces(vectors: Sequence[_Vector], find_pieces: FindPieces) -> tuple[ByteRange, None]:
-    """Return the bytes of all pieces in order, without a CRC-32."""
-    return join_ranges(
-        [vectors[rank].cut(start, count) for rank, start, count in find_pieces()]
-    ), None
 
 
 def _copy_group_node(name: str, node: Any) -> Any:
@@ -713,12 +564,14 @@ def _join_weights(
         (frozen_shapes,) = _parse_shapes(frozen)
         for name, shape in frozen_shapes.items():
             vectors = [
-                _make_vector(fragments.get(name), file.path)
+                make_vector(fragments.get(name), file.path)
                 for fragments, file in zip(rank_fragments, models, strict=True)
             ]
-            group = _Group({name: shape}, vectors={}, shared_state={})  # only its shape is used
-            weights[name] = _make_tensor(
-                name, shape, vectors, _find_even_slices(group, len(models))[name]
+            group = VectorGroup(
+                {name: shape}, vectors={}, shared_state={}
+            )  # only its shape is used
+            weights[name] = join_vectors(
+                name, shape, vectors, find_even_slices(group, len(models))[name]
             )
     ties = first.get("shared_params")  # name of a tied parameter -> name of the stored one
     for name, stored_name in ties.items() if isinstance(ties, dict) else ():
@@ -734,7 +587,7 @@ def _join_weights(
 
 
 def _read_universal(
-    folder: str, groups: Sequence[_Group], limits: Limits
+    folder: str, groups: Sequence[VectorGroup], limits: Limits
 ) -> dict[str, dict[Any, Any]]:
     """Return the state of each parameter: one tensor per file (`fp32.pt`) in its own folder.
 
@@ -772,9 +625,9 @@ def _read_state(name: str, path: str, shape: tuple[int, ...], limits: Limits) ->
     if not isinstance(node, TensorRef):
         return node
     if len(node.shape) == 1 and node.shape != shape and node.numel >= prod(shape):
-        vector = _make_vector(node, path)  # stage 3: flat
-        find_pieces = partial(_slice_evenly, 0, prod(shape), world=1)  # all but the padding
-        return _make_tensor(name, shape, [vector], find_pieces)
+        vector = make_vector(node, path)  # stage 3: flat
+        find_pieces = partial(slice_evenly, 0, prod(shape), world=1)  # all but the padding
+        return join_vectors(name, shape, [vector], find_pieces)
     return replace(node, requires_grad=False, wrapping=())
 
 
@@ -811,11 +664,6 @@ def _require_dict(root: Any, file: str, key: str | None = None) -> dict[Any, Any
     if not isinstance(node, dict):
         raise UnsupportedFormat(f"has no dict {printable(key or 'at its root')}", file=file)
     return node
-
-
-def _get_item(node: Any, number: int) -> Any:
-    """Return the item of a list, or None."""
-    return node[number] if isinstance(node, list) and number < len(node) else None
 
 
 def _unwrap_enum(node: Any) -> Any:
