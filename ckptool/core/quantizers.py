@@ -267,7 +267,7 @@ def find_rival_scales(state: Mapping[Any, Any], name: str, scheme: str) -> list[
 
 
 def to_plain_key(scheme: str, name: str) -> str:
-    """Return the key of the plain weight for a quantized weight at `name`."""
+    """Return the key of the plain weight for a quantized weight at `name`; other keys as is."""
     for known in QUANTIZERS if isinstance(name, str) else ():
         if known.scheme == scheme and known.plain is not None and name.endswith(known.weight):
             stem = name.removesuffix(known.weight)

@@ -157,7 +157,7 @@ def _may_be_checkpoint(path: str) -> bool:
         return True
     if path.endswith(".index"):
         return is_index(path)
-    head, _ = _read_head(path)
+    head, _size = _read_head(path)  # of more bytes than these checks take
     return looks_like_checkpoint(head[:16]) or is_tar(head[:TAR_BLOCK])
 
 

@@ -229,7 +229,7 @@ class TreeMaker:
         return new if isinstance(node, list) else tuple(new)
 
     def _make_size(self, node: Size) -> Any:
-        """Return a `torch.Size`, or a tuple if an item is no integer, as a Size has none."""
+        """Return a `torch.Size`, or a tuple if an item is no integer: a Size has only these."""
         import torch
 
         items = self._make_sequence(node)
