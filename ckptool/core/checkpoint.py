@@ -267,7 +267,7 @@ class Checkpoint(Result):
         """
         from ckptool.loading.load import load_state_dict
 
-        moved = any(change.kind == "remap" for change in self.changes)
+        moved = any(change.kind == "remap" for change in self.changes)  # `to` is a remap, too
         map_location = None if moved else "cpu"  # None: as the checkpoint states
         return load_state_dict(self, map_location, key=key)
 

@@ -50,8 +50,9 @@ class Visits:
         """Count a visit of a container with `size` entries, `depth` containers below the root.
 
         Raises:
-            LimitExceeded: if it is too deep, or the repeated visits exceed the limit by more
-                entries than the first ones had.
+            LimitExceeded: if it is too deep, or the repeated visits have more entries than the
+                limit and all containers together: a large tree may repeat more. An empty container
+                counts as one entry.
         """
         if depth > self._limits.max_depth:
             raise LimitExceeded(f"containers are nested deeper than {self._limits.max_depth}")

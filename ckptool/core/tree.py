@@ -268,7 +268,8 @@ class _Rebuilder:
         return replace(
             tensor,
             hooks=self._get_replacement(tensor.hooks),
-            parts=parts or tensor.parts,  # an array or carrier stays
+            # The numpy array or TPU tensor that it was pickled as stays: `leaf` replaces it.
+            parts=parts or tensor.parts,
             wrapping=tuple(
                 replace(
                     layer,

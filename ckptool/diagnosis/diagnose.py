@@ -485,7 +485,8 @@ class Planner:
         The command reads the source file, so the plan does not have to run first.
         """
         for base_plan in (plan, FixPlan()):
-            # A choice without a word is a safetensors file with the name of the source.
+            # The new file has the choice's word in its name. Without one, only the extension tells
+            # it from the source: that of safetensors.
             format = base_plan.format if choice.word else "safetensors"
             combined = FixPlan(steps=_merge_steps(base_plan.steps, choice.steps), format=format)
             key = (str(format), *(option for step in combined.steps for option in step.words()))

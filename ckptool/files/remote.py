@@ -262,6 +262,7 @@ class RemoteSource(Source):
                 return
             if len(buffer) > WINDOW:
                 buffer[done:] = self._fetch(offset + done, offset + len(buffer))
+                # Consecutive long reads are requested ahead; windows are read by position.
                 self._ahead.note_read(offset, offset + len(buffer))
                 return
             while done < len(buffer):

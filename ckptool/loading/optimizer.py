@@ -467,6 +467,7 @@ def _match_groups(
                 f"{printable(live.names[number])} is in group {file_group} of the file, but "
                 f"other parameters of group {live_group} of the optimizer are in group "
                 f"{first_file_group}",
+                # A partial load matches the parameters by name.
                 hint=_HINT_PARTIAL if list_names(saved.section) else None,
             )
     used_file_groups = {*file_group_by_live.values()}

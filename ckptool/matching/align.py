@@ -2,8 +2,8 @@
 
 Applied are, in this order: wrapper prefixes are removed on both sides, old keys get their current
 spelling (`known_renames`), equal keys are paired, and one prefix is removed or added if that pairs
-more than half of the keys. Each step is reported as a rule. `propose_rules` finds likely further
-rules for the user to decide; no key is ever paired by a proposal.
+more than half of the keys. Each step is reported as a rule. `proposing` finds likely further rules
+for the user to decide; no key is ever paired by a proposal.
 
 The time of all steps is proportional to the number of keys times their depth.
 """
@@ -16,17 +16,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptool.core.model import Shape
 from ckptool.core.names import N_AVERAGED, WRAPPERS
-from ckptool.matching.known_renames import BATCHES, Respelling, find_respellings
+from ckptool.matching.known_renames import Respelling, find_respellings
 from ckptool.matching.report import Slot, fits
-from ckptool.transforms.name_rules import regex_rule
 
 _MAX_QUESTIONS = 3
 """The number of alternative prefixes in a question."""
 _MAX_KEY_LENGTH = 1000
 """Characters. A longer name is only compared as a whole: each of its parts would be copied."""
-_NUMBER = re.compile(r"\d+")
+NUMBER = re.compile(r"\d+")
 _LEADING_MODULES = re.compile(r"(?:module\.)*")
 """The wrapper prefixes `module.` at the start of a key."""
 _WRAPPER_COUNTER = re.compile(r"(?:module\.)*n_averaged")
@@ -37,8 +35,6 @@ _WRAPPER_COMPONENT = re.compile(
 """Wrapper components that no layer is called."""
 _MAX_RULES_PER_STEP = 64
 """Rules of one step; where there would be more, none is made for it."""
-_COMMON_SHAPES: tuple[Shape | None, ...] = (None, (), (1,))
-"""Shapes that so many tensors have that they identify none."""
 
 Names = dict[str, str]
 """Keys as they are compared, each with the full key: `{"conv.weight": "module.conv.weight"}`."""
@@ -333,8 +329,8 @@ def _find_inserted_wrappers(short_keys: Names, long_keys: Names, side: int) -> l
     for (path, wrappers), changed in sorted(
         full_keys_by_insertion.items(), key=lambda item: item[0][0].count(".")
     ):
-        before = rf"{_make_path_pattern(path)}\." if path else ""
-        after = f"{_make_path_replacement(path)}." if path else ""
+        before = rf"{make_path_pattern(path)}\." if path else ""
+        after = f"{make_path_replacement(path)}." if path else ""
         rule = (
             rf"^{before}{escape_regex(wrappers)}=>{after}"
             if side == 0
@@ -408,15 +404,15 @@ def find_component_starts(key: str) -> Iterator[int]:
         start = key.find(".", start) + 1
 
 
-def _iterate_parents(key: str) -> Iterator[str]:
+def iterate_parents(key: str) -> Iterator[str]:
     """Yield the paths above a key, the shortest first: `a` and `a.b` for `a.b.weight`."""
     return (key[: start - 1] for start in find_component_starts(key))
 
 
-def _group_by_template(keys: Iterable[str]) -> dict[str, list[str]]:
+def group_by_template(keys: Iterable[str]) -> dict[str, list[str]]:
     """Return the keys by template, with `*` for each number, so that there are few templates."""
     keys = list(keys)
-    templates = _NUMBER.sub("*", "\n".join(keys)).split("\n")  # one call for all is faster
+    templates = NUMBER.sub("*", "\n".join(keys)).split("\n")  # one call for all is faster
     if len(templates) != len(keys):  # a name has a line break
         templates = [_fold_numbers(key) for key in keys]
     groups: dict[str, list[str]] = {}
@@ -448,8 +444,8 @@ def _count_prefix_votes(forms: _KeyForms) -> Counter[tuple[str, bool]]:
     A key votes for a prefix if the other side has the key without it, with a fitting shape.
     """
     votes: Counter[tuple[str, bool]] = Counter()
-    file_groups = _group_by_template(forms.file_keys)  # few templates: keys with `*` for numbers
-    model_groups = _group_by_template(forms.model_keys)  # compared first; then each key in a group
+    file_groups = group_by_template(forms.file_keys)  # few templates: keys with `*` for numbers
+    model_groups = group_by_template(forms.model_keys)  # compared first; then each key in a group
 
     def fits_model(file_key: str, model_key: str) -> bool:
         """Return True if the tensor of a key of the file fits that of a key of the model."""
@@ -542,7 +538,7 @@ def _is_below_other_path(prefix: Prefix, forms: _KeyForms) -> bool:
     paths = Counter(
         key.removesuffix(suffix)
         for key, suffix in _find_known_suffixes(
-            _group_by_template(shorter), _group_by_template(suffixes), suffixes
+            group_by_template(shorter), group_by_template(suffixes), suffixes
         )
     )
     return 2 * max(paths.values(), default=0) > len(prefix.names)
@@ -641,14 +637,14 @@ def _make_prefix_rule(prefix: Prefix, forms: _KeyForms) -> str:
     # A prefix is removed from the keys that have it, but added to all keys of the file.
     full_keys = prefix.names.values() if prefix.is_removed else bare_keys
     wrapped_keys = (key for key in full_keys if not is_average_counter(key))  # it is unwrapped
-    wrappers = _find_common_wrappers(wrapped_keys, bare_keys)
+    wrappers = find_common_wrappers(wrapped_keys, bare_keys)
     if wrappers is None or (prefix.is_removed and prefix.collides):
         return ""
     old, new = (prefix.text, "") if prefix.is_removed else ("", prefix.text)
     return f"^{escape_regex(wrappers + old)}=>{escape_replacement(wrappers + new)}"
 
 
-def _find_common_wrappers(full_keys: Iterable[str], bare_keys: Mapping[str, str]) -> str | None:
+def find_common_wrappers(full_keys: Iterable[str], bare_keys: Mapping[str, str]) -> str | None:
     """Return the wrapper prefix that all keys have before their bare keys, or None if it differs.
 
     It also differs if a key has wrapper components in its middle.
@@ -658,31 +654,6 @@ def _find_common_wrappers(full_keys: Iterable[str], bare_keys: Mapping[str, str]
         for key in full_keys
     }
     return prefixes.pop() if len(prefixes) == 1 else None
-
-
-def propose_rules(alignment: KeyAlignment) -> list[Proposal]:
-    """Return rules that would match more keys, for the user to decide; the questions' first.
-
-    A subtree of the file is proposed for one of the model if both contain the same keys, numbers
-    and shapes, except for counters, and no third one does. `layers.0` and `layers.1` are one
-    subtree, `layers.*`. A path that the file already has is no new path, nor is one with another
-    number of `*`.
-    """
-    if alignment.questions:
-        return [question for question in alignment.questions if question.rule]
-    file_side = _SubtreeIndex(alignment, side=0)
-    model_side = _SubtreeIndex(alignment, side=1)
-    new_path_by_path: dict[str, str] = {}
-    # The largest subtrees first: the subtrees inside one need no rule of their own.
-    for subtree, path in sorted(
-        file_side.path_by_subtree.items(), key=lambda item: (-item[0].size, len(item[1]))
-    ):
-        new_path = model_side.path_by_subtree.get(subtree, path)
-        is_new = new_path not in file_side.paths and path.count("*") == new_path.count("*")
-        parents = _iterate_parents(path)
-        if is_new and not any(parent in new_path_by_path for parent in parents):
-            new_path_by_path[path] = new_path
-    return list(_make_rules(new_path_by_path, alignment, file_side, model_side))
 
 
 def find_common_module(keys: Collection[str]) -> str:
@@ -696,130 +667,16 @@ def find_common_module(keys: Collection[str]) -> str:
 
 def _fold_numbers(key: str) -> str:
     """Return the key with `*` for each number."""
-    return _NUMBER.sub("*", key)
+    return NUMBER.sub("*", key)
 
 
-class _Subtree(NamedTuple):
-    """The content below a path, for all of its numbers together."""
-
-    size: int
-    """The number of keys."""
-    content: int
-    """The sum of the hashes of its keys: equal for equal names, numbers and shapes."""
-    kind: int
-    """The same without the numbers."""
-
-
-class _SubtreeIndex:
-    """The keys of one side, and its unpaired subtrees that are unlike any other.
-
-    A subtree has a path in which `*` is any number, so all `layers.0`, `layers.1` are one.
-    """
-
-    def __init__(self, alignment: KeyAlignment, side: int) -> None:
-        """Find the subtrees without a pair and with content that is unique on this side.
-
-        `side` is 0 for the file, 1 for the model. Only a subtree with an uncommon shape or a named
-        module inside is distinctive enough: two unrelated lists of scalars look alike. Counters of
-        BatchNorm are ignored.
-        """
-        pairs = {**alignment.pairs, **alignment.mismatched}
-        paired_keys = pairs.keys() if side else {*pairs.values()}
-        slots = alignment.model_slots if side else alignment.file_slots
-        self.names = {
-            key: full_key for key, full_key in alignment.current[side].items() if "*" not in key
-        }
-        """The bare keys in the current spelling, each with the full key."""
-        self.groups = _group_by_template(self.names)
-        """The bare keys by template."""
-        self.paths: set[str] = set()
-        """All paths of modules, with `*` for numbers."""
-        sizes: Counter[str] = Counter()
-        contents: Counter[str] = Counter()
-        kinds: Counter[str] = Counter()
-        paired_paths: set[str] = set()
-        distinctive: set[str] = set()
-        for template, keys in self.groups.items():
-            full_keys = [self.names[name] for name in keys]
-            shapes = [slots[key].shape for key in full_keys]
-            numbers = map(tuple, map(_NUMBER.findall, keys))
-            # Sums of hashes do not depend on the order of the keys.
-            content = sum(map(hash, zip(numbers, shapes, strict=True)))
-            kind = sum(map(hash, shapes))
-            is_paired = not paired_keys.isdisjoint(full_keys)
-            is_distinctive = any(shape not in _COMMON_SHAPES for shape in shapes)
-            for start in find_component_starts(template):
-                path, rest = template[: start - 1], template[start:]
-                self.paths.add(path)
-                if template.endswith(BATCHES):
-                    continue
-                sizes[path] += len(keys)
-                contents[path] += hash((rest, content))
-                kinds[path] += hash((rest, kind))
-                if is_paired:
-                    paired_paths.add(path)
-                # A letter before the last component: a module inside has a name, not a number.
-                if is_distinctive or any(map(str.isalpha, rest.rpartition(".")[0])):
-                    distinctive.add(path)
-        subtrees = {
-            path: _Subtree(size, contents[path], kinds[path]) for path, size in sizes.items()
-        }
-        occurrences = Counter((tree.size, tree.kind) for tree in subtrees.values())
-        self.path_by_subtree = {
-            tree: path
-            for path, tree in subtrees.items()
-            if path in distinctive
-            and path not in paired_paths
-            and occurrences[tree.size, tree.kind] == 1
-        }
-        """The path of each unpaired, distinctive subtree that is unlike any other."""
-
-
-def _make_rules(
-    new_path_by_path: Mapping[str, str],
-    alignment: KeyAlignment,
-    file_side: _SubtreeIndex,
-    model_side: _SubtreeIndex,
-) -> Iterator[Proposal]:
-    """Yield a rule for each renamed subtree, the deepest first.
-
-    `new_path_by_path` maps paths of the file to paths of the model, with `*` for numbers. A subtree
-    has no rule if the wrapper prefixes of its keys differ, or if an earlier rule makes its path.
-    """
-    bare = {file_key: name for name, file_key in alignment.bare[0].items()}
-    keys_below: dict[str, list[str]] = {path: [] for path in new_path_by_path}
-    for template, keys in file_side.groups.items():
-        path = next(filter(new_path_by_path.__contains__, _iterate_parents(template)), None)
-        if path is not None:  # the highest renamed subtree with these keys
-            keys_below[path] += keys
-    changed: set[str] = set()  # the new paths, and all paths above them
-    for path, model_path in sorted(new_path_by_path.items(), key=lambda item: -item[0].count(".")):
-        if path in changed:  # the rule would change what an earlier rule has made
-            continue
-        before, after = _make_path_pattern(path), _make_path_replacement(model_path)
-        apply = regex_rule(rf"^{before}\.=>{after}.").apply
-        renamed = {apply(name): file_side.names[name] for name in keys_below[path]}
-        pairs = {
-            model_side.names[key]: file_key
-            for key, file_key in renamed.items()
-            if key in model_side.names
-            and fits(alignment.file_slots[file_key], alignment.model_slots[model_side.names[key]])
-        }
-        wrappers = _find_common_wrappers(renamed.values(), bare)
-        if wrappers is not None:
-            changed.add(model_path)
-            changed.update(_iterate_parents(model_path))
-            old, new = escape_regex(wrappers) + before, escape_replacement(wrappers) + after
-            yield Proposal(rf"^{old}\.=>{new}.", pairs)
-
-
-def _make_path_pattern(path: str) -> str:
+def make_path_pattern(path: str) -> str:
     """Return a regular expression for a path, with a group for each `*`."""
     return escape_regex(path).replace(r"\*", r"(\d+)")
 
 
-def _make_path_replacement(path: str) -> str:
-    """Return the replacement that writes a path with the numbers found by `_make_path_pattern`."""
+def make_path_replacement(path: str) -> str:
+    """Return the replacement that writes a path with the numbers found by `make_path_pattern`."""
     first, *others = escape_replacement(path).split("*")
     return first + "".join(rf"\{n}{text}" for n, text in enumerate(others, 1))
 

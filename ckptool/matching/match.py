@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 from ckptool.core.names import RULES_HINT, check_collisions
 from ckptool.errors import without_query
-from ckptool.matching.align import KeyAlignment, align, is_average_counter, propose_rules
+from ckptool.matching.align import KeyAlignment, align, is_average_counter
 from ckptool.matching.known_renames import (
     BATCHES,
     FOREIGN_KEY_RULES,
     find_optional_counters,
     running_mean_key,
 )
+from ckptool.matching.proposing import propose_rules
 from ckptool.matching.report import (
     Ambiguity,
     MatchReport,

@@ -60,6 +60,7 @@ class ElementBuffer:
         run.data.read_into(
             memoryview(self._bytes)[: count * self._itemsize], start * self._itemsize
         )
+        # With `seen_as`, an element may be several numbers: a complex one is two.
         elements = self._tensor[: count * self._numbers_per_element]
         if run.byteorder != sys.byteorder and self._swap_size > 1:
             rows = elements.view(torch.uint8).view(-1, self._swap_size)
@@ -135,7 +136,8 @@ class Averager:
         the bytes of a run do not match the CRC-32 that its file states.
         """
         factors = tuple(weights) or (1.0,) * len(runs)
-        mix = _Mix(factors, sum(factors), bounded=min(factors) >= 0)
+        is_between = min(factors) >= 0  # then the mean is between the runs, and cannot overflow
+        mix = _Mix(factors, sum(factors), bounded=is_between)
         return self._make_storage(runs, like, dtype, name, lambda: mix)
 
     def interpolate_on_arc(

@@ -362,7 +362,8 @@ class _Kernel:
             return self.ratio
         # The squares show if an element can exceed the ratio so far: gap^2 > ratio^2 b^2. Small
         # squares are inexact, so the ratios are calculated unless the excess is clearly negative
-        # (the smallest float32 is 1e-45).
+        # (the smallest float32 is 1e-45). The factor is capped, because infinity times 0 is NaN; a
+        # smaller one only makes more chunks be calculated.
         excess = gap.sub_(b, alpha=min(self.ratio * self.ratio, 1e30)).amax().item()
         if excess < -1e-44:
             return self.ratio

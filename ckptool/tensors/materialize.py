@@ -303,7 +303,7 @@ class StorageReader:
                 loaded = self._cast_storage(loaded, dtype, name, file)
             if loaded.device.type != "meta":
                 loaded = self._placement.place(loaded, device, name=name, file=file)
-            self._made_by_storage[key] = (storage, loaded)
+            self._made_by_storage[key] = (storage, loaded)  # keeps `storage`, so its id stays valid
         return self._made_by_storage[key][1], start // dtype_info.itemsize
 
     def forget(self) -> None:

@@ -296,8 +296,8 @@ def compute_blocks(
     """Return codes minus a zero point, times a scale, computed when they are read.
 
     A number as `scale` or `zero` is for all codes; a tensor has one for each block of the shape
-    `block`. If `scale` is a number, `zero` is a number or None. `whole` is the quantized tensor
-    that `codes` were gathered from, if it is another.
+    `block`. If `scale` is a number, `zero` is one or None; otherwise it is a tensor or None.
+    `whole` is the quantized tensor that `codes` were gathered from, if it is another.
     """
     if not is_plain(codes) or len(block) != len(codes.shape):
         raise UnknownLayout

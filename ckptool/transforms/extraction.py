@@ -79,7 +79,7 @@ class _Pruning:
         self._sections = {
             id(section.holder): section
             for section in find_sections(root)
-            if section.kind != "values"
+            if section.kind != "values"  # which has no dict of its own
         }
         self._entries: dict[Path, _Entry] = {}
         """The entries by path below `root`, each after the container that it is in."""

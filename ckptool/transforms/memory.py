@@ -99,7 +99,10 @@ class _Live(LiveTree):
         return self._object_by_node[id(node)]
 
     def _make_object(self, node: Any) -> Any:
-        """Return a new container for a node; it is registered before its items, for cycles."""
+        """Return a new container for a node.
+
+        A dict is registered before its items, which ends cycles; `to_object` registers the others.
+        """
         if isinstance(node, (list, tuple)):
             return type(node)([self.to_object(item) for item in node])
         if isinstance(node, Opaque):  # a dict of another class: one step sets its items

@@ -145,6 +145,7 @@ def _locate_new_entry(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
     for existing_key in container:
         if name_of((existing_key,)) == key:
             return parent_path, existing_key
+    # Python refuses to convert thousands of digits, and no index needs ten.
     is_number = key.isdecimal() and key.isascii() and len(key) < 10
     has_integer_keys = bool(container) and all(type(other) is int for other in container)
     return parent_path, int(key) if is_number and has_integer_keys else key

@@ -324,7 +324,7 @@ def check_target(
         raise UsageError(
             "ckptool cannot write to standard output", hint="write ./- for a file of that name"
         )
-    if in_place and os.path.isdir(path):
+    if in_place and os.path.isdir(path):  # for a folder with an index, the path is the index
         raise TargetExists(
             "is a folder without an index and cannot be edited in place",
             file=path,

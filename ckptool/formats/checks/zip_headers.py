@@ -300,7 +300,8 @@ def _find_odd_fields(entry: _Central, local: _Local) -> Iterator[str]:
     for fields, usual in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING_FIELD))):
         if any(number not in usual for number, _ in fields or ()):
             yield "it has an extra field that torch does not write"
-    if not _has_torch_padding(local) and local.fields is not None:
+    is_readable = local.fields is not None  # else the whole extra area is damaged
+    if not _has_torch_padding(local) and is_readable:
         yield "the padding before its bytes is damaged"
 
 

@@ -208,6 +208,7 @@ class Dcp(FolderFormat):
             record_count += len(archive.records)
             for record in archive.records.values():
                 if record.crc32 is not None:
+                    # The inflated bytes of all items would not fit in memory.
                     data = (
                         _inflate_again(item, record, probe.limits) if item.packed else record.data
                     )

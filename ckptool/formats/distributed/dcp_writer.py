@@ -422,8 +422,9 @@ def _describe_value() -> Opaque:
 def _describe_tensor(tensor: TensorRef) -> Opaque:
     """Return the description of a tensor in the index, with one chunk."""
     layout = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Opaque(Global(_SHARDED_MODULE, "MEM_FORMAT_ENCODING"), (0,))
-    requires_grad = pin_memory = False
+    contiguous = 0  # the member TORCH_CONTIGUOUS_FORMAT of the enum
+    memory_format = Opaque(Global(_SHARDED_MODULE, "MEM_FORMAT_ENCODING"), (contiguous,))
+    requires_grad = pin_memory = False  # as for the detached tensors of a state dict
     dtype = Global("torch", tensor.dtype)
     properties = (dtype, layout, requires_grad, memory_format, pin_memory)
     shape = Size(tensor.sizes)

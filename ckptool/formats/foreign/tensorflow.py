@@ -399,6 +399,7 @@ class _Data:
                     raise CorruptFile(
                         f"the part of shape {list(sizes)} at offset {list(offsets)} {problem}"
                     )
+                # As a tensor, which raises if its bytes are too few or too many.
                 data = make_plain_tensor("its part", dtype, sizes, self._locate_bytes(part)).data
                 tiles.append(Tile(offsets, sizes, data))
             return join_tiles(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)

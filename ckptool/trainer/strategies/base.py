@@ -245,7 +245,7 @@ class Strategy:
             rows,
             getattr(torch, self.config.dtype),
             workers=min(self.config.workers, len(rows)),
-            seed=seed % 2**63,  # torch's seeds have 64 bits
+            seed=seed % 2**63,  # torch's seeds are integers of 64 bits with a sign
             is_pinned=self.device.type == "cuda",
         )
 
