@@ -156,7 +156,7 @@ def run_divided(work: Callable[[], object], workers: int | None) -> None:
     if workers in (None, 1) and not _is_launched():
         work()
         return
-    from ckptool.tensors.materialize import require_torch  # only several processes need torch
+    from ckptool.tensors.storages import require_torch  # only several processes need torch
 
     require_torch()
     if _is_launched():

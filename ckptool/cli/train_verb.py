@@ -38,7 +38,7 @@ from ckptool.render.training import (
     trace_line,
     validating_text,
 )
-from ckptool.tensors.materialize import require_torch
+from ckptool.tensors.storages import require_torch
 from ckptool.trainer.config import (
     CHOICES,
     SPREAD,

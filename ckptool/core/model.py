@@ -24,7 +24,7 @@ from ckptool.words import quoted
 if TYPE_CHECKING:
     import torch
 
-    from ckptool.tensors.materialize import MapLocation
+    from ckptool.tensors.storages import MapLocation
 
 
 class OrderedMap(dict[Any, Any]):

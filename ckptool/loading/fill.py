@@ -17,7 +17,7 @@ from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import compute_crc32s
 from ckptool.files.threads import run_in_order
 from ckptool.tensors.live import is_expanded, iterate_blocks, locate_tensor, span_of_strides
-from ckptool.tensors.materialize import describe_name, get_torch_dtype, view_memory
+from ckptool.tensors.storages import describe_name, get_torch_dtype, view_memory
 from ckptool.words import shell
 
 if TYPE_CHECKING:

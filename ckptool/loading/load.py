@@ -35,7 +35,7 @@ from ckptool.formats import open_or_reuse
 from ckptool.loading.inert import InertObject
 from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors import Materializer, is_one_part, only_part_error, set_attributes
-from ckptool.tensors.materialize import MapLocation
+from ckptool.tensors.storages import MapLocation
 from ckptool.transforms.extraction import copy_state_dict
 from ckptool.words import listed, printable
 

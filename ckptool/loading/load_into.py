@@ -58,7 +58,7 @@ from ckptool.renamed import refuse_renamed_arguments
 from ckptool.tensors import require_torch
 from ckptool.tensors.dequantizing import can_dequantize
 from ckptool.tensors.live import locate_tensor
-from ckptool.tensors.materialize import MapLocation, Placement
+from ckptool.tensors.storages import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
 from ckptool.words import a_class, listed, printable, shell
 

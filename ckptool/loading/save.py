@@ -33,7 +33,7 @@ from ckptool.loading.ranks import (
     list_fsdp_modules,
 )
 from ckptool.tensors.live import freeze
-from ckptool.tensors.materialize import require_torch
+from ckptool.tensors.storages import require_torch
 from ckptool.transforms import Compact
 from ckptool.transforms.metadata import move_metadata
 from ckptool.words import a_class

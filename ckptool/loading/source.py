@@ -33,7 +33,7 @@ from ckptool.matching.report import Layout
 from ckptool.remedies import Remedy
 from ckptool.tensors import is_one_part, only_part_error, require_torch
 from ckptool.tensors.live import LiveObject, LiveTree, describe_tensor, is_array
-from ckptool.tensors.materialize import MapLocation
+from ckptool.tensors.storages import MapLocation
 from ckptool.transforms.extraction import copy_state_dict
 from ckptool.words import a_class, listed, printable
 

@@ -5,10 +5,12 @@ This room and `loading` are the only ones that import torch, inside the function
 
 from ckptool.tensors.materialize import (
     Materializer as Materializer,
-    get_torch_dtype as get_torch_dtype,
     is_one_part as is_one_part,
     materialize as materialize,
     only_part_error as only_part_error,
-    require_torch as require_torch,
     set_attributes as set_attributes,
+)
+from ckptool.tensors.storages import (
+    get_torch_dtype as get_torch_dtype,
+    require_torch as require_torch,
 )

@@ -26,7 +26,8 @@ from ckptool.tensors.casting import (
     iterate_chunks,
     load_checked,
 )
-from ckptool.tensors.materialize import get_torch_dtype, materialize, require_torch
+from ckptool.tensors.materialize import materialize
+from ckptool.tensors.storages import get_torch_dtype, require_torch
 from ckptool.words import printable
 
 if TYPE_CHECKING:

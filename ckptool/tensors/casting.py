@@ -18,7 +18,8 @@ from ckptool.files import ByteRange
 from ckptool.files.checksums import CheckedRange
 from ckptool.files.computed import ReadAhead, make_computed_range
 from ckptool.files.source import BLOCK
-from ckptool.tensors.materialize import get_torch_dtype, materialize, require_torch
+from ckptool.tensors.materialize import materialize
+from ckptool.tensors.storages import get_torch_dtype, require_torch
 from ckptool.words import printable
 
 if TYPE_CHECKING:

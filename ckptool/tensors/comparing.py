@@ -14,7 +14,7 @@ from ckptool.files.threads import run_in_order
 from ckptool.tensors.averaging import ElementBuffer, Elements, run_of_tensor
 from ckptool.tensors.bytewise import align_runs
 from ckptool.tensors.casting import FLOATS
-from ckptool.tensors.materialize import get_torch_dtype, require_torch, use_one_thread
+from ckptool.tensors.storages import get_torch_dtype, require_torch, use_one_thread
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ from ckptool.core.tree import name_of
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
-from ckptool.tensors.materialize import view_memory
+from ckptool.tensors.storages import view_memory
 from ckptool.words import printable
 
 if TYPE_CHECKING:

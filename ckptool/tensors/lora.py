@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.core.model import Storage, TensorRef
 from ckptool.errors import NotRepresentable
 from ckptool.tensors.casting import load_checked
-from ckptool.tensors.materialize import get_torch_dtype
+from ckptool.tensors.storages import get_torch_dtype
 from ckptool.tensors.whole import Wholes
 
 if TYPE_CHECKING:

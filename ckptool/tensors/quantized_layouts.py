@@ -18,7 +18,7 @@ from ckptool.core.quantization_config import (
     find_entry,
 )
 from ckptool.errors import NotRepresentable
-from ckptool.tensors.materialize import get_torch_dtype
+from ckptool.tensors.storages import get_torch_dtype
 from ckptool.tensors.unpacking import (
     CONFIG_HINT,
     Parts,

@@ -15,7 +15,7 @@ from ckptool.files.source import BytesDone
 from ckptool.files.threads import run_in_order
 from ckptool.tensors.averaging import ElementBuffer, Elements, run_of_tensor
 from ckptool.tensors.casting import FLOATS
-from ckptool.tensors.materialize import require_torch, use_one_thread
+from ckptool.tensors.storages import require_torch, use_one_thread
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files.computed import make_computed_range
 from ckptool.tensors.casting import CHUNK, check_storage, iterate_chunks
-from ckptool.tensors.materialize import get_torch_dtype, require_torch
+from ckptool.tensors.storages import get_torch_dtype, require_torch
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files.computed import make_computed_range
 from ckptool.tensors.casting import load_checked
-from ckptool.tensors.materialize import require_torch
+from ckptool.tensors.storages import require_torch
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import open_checkpoint
 from ckptool.tensors import Materializer, materialize, require_torch, set_attributes
-from ckptool.tensors.materialize import describe_name
+from ckptool.tensors.storages import describe_name
 from tests.tensors.judge import assert_same
 from tests.tensors.refs import composed, floats, ints, storage, tensor, torch_global
 from tests.tensors.samples import DTYPES, SAMPLES, of_dtype
@@ -189,7 +189,7 @@ def test_the_default_device_of_the_user_changes_no_figures(tmp_path):
         assert torch.equal(torch.load(tmp_path / f"q-{device}.pth")["l.weight"], small.float() / 2)
 
 
-MODULE = import_module("ckptool.tensors.materialize")  # the room has a function of that name
+MODULE = import_module("ckptool.tensors.storages")
 
 MAPS = Path("/proc/self/maps")
 

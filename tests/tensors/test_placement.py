@@ -61,13 +61,13 @@ def test_the_default_is_the_cpu(fixtures):
 
 
 def test_meta_reads_nothing(fixtures, monkeypatch):
-    monkeypatch.setattr(import_module("ckptool.tensors.materialize"), "_read_into_view", None)
+    monkeypatch.setattr(import_module("ckptool.tensors.storages"), "_read_into_view", None)
     made = ckptool.load(fixtures / "torch-2.13.0" / "dp.pth", map_location="meta")
     assert {tensor.device.type for tensor in made.values()} == {"meta"}
 
 
 def test_a_missing_device_is_found_out_before_anything_is_read(fixtures, monkeypatch):
-    monkeypatch.setattr(import_module("ckptool.tensors.materialize"), "_read_into_view", None)
+    monkeypatch.setattr(import_module("ckptool.tensors.storages"), "_read_into_view", None)
     with pytest.raises(DeviceError):
         ckptool.load(fixtures / "torch-2.13.0" / "dp_cuda3.pth", map_location=None)
 

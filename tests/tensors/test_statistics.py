@@ -11,8 +11,8 @@ from ckptool.core.model import Global, Storage, TensorRef
 from ckptool.errors import CorruptFile, TruncatedFile, UsageError
 from ckptool.files import ByteRange, FileSource, InflatedSource
 from ckptool.tensors import statistics
-from ckptool.tensors.materialize import use_one_thread
 from ckptool.tensors.statistics import Histogram, Measurer, find_obstacle
+from ckptool.tensors.storages import use_one_thread
 from tests.tensors import samples
 from tests.tensors.refs import composed, tensor
 
