@@ -91,7 +91,7 @@ class _SideNames:
         return resolved
 
     def resolve_optimizer_names(self, section: Section) -> _NewNames:
-        """Return the new names of an optimizer's parameters: those of its model.
+        """Return the new names of an optimizer's parameters, to print and to compare: its model's.
 
         If no model has its names, they are renamed like the keys of a model.
         """
@@ -459,9 +459,11 @@ class _Aligner:
     ) -> bool:
         """Pair values and unpaired sections by path; return True if any exist.
 
-        `names` has the new names of the entries of some sections, by the `id` of the section.
+        `names` has the new names of the entries of some sections, by the `id` of the section. The
+        values are everything outside sections; the entries of the unpaired sections are added.
         """
         regions = Region(), Region()
+        # The path of the compared scope is printed before all names, if both files have the same.
         shown_base = self.a.base if self.a.base == self.b.base else ()
         for region, scope, sections in zip(
             regions, (self.a, self.b), (sections_a, sections_b), strict=True

@@ -528,9 +528,10 @@ class TensorRef(Result):
     def __getitem__(self, index: Any) -> TensorRef:
         """Return a view by basic indexing (integers, slices, `...`), which reads only its bytes."""
         self._check_view("sliced")
-        from ckptool.files.strided import narrow  # most operations need no elements
+        from ckptool.files.strided import narrow  # imported late: most commands take no views
 
         shape, stride, offset = narrow(self.sizes, self.stride, self.offset, index)
+        # A view is a plain tensor: not a Parameter, nor an instance of a subclass (`wrapping`).
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
 
     def permuted(self, order: Sequence[int]) -> TensorRef:

@@ -282,7 +282,7 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     if is_flat_optimizer(mapping):
         return False
     if path and _is_parameter_state(mapping):
-        return False  # of an optimizer whose groups are missing, and which contains it
+        return False  # the state of one parameter, in an optimizer whose groups are missing
     entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
     if mapping and all(name.startswith(CONSTANT) for name in mapping):
@@ -295,7 +295,7 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     )
     if not tensors or (not has_dotted_key and not _looks_like_weights(tensors, len(entries), path)):
         return False
-    return _has_flat_tensors(entries)
+    return _has_flat_tensors(entries)  # no other entry contains a tensor
 
 
 def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> bool:

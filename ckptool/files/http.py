@@ -116,7 +116,7 @@ def _request_range(
     """Send one request for the bytes from `start` to `stop`, and return them.
 
     `tag` is that of an earlier response, or empty. With it, the redirect target of that request is
-    used. `headers` are not sent there.
+    used, because the tag shows if the file there is still the same. `headers` are not sent there.
     """
     target = _REDIRECTS.get(url, url) if tag else url
     request = urllib.request.Request(
@@ -140,7 +140,7 @@ def _request_range(
         with error:
             if target != url and error.code in (400, 401, 403, 404, 410):  # it has expired
                 _REDIRECTS.pop(url, None)
-                raise _Retry("the redirect has expired", 0.0) from error
+                raise _Retry("the redirect has expired", pause=0.0) from error
             raise _response_error(url, error, start) from error
 
 
@@ -157,6 +157,7 @@ def _read_response(url: str, response: Any, start: int, stop: int, tag: str) -> 
             file=url,
             hint=_DOWNLOAD_HINT,
         )
+    # A page is made for the request, so its length is not known; that of a file is.
     if headers.get_content_type() == "text/html" and "Content-Length" not in headers:
         hint = "log in on that page, and give the direct link of the file"
         raise UnreadableFile("the server sent a web page, not the file", file=url, hint=hint)
@@ -170,7 +171,7 @@ def _read_response(url: str, response: Any, start: int, stop: int, tag: str) -> 
         size, end = int(content_range["size"]), int(content_range["last"]) + 1
         data = _read_exactly(response, min(stop, size, end) - start)
         if data and end < min(stop, size):
-            raise _Retry("the server sent fewer bytes than requested", 0.0, data)
+            raise _Retry("the server sent fewer bytes than requested", pause=0.0, data=data)
         return RangeResponse(data, size, current_tag)
     length = headers.get("Content-Length", "")  # of the whole file
     if stop > FROM_THE_START or not re.fullmatch(r"[0-9]{1,18}", length):

@@ -558,7 +558,7 @@ class Verifier:
         for given_path in given_paths:
             is_folder = os.path.isdir(given_path)
             files = find_checkpoints(given_path, self.limits) if is_folder else [given_path]
-            is_alone = len(given_paths) == len(files) == 1
+            is_alone = len(given_paths) == len(files) == 1  # the only file of the whole call
             has_result = False
             unsupported_by_folder = dict[str, list[Finding]]()
             for file in files:
@@ -567,7 +567,7 @@ class Verifier:
                 if is_expected or not _is_unsupported(result):
                     has_result = True
                     yield result
-                elif isinstance(result, UnsupportedFormat):
+                elif isinstance(result, UnsupportedFormat):  # else its content is no checkpoint
                     folder, name = os.path.split(file)
                     text = f"not checked: it {result.message.removeprefix(file).lstrip()}"
                     finding = Finding("unread", text, (name,), hint=result.hint)

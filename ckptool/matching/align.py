@@ -503,7 +503,7 @@ def _apply_prefix(alignment: KeyAlignment, forms: _KeyForms) -> KeyAlignment:
         is_same_prefix = is_rival_removed == is_removed and (  # a longer or shorter version of it
             rival_text.startswith(text) or text.startswith(rival_text)
         )
-        if 2 * rival_votes > count and not is_same_prefix:
+        if 2 * rival_votes > count and not is_same_prefix:  # then two prefixes are plausible
             rivals.append((rival_text, is_rival_removed))
     is_doubtful = rivals or alignment.pairs or _is_below_other_path(best, forms)
     if not is_doubtful or 2 * len(best.names) > larger:

@@ -139,8 +139,12 @@ def _make_rules(
 
     `new_path_by_path` maps paths of the file to paths of the model, with `*` for numbers. A subtree
     has no rule if the wrapper prefixes of its keys differ, or if an earlier rule makes its path.
+
+    The paths have no wrapper prefixes, so a rule is first tried on bare keys. The rule of the
+    result is for the keys of the file, and so begins with their prefix.
     """
-    bare = {file_key: name for name, file_key in alignment.bare[0].items()}
+    file_bare, _model_bare = alignment.bare
+    bare = {file_key: name for name, file_key in file_bare.items()}
     keys_below: dict[str, list[str]] = {path: [] for path in new_path_by_path}
     for template, keys in file_side.groups.items():
         path = next(filter(new_path_by_path.__contains__, iterate_parents(template)), None)

@@ -142,8 +142,10 @@ class RecipeRule:
     def _check_names(self) -> None:
         """Refuse a left key that lacks a common variable, and several keys without an equation.
 
+        Common variables, those of the keys on both sides, tell which tensors belong together.
+
         Raises:
-            UsageError: for the first; common variables tell which tensors belong together.
+            UsageError: if there is one.
         """
         for pattern in self.left:
             if missing := [name for name in self.common if name not in pattern.names]:

@@ -331,9 +331,8 @@ def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> No
 
 def _list_families(names: Iterable[str]) -> str:
     """Return the names as a list with folded layers."""
-    return listed(
-        (family.label for family in group_families((name, None) for name in names)), most=40
-    )
+    entries = ((name, None) for name in names)  # None: no facts that could keep names apart
+    return listed((family.label for family in group_families(entries)), most=40)
 
 
 def _parse_concat(rule: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from ckptool.core.model import Storage, TensorRef
 from ckptool.errors import NotRepresentable
 from ckptool.tensors.casting import load_checked
 from ckptool.tensors.storages import get_torch_dtype
-from ckptool.tensors.whole import Wholes
+from ckptool.tensors.whole import ComputedTensors
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class Merger:
 
     def __init__(self) -> None:
         """Start with nothing computed."""
-        self._wholes = Wholes()
+        self._computed_tensors = ComputedTensors()
 
     def merge(
         self, weight: TensorRef, other: TensorRef | None, added: Sequence[Factors]
@@ -73,7 +73,7 @@ class Merger:
             raise NotRepresentable("an adapter cannot be merged into a tensor without bytes")
         base = weight if other is None else other
         used = [base, *(tensor for factors in added for tensor in (factors.down, factors.up))]
-        return self._wholes.compute_storage(
+        return self._computed_tensors.compute_storage(
             weight, used, lambda: _merge_factors(base, added, dtype=weight.dtype)
         )
 

@@ -393,9 +393,10 @@ def _wrap_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def is_one_part(ref: TensorRef) -> bool:
-    """Return True if only its class can make the tensor: this file may have just a part of it.
+    """Return True for a subclass that has components in place of a storage, such as a DTensor.
 
-    This is a subclass without a storage, except a DTensor that is complete in this file.
+    Only its class can put them together, with those in the files of other ranks. A DTensor that is
+    complete in this file (`whole`) is none.
     """
     return ref.kind == "subclass" and ref.storage is None and ref.whole is None
 

@@ -172,10 +172,11 @@ class Placement:
         target = self.target_of(tag)
         if target is not None:
             return _move_storage(storage, target)
-        placed = self._map_location(storage, tag)  # a function
+        placed = self._map_location(storage, tag)  # without a target, it is a function
         if placed is not None:
             return _to_untyped(placed)
-        return _restore_storage(storage, tag, tag=tag, name=name, file=file)  # keep the device
+        # Keep the device: the target is the saved tag.
+        return _restore_storage(storage, tag, tag=tag, name=name, file=file)
 
 
 def _move_storage(storage: torch.UntypedStorage, target: str) -> torch.UntypedStorage:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Wholes:
+class ComputedTensors:
     """Makes storages of computed tensors; keeps the last one computed while it is read."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def interpolate_linearly(
-    wholes: Wholes, start: TensorRef, end: TensorRef, weight: float
+    computed_tensors: ComputedTensors, start: TensorRef, end: TensorRef, weight: float
 ) -> TensorRef:
     """Return `torch.lerp(start, end, weight)` in the dtype of `start`, with its own memory."""
 
@@ -83,7 +83,7 @@ def interpolate_linearly(
         first = load_checked(start)
         return torch.lerp(first, load_checked(end).to(first.dtype), weight)
 
-    storage = wholes.compute_storage(start, (start, end), make)
+    storage = computed_tensors.compute_storage(start, (start, end), make)
     stride = row_major_strides(start.sizes)
     # The computed elements are already conjugated or negated, if `start` has such a flag.
     return replace(start, storage=storage, offset=0, stride=stride, flags=())

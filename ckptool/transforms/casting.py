@@ -509,12 +509,13 @@ class _Work:
         """The casts by the identity of their storage, the old and the new dtype."""
         for cast in casts:
             self._groups.setdefault((id(cast.storage), *cast.pair), []).append(cast)
-        self._storages = {
-            key: self._casters[first.pair].cast(
-                first.storage, [(cast.names[0], cast.tensor) for cast in (first, *others)]
+        self._storages = {}
+        for key, group in self._groups.items():
+            caster, storage = self._casters[group[0].pair], group[0].storage  # of all in the group
+            # Tied names have one cast: the first name is for messages.
+            self._storages[key] = caster.cast(
+                storage, [(cast.names[0], cast.tensor) for cast in group]
             )
-            for key, (first, *others) in self._groups.items()
-        }
 
     def replace_leaf(self, node: Any) -> Any:
         """Return a tensor with its new dtype, or any other node unchanged."""

@@ -312,31 +312,30 @@ class _Config:
         if alpha is not None:
             alpha = _require_number(alpha, "alpha", path)
         text: str | bytes | None = file.details.header.get("lora_adapter_metadata")
+        where = path  # for errors: the file with the configuration
         if place_of(config_path).is_file(config_path):
             with closing(place_of(config_path).open(config_path)) as source:
                 if source.size > DEFAULT_LIMITS.max_json_bytes:
                     raise LimitExceeded(f"has {source.size:,} bytes", file=config_path)
-                text = source.read(0, source.size)
+                text, where = source.read(0, source.size), config_path
         if text is None:
             return cls(alpha)
         try:
             config: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UsageError("is not valid JSON", file=config_path) from error
-        _refuse_unsupported_config(config, config_path)
+            raise UsageError("is not valid JSON", file=where) from error
+        _refuse_unsupported_config(config, where)
         patterns = config.get("alpha_pattern") or {}
         if alpha is not None:
             patterns = {}
         elif config.get("lora_alpha") is not None:
-            alpha = _require_number(config["lora_alpha"], "lora_alpha", config_path)
+            alpha = _require_number(config["lora_alpha"], "lora_alpha", where)
         try:
             # Source: `get_pattern_key` of peft/utils/other.py.
             regexes = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
         except (re.error, OverflowError) as error:
-            raise UsageError("alpha_pattern has no regular expression", file=config_path) from error
-        values = [
-            _require_number(value, "alpha_pattern", config_path) for value in patterns.values()
-        ]
+            raise UsageError("alpha_pattern has no regular expression", file=where) from error
+        values = [_require_number(value, "alpha_pattern", where) for value in patterns.values()]
         return cls(
             alpha,
             tuple(zip(regexes, values, strict=True)),

@@ -22,7 +22,7 @@ from ckptool.core.sections import MODEL_KINDS, Section, get_named_tensors, list_
 from ckptool.core.tree import drop_ties
 from ckptool.errors import NotFound
 from ckptool.formats import load_format
-from ckptool.tensors.whole import Wholes, interpolate_linearly
+from ckptool.tensors.whole import ComputedTensors, interpolate_linearly
 from ckptool.transforms.names import list_distinct_sections
 from ckptool.words import printable
 
@@ -42,7 +42,8 @@ def compute_eval_weights(
 ) -> Iterator[tuple[Section, Section, dict[str, TensorRef]]]:
     """Yield each schedule-free optimizer in train mode, its model, and the average x by key.
 
-    In train mode, the weights are y = beta x + (1 - beta) z, and the state has z.
+    In train mode, the weights are y = beta x + (1 - beta) z, and the state has z. So x is
+    interpolated from y to z by 1 - 1 / beta.
 
     Raises:
         NotFound: if it is not certain which state belongs to which weight.
@@ -58,7 +59,7 @@ def compute_eval_weights(
         model = models[0] if is_only_pair else find_model(section, models, optimizers)
         model_keys = {} if model is None else match_parameters(checkpoint, section, model)
         tensors = {} if model is None else get_named_tensors(model.node)
-        wholes, weights = Wholes(), {}
+        computed_tensors, weights = ComputedTensors(), {}
         for keys, group in zip(list_groups(section), section.node["param_groups"], strict=True):
             for key in keys if group.get("train_mode") is True else ():
                 state, name = section.node["state"].get(key), model_keys.get(key)
@@ -79,7 +80,9 @@ def compute_eval_weights(
                         file=checkpoint.path or None,
                         hint="call optimizer.eval() before saving the checkpoint",
                     )
-                weights[name] = interpolate_linearly(wholes, training_weight, z, 1 - 1 / beta)
+                weights[name] = interpolate_linearly(
+                    computed_tensors, training_weight, z, 1 - 1 / beta
+                )
         if model is not None and weights:
             yield section, model, weights
 

@@ -279,6 +279,10 @@ def test_diffusers_has_the_configuration_in_the_header(target, tmp_path):
     save_file(tensors, tmp_path / "one.safetensors", header)
     with pytest.raises(UsageError, match="the scale of the adapter is unknown"):
         merged(target, tmp_path / "one.safetensors")
+    save_file(tensors, tmp_path / "one.safetensors", {"lora_adapter_metadata": "{"})
+    with pytest.raises(UsageError, match="not valid JSON") as caught:
+        merged(target, tmp_path / "one.safetensors")
+    assert caught.value.file == str(tmp_path / "one.safetensors")
 
 
 def test_of_a_training_run_the_optimizer_stays_and_is_named(target, tmp_path):

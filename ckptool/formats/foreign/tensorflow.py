@@ -361,7 +361,8 @@ class _Data:
             CorruptFile: if its bytes are not in the file, or its parts do not cover it.
         """
         if entry.dtype == _STRING_TYPE and not entry.slices:
-            # Until it is read, the value is shown as `stored` in this file.
+            # Until the texts are read, `stored` is shown as the type, and the file as the value.
+            # Divided texts are left out, as other variables of a dtype that torch lacks.
             type_and_value = "stored", os.path.basename(self._files[entry.shard].name)
             read_texts = cache(partial(self._read_texts, key, entry))
             return Opaque(_STRING_CLASS, plain=type_and_value, find=read_texts)

@@ -224,6 +224,7 @@ class Strategy:
         self, steps: Sequence[Sequence[Sequence[int]]], *, epoch: int, first: int
     ) -> Iterator[None]:
         """Prepare the batches of an epoch from step `first` on, ahead if there are workers."""
+        # `steps` begins with step `first`; the numbers of the batches count from the epoch's start.
         rows = [self.select_rows(batch) for step in steps for batch in step]
         first_batch = first * self.config.accumulate
         self._prefetched_batches = self._load_batches(self._train, rows, epoch, first_batch)
@@ -306,7 +307,7 @@ class Strategy:
                 )
             if not rows:
                 return 0 * sum_outputs(outputs)
-            if isinstance(outputs, torch.Tensor):
+            if isinstance(outputs, torch.Tensor):  # a divided model has them on its last device
                 targets = move_tensors(targets, outputs.device)
             return _require_scalar(self._loss(outputs, targets))
 
