@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _DCP_MODULE = "torch.distributed.checkpoint"
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+_CONTIGUOUS_FORMAT = (0,)
+"""The member TORCH_CONTIGUOUS_FORMAT; one tuple for all tensors, so that it is pickled once."""
 _RUN_FILE = "run.pth"
 """The file of `ckptool train --sharded` next to the index: its optimizer groups have names."""
 _IsItem = Callable[[Path, Any], bool]
@@ -422,8 +424,7 @@ def _describe_value() -> Opaque:
 def _describe_tensor(tensor: TensorRef) -> Opaque:
     """Return the description of a tensor in the index, with one chunk."""
     layout = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = 0  # the member TORCH_CONTIGUOUS_FORMAT of the enum
-    memory_format = Opaque(Global(_SHARDED_MODULE, "MEM_FORMAT_ENCODING"), (contiguous,))
+    memory_format = Opaque(Global(_SHARDED_MODULE, "MEM_FORMAT_ENCODING"), _CONTIGUOUS_FORMAT)
     requires_grad = pin_memory = False  # as for the detached tensors of a state dict
     dtype = Global("torch", tensor.dtype)
     properties = (dtype, layout, requires_grad, memory_format, pin_memory)
